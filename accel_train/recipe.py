@@ -1,0 +1,298 @@
+"""The recipe: one frozen value that says everything about a run.
+
+Sections and leaves are named once, here. YAML is the recipe's file form (`recipe_file.py` reads and writes it), Python
+its code form, with the same names. Where Accelerate or `transformers.TrainingArguments` has a name for a thing, that
+name is used. Each field's docstring is what `accel-train plan` prints.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who set a value: `kind`, and `where` exactly (a file and line, a flag, a variable)."""
+
+    kind: Literal["default", "file", "command line", "environment", "python"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+
+class Section(BaseModel):
+    """A frozen group of settings; an unknown key is an error, and `true` is not a number."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), ser_json_inf_nan="strings"
+    )
+
+
+class Model(Section):
+    pretrained: str | None = None
+    """A name on the hub or a local folder; training goes on from its weights."""
+    config: dict[str, Any] | None = None
+    """A transformers configuration (`model_type` and its fields); the weights are random."""
+    attn_implementation: str = "auto"
+    """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a pretrained model. Never asked for interactively."""
+    pad_vocab_to_multiple_of: NonNegativeInt = 64
+    """Rows are added to the embedding up to this multiple (faster matrix products); 0 leaves it alone."""
+
+    @model_validator(mode="after")
+    def one_source_of_weights(self) -> "Model":
+        if (self.pretrained is None) == (self.config is None):
+            raise ValueError(
+                "give exactly one of model.pretrained (a name or folder) and model.config (for example {model_type: gpt2, n_layer: 4})"
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("model.config needs a model_type, for example {model_type: gpt2, n_layer: 4}")
+        return self
+
+
+class TrainBPE(Section):
+    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 4096
+    """Tokens in the vocabulary, the 256 bytes and the document separator included."""
+
+
+class TrainedTokenizer(Section):
+    train_bpe: TrainBPE
+    """A byte-level BPE, trained on the training documents."""
+
+
+class Data(Section):
+    train: str | tuple[str, ...]
+    """An embedded corpus (`python-stdlib`), a file, glob or folder (txt, md, py, jsonl, csv, parquet, bin), or a data set name."""
+    eval: str | tuple[str, ...] | None = None
+    """What to evaluate on; none: `eval_fraction` of the training documents."""
+    eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
+    """Documents held out of `train` for evaluation, chosen by a hash of each document; 0 holds out none."""
+    text_column: str = "text"
+    """The column with the text, in jsonl, csv, parquet and data sets."""
+    subset: str | None = None
+    """The configuration name of a data set (`wikitext-103-raw-v1`)."""
+    split: str = "train"
+    """The split of a data set to train on."""
+    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    """Tokens a sample predicts: each window reads this many tokens and predicts the next of each."""
+    mask_documents: bool = False
+    """Attention stays within a document, and positions restart at each."""
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    """What a byte that is not UTF-8 does: stop, naming file and position, or become U+FFFD."""
+    shuffle: bool = True
+    """Read the samples of each epoch in a permuted order; off: in the order of the source."""
+    num_workers: Auto | NonNegativeInt = "auto"
+    """Processes that read ahead, per training process."""
+    pin_memory: Auto | bool = "auto"
+    """Page-locked host buffers, so that copies to the GPU overlap with work."""
+    cache_dir: str | None = None
+    """Where token shards are kept; none: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+
+
+class Batch(Section):
+    global_batch_size: PositiveInt | None = None
+    """Samples per step over all processes = per_device_batch_size x gradient_accumulation_steps x processes."""
+    per_device_batch_size: Auto | PositiveInt = "auto"
+    """Samples one process forwards at once (a micro-batch)."""
+    gradient_accumulation_steps: Auto | PositiveInt = "auto"
+    """Micro-batches per process and step."""
+    per_device_eval_batch_size: Auto | PositiveInt = "auto"
+    """Samples one process forwards at once in evaluation; auto: twice the training size."""
+
+
+class LRScaling(Section):
+    rule: Literal["none", "linear", "sqrt"] = "none"
+    """linear: learning_rate x global_batch_size / base_batch_size; sqrt: x its square root; none: as written."""
+    base_batch_size: PositiveInt = 256
+    """The global batch size for which `learning_rate` was found."""
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    learning_rate: PositiveFloat = 3e-4
+    """The peak learning rate, before `lr_scaling`."""
+    weight_decay: NonNegativeFloat = 0.1
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """For sgd."""
+    no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias")
+    """Parameters that weight decay leaves alone."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this norm over all parameters; 0 never clips."""
+    lr_scaling: LRScaling = LRScaling()
+
+
+class Schedule(Section):
+    type: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "warmup_cosine",
+        "warmup_stable_decay",
+        "one_cycle",
+        "cyclic",
+        "step",
+        "exponential",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_restarts",
+    ] = "warmup_cosine"
+    """The curve of the learning rate over the steps."""
+    max_steps: PositiveInt | None = None
+    """Steps (optimizer updates) to train."""
+    num_epochs: PositiveFloat | None = None
+    """Passes over the training data; give this or max_steps."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps over which the learning rate rises linearly from 0 to its peak."""
+    warmup_ratio: Fraction | None = None
+    """The same as a fraction of all steps; give one of the two (neither: 1 % for warmup_* types, else 0)."""
+    min_lr_ratio: Fraction = 0.0
+    """Where a decay ends, as a fraction of the peak."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """warmup_stable_decay: the last fraction of all steps, in which the rate falls."""
+    decay_shape: Literal["linear", "cosine", "one_minus_sqrt"] = "linear"
+    """warmup_stable_decay: the form of that fall."""
+    num_cycles: PositiveInt = 1
+    """cosine_restarts and cyclic: how many."""
+    step_size_steps: PositiveInt | None = None
+    """step: steps between two drops; none: a third of all steps."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """step: factor of each drop; exponential: the ratio to the peak reached at the last step."""
+    power: PositiveFloat = 1.0
+    """polynomial."""
+    initial_lr_ratio: Annotated[float, Field(gt=0, le=1)] = 0.04
+    """one_cycle: where it starts, as a fraction of the peak; cyclic: the low point of a cycle."""
+
+    @model_validator(mode="after")
+    def one_length_and_one_warmup(self) -> "Schedule":
+        if (self.max_steps is None) == (self.num_epochs is None):
+            raise ValueError("give exactly one of schedule.max_steps and schedule.num_epochs")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("give one of schedule.warmup_steps and schedule.warmup_ratio, not both")
+        if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps > self.max_steps:
+            raise ValueError(
+                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower warmup_steps"
+            )
+        return self
+
+
+class Precision(Section):
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
+    """auto: bf16 where the hardware has it, else fp16 on CUDA, else no."""
+    tf32: Auto | bool = "auto"
+    """TensorFloat-32 for the fp32 matrix products of CUDA; auto: with bf16 or fp16 only, so that fp32 stays fp32."""
+    cudnn_benchmark: Auto | bool = "auto"
+    """Let cuDNN time its algorithms and keep the fastest; auto: unless deterministic."""
+    compile: Literal["blocks", "model"] | bool = False
+    """torch.compile; true: the repeated blocks of the model where it has some (compiles in seconds), else all of it."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits each time; slower on CUDA."""
+    gradient_checkpointing: bool = False
+    """Keep fewer activations and compute them again in the backward pass: less memory, about a third more time."""
+    fp16_init_scale: PositiveFloat = 2.0**14
+    """The first loss scale. 2^14 leaves a scaled gradient a factor 4 below fp16's largest number, 65504; 2^16 is above it."""
+    fp16_growth_interval: PositiveInt = 2000
+    """Steps without an overflow after which the loss scale doubles."""
+
+
+class Guard(Section):
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """What a step with a NaN or Inf loss or gradient does. Its update is never applied, on any process."""
+    max_consecutive_skips: NonNegativeInt = 5
+    """More skipped steps than this in a row stop the run (exit code 3)."""
+    max_skips_per_1000_steps: NonNegativeInt = 20
+    """More skipped steps than this in any 1000 stop the run (exit code 3)."""
+    fp16_scale_floor: PositiveFloat = 1.0
+    """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
+
+
+class Checkpoint(Section):
+    every_steps: NonNegativeInt = 500
+    """Steps between two checkpoints; 0: only at the end and when the job is asked to stop."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+    keep_best: bool = True
+    """Keep the one with the lowest evaluation loss as well."""
+    resume: str = "auto"
+    """auto: go on from the newest valid checkpoint of this output folder; never: start anew; or a checkpoint's path."""
+
+
+class Evaluate(Section):
+    every_steps: NonNegativeInt = 500
+    """Steps between two evaluations; 0: only at the end."""
+    max_samples: PositiveInt | None = None
+    """Evaluate on this many samples during training; the last evaluation always takes all."""
+    sample_prompt: str | None = None
+    """causal-lm: print a text that begins with this at the end of the run."""
+    sample_tokens: PositiveInt = 200
+    """Length of that text."""
+
+
+class Log(Section):
+    every_steps: PositiveInt = 10
+    """Steps between two lines of metrics.jsonl."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers by Accelerate's names (tensorboard, wandb, trackio, mlflow, ...)."""
+    project: str = "accel_train"
+    """Project name in the trackers."""
+    progress: Auto | bool = "auto"
+    """auto: a bar in a terminal or notebook, plain lines elsewhere."""
+
+
+class Recipe(Section):
+    """Everything about a run. `Recipe.from_yaml(path)` reads one, `train(recipe)` runs it."""
+
+    task: str = "causal-lm"
+    """A task of this package, or `my_module:MyTask`."""
+    seed: NonNegativeInt = 0
+    output_dir: str
+    """The run folder."""
+    model: Model
+    tokenizer: str | TrainedTokenizer = "bytes"
+    """`bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}."""
+    data: Data
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule
+    precision: Precision = Precision()
+    guard: Guard = Guard()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+    log: Log = Log()
+    options: dict[str, Any] = {}
+    """Free settings for a task of your own; the package's tasks take none."""
+
+    _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def from_yaml(cls, path: str, **overrides: Any) -> "Recipe":
+        """Read a recipe file; `overrides` are sections as mappings: `optimizer={"learning_rate": 1e-3}`.
+
+        Raises:
+            ValueError: the file cannot be read, or breaks a rule; the text names key, line, rule and remedy.
+        """
+        from accel_train.recipe_file import load_recipe
+
+        return load_recipe(path, overrides=overrides)
+
+    def origin(self, leaf: str) -> Origin:
+        """Who set a leaf, by its dotted name: `recipe.origin("optimizer.learning_rate")`."""
+        return self._origins.get(leaf, Origin("default"))
+
+    def with_origins(self, origins: Mapping[str, Origin]) -> "Recipe":
+        """The same recipe, knowing who set which leaf."""
+        copy = self.model_copy()
+        copy._origins = dict(origins)
+        return copy

@@ -1,0 +1,70 @@
+"""The facts that pass between the parts of a run: plain frozen records, no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class TrainingStopped(Exception):
+    """The guard stopped the run; its last checkpoint is good. The command exits with 3."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read. The command exits with 4."""
+
+
+class Preempted(Exception):
+    """The run was asked to stop and saved; run it again to go on. The command exits with 75."""
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """Something decided for the user, with the reason that is printed."""
+
+    value: T
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, as every process sees it: read by the host one step late."""
+
+    step: int
+    """Steps attempted up to and including this one: the first step of a run is 1."""
+    loss: float
+    """Mean over all targets of the global batch: the number that was optimised."""
+    grad_norm: float
+    """Of all gradients, over all processes, before clipping, unscaled."""
+    num_targets: int
+    """Targets (tokens, for a language model) in the global batch."""
+    skipped: bool
+    """The loss or a gradient was not finite, so the update was not applied."""
+    loss_scale: float | None
+    """fp16 only: the scale this step's gradients were computed with."""
+    stop_requested: bool
+    """Some process was asked to stop (SIGTERM, Ctrl-C) before this step."""
+
+
+@dataclass
+class TrainState:
+    """What a resume needs beside the weights, the optimizer and the loss scale."""
+
+    step: int = 0
+    """Steps attempted; the data position follows from it."""
+    num_targets_seen: int = 0
+    num_skipped_steps: int = 0
+    recent_skips: list[int] = field(default_factory=list)
+    """The guard's memory: step numbers of the last skips, oldest first."""
+    consecutive_skips: int = 0
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    train_seconds: float = 0.0
+    """Wall time of training over all sittings, evaluation and checkpoints left out."""
+
+
+JsonRecord = dict[str, Any]
+"""One line of metrics.jsonl or events.jsonl."""
