@@ -227,6 +227,8 @@ class Checkpoint(Section):
     """Keep the one with the lowest evaluation loss as well."""
     resume: str = "auto"
     """auto: go on from the newest valid checkpoint of this output folder; never: start anew; or a checkpoint's path."""
+    accept_changes: bool = False
+    """Go on although the recipe differs from the checkpoint's in what makes a run the same run (data, model, batch, length)."""
 
 
 class Evaluate(Section):

@@ -1,0 +1,28 @@
+"""torch.compile, block by block where a model repeats blocks: the same code is compiled once and used for all of them."""
+
+from torch import nn
+
+from accel_train.state import Choice
+
+
+def compile_module(module: nn.Module, requested: str | bool) -> Choice[str]:
+    """Compile in place, before the module is wrapped; parameter names stay as they were."""
+    if requested is False:
+        return Choice("no", "as the recipe says")
+    blocks = repeated_blocks(module)
+    if requested == "model" or not blocks:
+        module.compile()
+        return Choice("model", "as the recipe says" if requested == "model" else "the model repeats no block")
+    for block in blocks:
+        block.compile()
+    return Choice("blocks", f"{len(blocks)} x {type(blocks[0]).__name__} share one compiled block")
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The members of the longest nn.ModuleList of two or more modules of one class; empty where there is none."""
+    lists = [
+        list(child)
+        for child in module.modules()
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1
+    ]
+    return max(lists, key=len, default=[])

@@ -1,0 +1,150 @@
+"""The folder of token shards: what a file holds, who may build, and when a build counts.
+
+CACHE/text/KEY/            published in one rename: train.bin, eval.bin, meta.json, tokenizer/
+CACHE/text/KEY.lock        held by the one process that builds KEY
+CACHE/text/KEY.building/   a build under way, or what a killed one left; the next removes it
+CACHE/text/digests.json    digests of source files, by path, size and time of change
+CACHE/text/latest/         the newest KEY of each recipe, to notice that a source changed
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock, FileLock
+
+from accel_train.data.sources import SourceFile
+from accel_train.recipe import Data
+
+# A file written again within the clock's grain keeps its time of change: such young digests are not trusted (as in git).
+_SETTLED_SECONDS = 2.0
+
+
+def cache_folder(data: Data) -> Path:
+    """Where token shards are kept: `data.cache_dir`, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
+    root = data.cache_dir or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
+    folder = Path(root).expanduser().absolute() / "text"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"data.cache_dir: cannot make the folder {folder} ({error}); name another") from error
+    return folder
+
+
+def lock(path: Path) -> BaseFileLock:
+    """A lock that dies with its process; file systems without locks raise, rather than pretend."""
+    try:
+        return FileLock(path, fallback_to_soft=False)
+    except TypeError:  # an older filelock, without that switch
+        return FileLock(path)
+
+
+def file_digests(files: Sequence[SourceFile], cache: Path, advance: Callable[[float], object]) -> list[str]:
+    """The SHA-256 of each file; files that did not change since the last time are not read again.
+
+    `advance` is told the bytes read.
+    """
+    sidecar = cache / "digests.json"
+    with lock(cache / "digests.lock"):  # of several processes one reads the files, and the others its result
+        known: dict[str, list[Any]] = read_json(sidecar) or {}
+        settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+
+        def digest(file: SourceFile) -> tuple[str, list[Any]]:
+            path = str(file.path.resolve())
+            stamp = stamp_of(file)
+            if known.get(path, [])[:2] == stamp:
+                return path, known[path]
+            with file.path.open("rb") as stream:
+                value = hashlib.file_digest(stream, "sha256").hexdigest()
+            advance(stamp[0])
+            return path, [*stamp, value]
+
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+            found = list(threads.map(digest, files))
+        settled = {path: entry for path, entry in found if entry[1] < settled_before_ns}
+        if any(known.get(path) != entry for path, entry in settled.items()):
+            write_json(sidecar, known | settled)
+    return [entry[2] for _, entry in found]
+
+
+def stamp_of(file: SourceFile) -> list[int]:
+    """Size in bytes and time of change in nanoseconds."""
+    stat = file.path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def note_latest(cache: Path, recipe_digest: str, key: str) -> str | None:
+    """Remember the newest key of a recipe; the one before, if it was another."""
+    path = cache / "latest" / recipe_digest
+    path.parent.mkdir(exist_ok=True)
+    before = path.read_text() if path.exists() else None
+    if before != key:
+        _replace(path, key)
+    return before if before != key else None
+
+
+def read_valid_meta(folder: Path) -> dict[str, Any] | None:
+    """What meta.json says, if every file it lists is there with the size it says; else None."""
+    meta = read_json(folder / "meta.json")
+    if meta is None or "files" not in meta:
+        return None
+    for name, num_bytes in meta["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            return None
+    return meta
+
+
+def publish(building: Path, folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Make a finished build visible, all of it or nothing; what stood there before is gone."""
+    files = sorted(path for path in building.rglob("*") if path.is_file())
+    meta = {**meta, "files": {path.relative_to(building).as_posix(): path.stat().st_size for path in files}}
+    write_json(building / "meta.json", meta)
+    for path in [*files, *(path for path in building.rglob("*") if path.is_dir()), building]:
+        _fsync(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    building.rename(folder)
+    _fsync(folder.parent)
+    return meta
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is none that can be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object so that a reader sees the old file or the new one."""
+    _replace(path, json.dumps(value, indent=1, allow_nan=False))
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,237 @@
+"""Tokenizers: bytes, a BPE trained here, or a pretrained one; and how they read documents.
+
+Each has one separator token that begins every document. No document can spell it: special tokens inside a text are
+encoded as the ordinary characters that they are.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+SEPARATOR = "<|endoftext|>"
+"""The separator of the tokenizers made here."""
+
+BYTE_SEPARATOR_ID = 256
+
+Encode = Callable[[Sequence[str]], list[NDArray[np.integer[Any]]]]
+"""Texts to the token ids of each, without any special token."""
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer, and how documents are read with it."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    separator_id: int
+    """Begins every document."""
+    vocab_size: int
+    """Rows that an embedding needs; every id is below it."""
+    encode: Encode
+    digest: str
+    """Hex; of everything that decides which ids a text gets."""
+
+
+def pretrained_tokenizer(name: str, *, trust_remote_code: bool) -> TextTokenizer:
+    """`bytes`, or the tokenizer of this name or folder.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no token to separate documents.
+    """
+    if name == "bytes":
+        return prepare_tokenizer(byte_tokenizer(), encode=encode_bytes)
+    return prepare_tokenizer(load_tokenizer(name, trust_remote_code=trust_remote_code))
+
+
+def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", *, encode: Encode | None = None) -> TextTokenizer:
+    """A tokenizer with its separator, size, digest, and (unless given) the function that encodes texts."""
+    separator_id = separator_of(tokenizer)
+    encode = encode or document_encoder(tokenizer, separator_id)
+    return TextTokenizer(tokenizer, separator_id, vocab_size_of(tokenizer), encode, tokenizer_digest(tokenizer))
+
+
+def byte_tokenizer() -> "PreTrainedTokenizerFast":
+    """A tokenizer whose token ids 0 to 255 are the bytes of UTF-8, and 256 the separator; it round-trips any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = _wrap(backend)
+    assert tokenizer.convert_tokens_to_ids(SEPARATOR) == BYTE_SEPARATOR_ID
+    return tokenizer
+
+
+def encode_bytes(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+    """What `byte_tokenizer` gives, without the detour: the UTF-8 bytes (gigabytes a second)."""
+    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """A byte-level BPE (GPT-2's kind) trained on texts; the separator is token 0. The same texts give the same tokenizer.
+
+    A small corpus may support fewer than `vocab_size` tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    _settle_rust_threads()
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    return _wrap(backend)
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """A pretrained tokenizer, from a folder or by its name on the hub.
+
+    Raises:
+        ValueError: nothing of that name can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for a bad name
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a tokenizer "
+            f"of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
+        ) from error
+
+
+def separator_of(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The token that begins every document: end of text, else beginning, else a BERT's sep or cls.
+
+    Raises:
+        ValueError: the tokenizer has none of them.
+    """
+    for role in ("eos", "bos", "sep", "cls"):
+        token_id = getattr(tokenizer, f"{role}_token_id")
+        if token_id is not None:
+            return int(token_id)
+    raise ValueError(
+        f"tokenizer: {tokenizer.name_or_path!r} has no eos, bos, sep or cls token to separate documents; "
+        "add an eos_token to it and save it, or use another"
+    )
+
+
+def vocab_size_of(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Rows that an embedding needs: the number of tokens, or one more than the largest id where ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Hex digest of everything that decides which ids a text gets."""
+    if tokenizer.is_fast:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        for state in ("truncation", "padding", "post_processor"):  # not used on documents
+            content.pop(state, None)
+    else:
+        content = {
+            "class": type(tokenizer).__qualname__,
+            "added": sorted(map(str, tokenizer.added_tokens_decoder.items())),
+        }
+    content = [content, sorted(tokenizer.get_vocab().items()), separator_of(tokenizer)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def document_encoder(tokenizer: "PreTrainedTokenizerBase", separator_id: int) -> Encode:
+    """The function that encodes texts with a tokenizer, on all cores where it is a fast one.
+
+    Raises (the returned function):
+        ValueError: the tokenizer gives the separator's id to ordinary text.
+    """
+    encode_raw = _fast_encoder(tokenizer) if tokenizer.is_fast else _slow_encoder(tokenizer)
+    separator = tokenizer.convert_ids_to_tokens(separator_id)
+
+    def encode(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        encoded = encode_raw(texts)
+        for index, ids in enumerate(encoded):
+            if (ids == separator_id).any():
+                encoded[index] = _encode_around(texts[index], separator, separator_id, encode_raw)
+        return encoded
+
+    return encode
+
+
+def _fast_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
+    from tokenizers import Tokenizer
+
+    _settle_rust_threads()
+    backend: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: the user's stays as it is
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+
+    def encode(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        return [np.array(it.ids, np.uint32) for it in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    return encode
+
+
+def _slow_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
+    def encode(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+        settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        return [np.array(tokenizer(text, **settings)["input_ids"], np.uint32) for text in texts]
+
+    return encode
+
+
+def _encode_around(text: str, separator: str, separator_id: int, encode_raw: Encode) -> NDArray[np.integer[Any]]:
+    """Encode a text whose vocabulary has the separator as an ordinary word: each occurrence is cut in two first."""
+    parts = list(_cut_inside(text, separator))
+    ids = np.concatenate(encode_raw(parts))
+    if (ids == separator_id).any():
+        raise ValueError(
+            f"tokenizer: it gives ordinary text the id {separator_id} of its separator {separator!r} (for characters that "
+            "it does not know, perhaps); documents could not be told apart, so use another tokenizer, for example bytes"
+        )
+    return ids
+
+
+def _cut_inside(text: str, separator: str) -> Iterator[str]:
+    first, *others = text.split(separator)
+    head, tail = separator[:1], separator[1:]
+    current = first
+    for other in others:
+        yield current + head
+        current = tail + other
+    yield current
+
+
+def _wrap(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=SEPARATOR, clean_up_tokenization_spaces=False, model_max_length=int(1e30)
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = itertools.count(256)
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _settle_rust_threads() -> None:
+    """Say that the library's threads are wanted: undecided, it warns in each DataLoader worker forked afterwards."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

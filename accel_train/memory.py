@@ -1,0 +1,87 @@
+"""Memory of a run: what the allocators keep, when garbage is collected, and the peak of each phase."""
+
+import ctypes
+import gc
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+GARBAGE_EVERY_STEPS = 1000
+EMPTY_CACHE_ABOVE = 0.2
+"""Part of the GPU's memory that must lie idle in torch's cache before emptying it is worth the allocations it costs."""
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory for the next step; False where there is no glibc (mallopt(3))."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    trim_threshold, mmap_threshold, keep_bytes = -1, -3, 2**30
+    return bool(mallopt(trim_threshold, keep_bytes) and mallopt(mmap_threshold, keep_bytes))
+
+
+@contextmanager
+def garbage_collected_at_steps() -> Iterator[None]:
+    """Inside, garbage is collected only by `collect_garbage`: one process that stalls for it makes all others wait."""
+    gc.collect()
+    gc.freeze()  # what lives now lives to the end, so no collection needs to look at it
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def collect_garbage(step: int) -> None:
+    """Collect garbage on every thousandth step, the same on all processes."""
+    if step % GARBAGE_EVERY_STEPS == 0:
+        gc.collect(1)
+
+
+class PeakMemory:
+    """The largest memory of each phase of a run, in bytes: allocated by tensors on a GPU, resident in RAM on a CPU.
+
+    The kernel's figure for resident memory never falls, so on a CPU a phase shows the largest up to its end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peaks: dict[str, int] = {}
+        self._phases: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside as `name`; an inner phase is not counted to the outer one."""
+        self._close_stretch()
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._close_stretch()
+            self._phases.pop()
+
+    def _close_stretch(self) -> None:
+        if self._phases:
+            name = self._phases[-1]
+            self.peaks[name] = max(self.peaks.get(name, 0), self._peak_bytes())
+        if self.device.type == "cuda":
+            self._empty_idle_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def _empty_idle_cache(self) -> None:
+        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if idle > EMPTY_CACHE_ABOVE * torch.cuda.get_device_properties(self.device).total_memory:
+            torch.cuda.empty_cache()

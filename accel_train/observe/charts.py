@@ -1,0 +1,269 @@
+"""The curves of one or more runs, drawn once, as SVG for the page (its colours follow the page) and as PNG."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from accel_train.observe.canvas import (
+    ALERT,
+    GRID,
+    HALF,
+    INK,
+    MUTED,
+    PAPER,
+    SERIES,
+    THIRD,
+    WIDE,
+    Drawing,
+    Size,
+    draw_legend,
+    render,
+)
+from accel_train.observe.curves import MIN_TO_SMOOTH, Array, Curves, column, short_number, thin, trend
+
+LINE_STYLES = ("-", "--", "-.", ":")  # a seventh run takes the first colour again, dashed
+
+RAW_ALPHA = 0.4  # of single values behind their trend
+
+Scale = Literal["linear", "log", "log2", "log if wide"]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart in every form: `svg` for the page, `narrow` for phones if that needs another, `png` for elsewhere."""
+
+    name: str
+    size: Size
+    svg: str
+    narrow: str | None
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a kind of event is drawn: a marker on the curve, or a line across the chart."""
+
+    label: str
+    color: str
+    marker: str = ""
+    line: str = ""
+
+
+EVENT_MARKS = {
+    "checkpoint": Mark("checkpoint", INK, marker="o"),
+    "checkpoint_invalid": Mark("damaged checkpoint", ALERT, marker="s"),
+    "overflow": Mark("fp16 overflow", SERIES[4], marker="v"),
+    "skip": Mark("skipped step", ALERT, marker="X"),
+    "preempted": Mark("preempted", MUTED, line="--"),
+    "resume": Mark("resumed", SERIES[3], marker=">"),
+    "stop": Mark("stopped", ALERT, line="-"),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One chart to draw: which column, on which axis, and whether single values scatter around a trend."""
+
+    name: str
+    title: str
+    column: str
+    scale: Scale = "linear"
+    noisy: bool = True
+    from_zero: bool = False
+    across: bool = False
+    """It takes the whole width of the page."""
+
+
+KINDS = (
+    Kind("loss", "Loss", "loss", scale="log if wide", across=True),
+    Kind("learning_rate", "Learning rate", "learning_rate", noisy=False, from_zero=True),
+    Kind("grad_norm", "Gradient norm before clipping", "grad_norm", scale="log"),
+    Kind("throughput", "Tokens per second", "tokens_per_second", from_zero=True),
+    Kind("loss_scale", "Loss scale (fp16)", "loss_scale", scale="log2", noisy=False),
+)
+
+
+def draw_charts(runs: Sequence[Curves]) -> list[Chart]:
+    """Every chart for which some run has numbers; several runs share the axes, one colour each."""
+    kinds = [
+        _with_scale(kind, runs)
+        for kind in KINDS
+        if any(line.get(kind.column) is not None for run in runs for line in run.train)
+    ]
+    num_beside = sum(not kind.across for kind in kinds)
+    beside = THIRD if num_beside == 3 else HALF  # three in a row, or two: no hole on the page
+    charts = []
+    for kind in kinds:
+        size = WIDE if kind.across else beside
+        drawing = _draw(kind, runs, size)
+        narrow = _draw(kind, runs, THIRD, png=False).svg if kind.across else None
+        charts.append(Chart(kind.name, size, drawing.svg, narrow, drawing.png))
+    return charts
+
+
+def _with_scale(kind: Kind, runs: Sequence[Curves]) -> Kind:
+    """The loss falls from 11 to 3 in the first percent of a run: on a log axis the rest stays readable."""
+    if kind.scale != "log if wide":
+        return kind
+    values = column([line for run in runs for line in (*run.train, *run.evals)], kind.column)[1]
+    finite = values[np.isfinite(values)]
+    wide = len(finite) > 0 and finite.min() > 0 and finite.max() > 2 * finite.min()
+    return replace(kind, scale="log" if wide else "linear", title=f"{kind.title} (log scale)" if wide else kind.title)
+
+
+def _draw(kind: Kind, runs: Sequence[Curves], size: Size, *, png: bool = True) -> Drawing:
+    alone = len(runs) == 1
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        legend: list[tuple[Line2D, str]] = []
+        for number, run in enumerate(runs):
+            steps, values = column(run.train, kind.column)
+            if not len(steps):
+                continue
+            color = SERIES[number % len(SERIES)]
+            style = LINE_STYLES[number // len(SERIES) % len(LINE_STYLES)]
+            curve = _draw_curve(axes, kind, steps, values, color, style)
+            has_trend = kind.noisy and len(steps) >= MIN_TO_SMOOTH
+            if alone and has_trend:
+                legend += [(Line2D([], [], color=color, alpha=RAW_ALPHA, lw=1), "each logged step")]
+            label = run.name if not alone else "trend" if has_trend else "each logged step"
+            legend.append((Line2D([], [], color=color, lw=2, ls=style), label))
+            if kind.name == "loss":
+                legend += _draw_evaluations(axes, run, color, alone=alone)
+            if kind.name == "loss" and alone:
+                legend += _draw_events(axes, run, curve)
+        _style_axes(axes, kind)
+        legend += _mark_what_has_no_place(axes, kind, runs)
+        if not alone or len(legend) > 1:
+            draw_legend(figure, legend)
+
+    return render(draw, kind.name, kind.title, size, png=png)
+
+
+def _draw_curve(axes: Axes, kind: Kind, steps: Array, values: Array, color: str, style: str) -> tuple[Array, Array]:
+    """The thin line of raw values and the trend over it; returns the trend's steps and values."""
+    finite = np.isfinite(values)
+    if kind.scale != "linear":
+        finite &= values > 0
+    steps, values = steps[finite], values[finite]
+    if kind.noisy and len(steps) >= MIN_TO_SMOOTH:
+        axes.plot(*thin(steps, values), color=color, alpha=RAW_ALPHA, lw=0.8)
+        steps, values = trend(steps, values, in_log=kind.scale != "linear")
+    thin_steps, thin_values = thin(steps, values)
+    draw = "steps-post" if kind.name == "loss_scale" else "default"
+    marker = "o" if len(steps) == 1 else ""
+    axes.plot(thin_steps, thin_values, color=color, lw=1.8, ls=style, drawstyle=draw, marker=marker, markersize=4)
+    return steps, values
+
+
+def _draw_evaluations(axes: Axes, run: Curves, color: str, *, alone: bool) -> list[tuple[Line2D, str]]:
+    steps, values = column(run.evals, "loss")
+    color = SERIES[1] if alone else color
+    look: dict[str, Any] = {"marker": "D", "markersize": 5, "mfc": PAPER, "mec": color, "mew": 1.5, "color": color}
+    if len(steps):
+        axes.plot(steps, values, ls="-" if alone else "", lw=1, zorder=4, **look)
+    return [(Line2D([], [], lw=1, **look), "evaluation")] if alone and len(steps) else []
+
+
+def _draw_events(axes: Axes, run: Curves, curve: tuple[Array, Array]) -> list[tuple[Line2D, str]]:
+    """Marks on the curve, and lines across where the run was interrupted."""
+    legend = []
+    for name, mark in EVENT_MARKS.items():
+        at = np.array(sorted({event["step"] for event in run.events if event["event"] == name}), dtype=np.float64)
+        if not len(at):
+            continue
+        if mark.line:
+            look: dict[str, Any] = {"color": mark.color, "ls": mark.line, "lw": 1.2}
+            for step in at:
+                axes.axvline(step, zorder=1, **look)
+        else:
+            few = len(at) <= 60
+            look = {"marker": mark.marker, "ls": "", "mec": mark.color, "mfc": mark.color, "zorder": 5}
+            look |= {"mfc": PAPER, "markersize": 4 if few else 2} if mark.marker == "o" else {}
+            if len(curve[0]):
+                axes.plot(at, np.interp(at, *curve), **look)
+        legend.append((Line2D([], [], **look), _counted(mark.label, len(at))))
+    return legend
+
+
+def _counted(label: str, count: int) -> str:
+    return f"{label} ×{count}" if count > 1 else label
+
+
+def _style_axes(axes: Axes, kind: Kind) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="y", color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, pad=6)
+    below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right", "va": "top"}
+    axes.annotate("step", (0, 0), (-6, -7), color=MUTED, **below)  # in the corner that both axes leave free
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    if kind.scale == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        if kind.from_zero:
+            axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log", base=2 if kind.scale == "log2" else 10)
+        low, high = axes.get_ylim()
+        if kind.scale == "log" and high < 4 * low:
+            axes.yaxis.set_major_locator(MaxNLocator(5))
+        else:
+            subs = (
+                (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if high < 12 * low else (1.0, 3.0) if high < 300 * low else (1.0,)
+            )
+            base, subs = (2, (1.0,)) if kind.scale == "log2" else (10, subs)
+            axes.yaxis.set_major_locator(LogLocator(base=base, subs=subs, numticks=8))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    exact = kind.scale == "log2"  # 16,384 says more than 16.38k
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if exact else short_number(value)))
+    axes.set_facecolor("none")
+
+
+def _mark_what_has_no_place(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> list[tuple[Line2D, str]]:
+    """Marks at the upper or lower edge for NaN, Inf, zero on a log axis, and spikes far above the rest."""
+    found: dict[str, tuple[Line2D, int]] = {}
+    ceiling = _lower_the_ceiling(axes, kind, runs)
+    for number, run in enumerate(runs):
+        lines = (*run.train, *run.evals) if kind.name == "loss" else run.train
+        steps, values = column(lines, kind.column)
+        finite = np.isfinite(values)
+        groups = [
+            ("NaN or Inf", "^", 1.0, np.isnan(values) | (values == np.inf)),
+            ("−Inf", "v", 0.0, values == -np.inf),
+            ("above the axis", "2", 1.0, finite & (values > ceiling)),
+            ("zero or less", "v", 0.0, finite & (values <= 0) & (kind.scale != "linear")),
+        ]
+        color = ALERT if len(runs) == 1 else SERIES[number % len(SERIES)]
+        for label, marker, edge, here in groups:
+            at = steps[here]
+            if len(at):
+                look: dict[str, Any] = {"marker": marker, "ls": "", "markersize": 7, "clip_on": False}
+                place = axes.get_xaxis_transform()  # x: steps; y: 0 to 1, from the lower edge to the upper
+                axes.plot(at, np.full(len(at), edge), transform=place, zorder=6, color=color, **look)
+                handle = Line2D([], [], color=ALERT if len(runs) == 1 else INK, **look)
+                found[label] = (handle, len(at) + (found[label][1] if label in found else 0))
+    return [(handle, _counted(label, count)) for label, (handle, count) in found.items()]
+
+
+def _lower_the_ceiling(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> float:
+    """Where a linear axis ends, if single spikes would otherwise press the curve flat; else infinity."""
+    values = column([line for run in runs for line in run.train], kind.column)[1]
+    values = values[np.isfinite(values)]
+    if kind.scale != "linear" or len(values) < MIN_TO_SMOOTH:
+        return math.inf
+    low, high = np.quantile(values, [0.02, 0.98])
+    ceiling = float(high + 1.5 * (high - low))
+    if high == low or values.max() <= ceiling:
+        return math.inf
+    axes.set_ylim(top=ceiling)
+    return ceiling

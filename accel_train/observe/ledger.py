@@ -1,0 +1,282 @@
+"""The run folder: who holds it, and the lines a run leaves behind in it."""
+
+import errno
+import inspect
+import json
+import math
+import numbers
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from accel_train.state import Choice, JsonRecord
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+SUMMARY_FILE = "summary.json"
+RECIPE_FILE = "recipe.yaml"
+
+# JSON has no NaN: these strings stand for the three floats it lacks, in both directions.
+NONFINITE_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class RunFolder:
+    """One run's folder, held by one process at a time: `with RunFolder(path) as folder:`.
+
+    Only the main process opens it. What it creates is readable by its owner alone (folders 0700, files 0600).
+
+    Raises:
+        ValueError: the path is a file, cannot be written, or another run holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.lock = Choice(False, "not opened")
+        """Whether a second run in this folder is kept out, and why not."""
+        self._filelock: FileLock | None = None
+        self._holder_path = self.path / ".lock.holder"
+        self._metrics_fd = -1
+        self._events_fd = -1
+
+    def open(self) -> Self:
+        """Create the folder, take its lock, and mend lines that a kill has torn."""
+        _create_writable_folder(self.path)
+        try:
+            self._take_lock()
+            self._open_files()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one line to metrics.jsonl; it survives a kill of this process from the moment this returns.
+
+        Raises:
+            OSError: the line could not be written (disk full); the file ends with the line before it.
+        """
+        _append_line(self._metrics_fd, record)
+
+    def append_event(self, record: Mapping[str, Any]) -> None:
+        """Add one line to events.jsonl; as `append_metrics`."""
+        _append_line(self._events_fd, record)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, whole or not at all."""
+        text = json.dumps(_to_json(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+        self.write_text(SUMMARY_FILE, text)
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a file of this folder (recipe.yaml, say), whole or not at all, and return its path."""
+        return write_atomically(self.path / name, text.encode())
+
+    def rewind(self, step: int) -> None:
+        """Forget the metrics after `step`, because a resume computes them again; events are history and stay.
+
+        Files that were moved away since `open` begin anew.
+        """
+        path = self.path / METRICS_FILE
+        if path.exists():
+            write_atomically(path, b"".join(line for line, record in _complete_lines(path) if record["step"] <= step))
+        self._close_files()
+        self._open_files()
+
+    def close(self) -> None:
+        """Let the folder go; closing twice is fine."""
+        self._close_files()
+        if self._filelock is not None:
+            self._holder_path.unlink(missing_ok=True)
+            self._filelock.release()
+            self._filelock = None
+        self.lock = Choice(False, "closed")
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_files(self) -> None:
+        self._metrics_fd = _open_mended(self.path / METRICS_FILE)
+        self._events_fd = _open_mended(self.path / EVENTS_FILE)
+
+    def _close_files(self) -> None:
+        for fd in (self._metrics_fd, self._events_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._metrics_fd = self._events_fd = -1
+
+    def _take_lock(self) -> None:
+        """Take the kernel's lock without waiting: it is free again as soon as its holder is gone, however it went."""
+        # A fallback to an existence lock would outlive a SIGKILL, and the run could not resume by itself.
+        options: dict[str, Any] = {"thread_local": False, "mode": 0o600}
+        if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters:
+            options["fallback_to_soft"] = False
+        lock = FileLock(self.path / ".lock", **options)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(
+                f"output_dir={self.path} is in use by {_describe_holder(self._holder_path)}; wait for that run, "
+                "stop it, or give this one another output_dir"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            # ENOSYS or NotImplementedError (older filelock): Lustre mounted without `flock`, some FUSE file systems.
+            if isinstance(error, OSError) and error.errno != errno.ENOSYS:
+                raise ValueError(f"output_dir={self.path} cannot be locked: {error.strerror}") from error
+            self.lock = Choice(False, "this file system has no locks: a second run in this folder is not kept out")
+            return
+        self._filelock = lock
+        self.lock = Choice(True, "held by the kernel, freed when this process ends")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": _utc_now()}
+        write_atomically(self._holder_path, json.dumps(holder).encode())
+
+
+def read_metrics(run_folder: Path) -> list[JsonRecord]:
+    """All lines of a run's metrics.jsonl, NaN and Infinity as floats; a line torn by a kill is left out.
+
+    Raises:
+        ValueError: a line before the last is damaged; the text names file and line.
+        FileNotFoundError: there is no such file.
+    """
+    return [record for _, record in _complete_lines(Path(run_folder) / METRICS_FILE)]
+
+
+def read_events(run_folder: Path) -> list[JsonRecord]:
+    """All lines of a run's events.jsonl; as `read_metrics`."""
+    return [record for _, record in _complete_lines(Path(run_folder) / EVENTS_FILE)]
+
+
+def read_summary(run_folder: Path) -> JsonRecord:
+    """A run's summary.json, NaN and Infinity as floats; FileNotFoundError if the run has not ended."""
+    text = (Path(run_folder) / SUMMARY_FILE).read_text(encoding="utf-8")
+    summary: JsonRecord = _from_json(json.loads(text))
+    return summary
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Replace a file in one move, so that a reader or a kill finds the old one or the new one (mode 0600)."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def utc_event(kind: str, step: int, message: str, rank: int | None, facts: Mapping[str, Any]) -> JsonRecord:
+    """One line of events.jsonl, stamped with the time now."""
+    return {"time": _utc_now(), "step": step, "event": kind, "rank": rank, "message": message, **facts}
+
+
+def _utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _create_writable_folder(path: Path) -> None:
+    """Create the folder and its missing parents (0700), and prove that a file can be written and renamed in it."""
+    try:
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if not path.is_dir():
+            raise ValueError(f"output_dir={path} is a file; give a folder")
+        write_atomically(path / ".probe", b"can be written\n").unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={path} cannot be written: {error.strerror}; give a folder you can write"
+        ) from error
+
+
+def _describe_holder(holder_path: Path) -> str:
+    try:
+        holder = json.loads(holder_path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
+    except (OSError, ValueError, KeyError):  # taken a moment ago, and not signed yet
+        return "another process"
+
+
+def _open_mended(path: Path) -> int:
+    """Open for appending, after cutting off a last line without an end: the next line must not be glued to it."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    end = os.fstat(fd).st_size
+    position = end
+    while position > 0:  # backwards by blocks: a torn line is short, the file may not be
+        start = max(0, position - 65536)
+        newline = os.pread(fd, position - start, start).rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < end:
+        os.ftruncate(fd, position)
+    return fd
+
+
+def _append_line(fd: int, record: Mapping[str, Any]) -> None:
+    """One write() of one line: a kill tears at most this one."""
+    assert fd >= 0, "the run folder is not open"
+    line = json.dumps(_to_json(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+    size_before = os.fstat(fd).st_size
+    written = 0
+    try:
+        while written < len(line):  # a full disk first takes a part of the line, and then raises
+            written += os.write(fd, line[written:])
+    except OSError:
+        if written:
+            os.ftruncate(fd, size_before)
+        raise
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, JsonRecord]]:
+    """Each line that has an end, as bytes and as a record."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return  # torn by a kill: it was never a line
+            try:
+                yield line, _from_json(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number} is damaged ({error}); delete that line to go on") from error
+
+
+def _to_json(value: Any) -> Any:
+    """The value with what JSON lacks in a form it has: NaN and Infinity as strings, numpy numbers as plain ones."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} cannot be written to the run folder: {value!r}")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return NONFINITE_NAMES.get(value, value)
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    return value

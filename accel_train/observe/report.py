@@ -1,0 +1,127 @@
+"""The report of one run, or of several side by side: one HTML file that needs no network, and PNG charts beside it."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from accel_train.observe.curves import Curves
+from accel_train.observe.ledger import (
+    METRICS_FILE,
+    RECIPE_FILE,
+    SUMMARY_FILE,
+    read_events,
+    read_metrics,
+    read_summary,
+    write_atomically,
+)
+from accel_train.observe.pages import Run, compare_baselines, compare_headlines, compare_recipes, describe_run
+from accel_train.state import JsonRecord
+
+if TYPE_CHECKING:
+    from accel_train.observe.charts import Chart
+
+T = TypeVar("T")
+
+
+def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the report of a run (or the comparison of several), and its charts as PNG beside it.
+
+    Args:
+        run_folders: the folders of the runs, in the order in which they are shown.
+        out: the HTML file, or a folder for it; none: `report.html` in the run's folder, and `comparison.html`
+            beside the first of several runs.
+
+    Returns:
+        The HTML file. The charts are called after it: `report-loss.png`, ...
+
+    Raises:
+        ValueError: no folder is given, one holds no run, or a file in it is damaged.
+        OSError: the report cannot be written.
+    """
+    from accel_train.observe.charts import draw_charts  # matplotlib takes a second to import
+
+    if not run_folders:
+        raise ValueError("give at least one run folder to report on")
+    runs = [load_run(Path(folder), name) for folder, name in zip(run_folders, _names(run_folders), strict=True)]
+    out = _output_file([Path(folder) for folder in run_folders], out)
+    charts = draw_charts([run.curves for run in runs])
+    for chart in charts:
+        write_atomically(out.with_name(f"{out.stem}-{chart.name}.png"), chart.png)
+    return write_atomically(out, render_page(runs, charts).encode())
+
+
+def load_run(folder: Path, name: str | None = None) -> Run:
+    """Read what a run left behind, also one that is still running or was killed.
+
+    Raises:
+        ValueError: the folder holds no run (the text says what is missing), or a file in it is damaged.
+    """
+    if not (folder / METRICS_FILE).is_file():
+        missing = f"it has no {METRICS_FILE}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} holds no run: {missing}; give the output_dir of a run")
+    metrics = read_metrics(folder)
+    by_split = {
+        split: sorted((line for line in metrics if line["split"] == split), key=lambda line: line["step"])
+        for split in ("train", "eval")
+    }
+    events: list[JsonRecord] = _read_or(lambda: read_events(folder), [])
+    curves = Curves(name or folder.resolve().name, by_split["train"], by_split["eval"], events)
+    try:
+        summary: JsonRecord = _read_or(lambda: read_summary(folder), {})
+    except ValueError as error:
+        raise ValueError(f"{folder / SUMMARY_FILE} is damaged ({error}); delete it to report without it") from error
+    return Run(curves, summary, _read_or(lambda: (folder / RECIPE_FILE).read_text(encoding="utf-8"), ""))
+
+
+def render_page(runs: Sequence[Run], charts: Sequence["Chart"]) -> str:
+    """The whole HTML page as text; everything that comes from a run is escaped."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    template = environment.from_string((files("accel_train.observe") / "report.html").read_text(encoding="utf-8"))
+    shown = [
+        {"name": chart.name, "svg": Markup(chart.svg), "narrow": chart.narrow and Markup(chart.narrow)}
+        for chart in charts
+    ]
+    several = len(runs) > 1
+    return template.render(
+        title="Comparison of runs" if several else runs[0].name,
+        beside=sum(chart.narrow is None for chart in charts),
+        baselines=compare_baselines(runs),
+        pages=[describe_run(run) for run in runs],
+        charts=shown,
+        comparison=compare_headlines(runs) if several else [],
+        recipe_differences=compare_recipes(runs) if several else [],
+        footer=f"Made by accel_train, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )
+
+
+def _read_or(read: Callable[[], T], default: T) -> T:
+    """What a run that was killed has not written yet is not an error."""
+    try:
+        return read()
+    except FileNotFoundError:
+        return default
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The runs by their folders' names, longer where those are equal."""
+    resolved = [Path(folder).resolve() for folder in folders]
+    times_used = Counter(folder.name for folder in resolved)
+    return [
+        folder.name if times_used[folder.name] == 1 else f"{folder.parent.name}/{folder.name}" for folder in resolved
+    ]
+
+
+def _output_file(folders: Sequence[Path], out: Path | None) -> Path:
+    name = "report.html" if len(folders) == 1 else "comparison.html"
+    if out is None:
+        return folders[0] / name if len(folders) == 1 else folders[0].resolve().parent / name
+    if out.is_dir():
+        return out / name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out

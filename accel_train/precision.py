@@ -1,0 +1,128 @@
+"""In which precision a run computes, and why: autocast, loss scale, TF32, determinism, and the Accelerator that carries them."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
+
+from accel_train.batching import BatchSizes
+from accel_train.memory import keep_freed_memory
+from accel_train.recipe import Guard, Precision
+from accel_train.state import Choice
+
+COLLECTIVE_TIMEOUT_SECONDS = 1800
+
+
+def start_processes() -> PartialState:
+    """Join the other processes of the launcher, if any: the world size is known after this and not before."""
+    # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
+    return PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+
+
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in (
+        "true",
+        "1",
+    )
+
+
+def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[str]:
+    """What `mixed_precision` means on this device, with the reason.
+
+    Raises:
+        ValueError: fp16 without CUDA (Accelerate would compute fp32 and report fp16), or bf16 where a GPU only emulates it.
+    """
+    asked = section.mixed_precision
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else device.type
+    has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "fp16" and not cuda:
+        raise ValueError(
+            f"precision.mixed_precision=fp16 needs a CUDA device, and this process runs on {device.type}; use auto, bf16 or no"
+        )
+    if asked == "bf16" and cuda and not has_bf16:
+        raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {name}; use fp16 or auto")
+    if asked != "auto":
+        return Choice(asked, "as the recipe says")
+    if has_bf16:
+        return Choice("bf16", f"{name} computes bf16, which needs no loss scale")
+    if cuda:
+        return Choice("fp16", f"{name} has no bf16")
+    return Choice("no", f"{device.type}: fp32 is exact, and 16 bits gain little here")
+
+
+def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> dict[str, Choice[Any]]:
+    """Set torch's global switches for this run; returns what was set, and why."""
+    choices: dict[str, Choice[Any]] = {}
+    if section.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first handle is made
+        torch.use_deterministic_algorithms(True)
+        choices["deterministic"] = Choice(
+            True, "precision.deterministic: the same bits each time, at some cost in speed"
+        )
+    if device.type == "cuda":
+        tf32 = section.tf32 if section.tf32 != "auto" else mixed_precision != "no"
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        why = "as the recipe says" if section.tf32 != "auto" else f"mixed_precision is {mixed_precision}"
+        choices["tf32"] = Choice(tf32, why)
+        benchmark = section.cudnn_benchmark if section.cudnn_benchmark != "auto" else not section.deterministic
+        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.deterministic = section.deterministic
+        why = "as the recipe says" if section.cudnn_benchmark != "auto" else f"deterministic is {section.deterministic}"
+        choices["cudnn_benchmark"] = Choice(benchmark, why)
+    if device.type == "cpu" and keep_freed_memory():
+        choices["malloc"] = Choice(
+            "keeps freed memory", "handing it back costs thousands of page faults a step on a CPU"
+        )
+    return choices
+
+
+class FlooredGradScaler(torch.amp.GradScaler):
+    """A loss scale that never falls below a floor: torch's own goes to 0 in 166 overflows, and the next good step writes NaN."""
+
+    def __init__(self, device: str, *, init_scale: float, growth_interval: int, floor: float) -> None:
+        super().__init__(device, init_scale=max(init_scale, floor), growth_interval=growth_interval)
+        self.floor = floor
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        self.scale_tensor.clamp_(min=self.floor)
+
+    @property
+    def scale_tensor(self) -> torch.Tensor:
+        """The scale, 0-dim fp32 on the device: reading it here does not wait for the device."""
+        assert self._scale is not None, "the scale exists from the first scaled loss on"
+        return self._scale
+
+
+def start_accelerator(
+    mixed_precision: str, section: Precision, guard: Guard, sizes: BatchSizes, device: torch.device
+) -> Accelerator:
+    """The Accelerator of this run, with nothing left for the environment to change."""
+    AcceleratorState._reset_state()  # a second run in this process (a notebook) may have another precision
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision=mixed_precision,
+        # A plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the plain argument.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=sizes.gradient_accumulation_steps, adjust_scheduler=False, sync_with_dataloader=False
+        ),
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compiling is ours: block by block, before wrapping
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)),
+        ],
+    )
+    if mixed_precision == "fp16":
+        accelerator.scaler = FlooredGradScaler(
+            device.type,
+            init_scale=section.fp16_init_scale,
+            growth_interval=section.fp16_growth_interval,
+            floor=guard.fp16_scale_floor,
+        )
+    return accelerator

@@ -1,0 +1,326 @@
+"""From a recipe to a run that is ready to train: resolve everything, check everything, then build.
+
+What a user can have wrong is found here, in the order of what it costs to find it: recipe, launcher, data, and only then
+a model is built.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
+from accel_train.checkpoint import check, newest_valid, remove_leftovers
+from accel_train.compiling import compile_module
+from accel_train.doctor import check_launcher
+from accel_train.loading import choose_num_workers, choose_pin_memory
+from accel_train.memory import PeakMemory
+from accel_train.observe import (
+    Meter,
+    NoObserver,
+    Observer,
+    Progress,
+    RunFolder,
+    RunObserver,
+    Trackers,
+    check_tracker_names,
+    peak_flops,
+)
+from accel_train.optim import build_optimizer
+from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
+from accel_train.recipe import Recipe
+from accel_train.recipe_file import check_model_config, write_recipe
+from accel_train.sampling import DataOrder
+from accel_train.schedule import StepPlan, make_schedule, resolve_steps
+from accel_train.snapshot import identity_changes, read_trainer, restore
+from accel_train.state import CheckpointError, Choice, TrainState
+from accel_train.step import TrainingModule
+from accel_train.task import Task, TaskData, load_task
+
+
+@dataclass
+class Run:
+    """One run, resolved and built: what the loop works on. Frozen in all but the counters in `state`."""
+
+    recipe: Recipe
+    output_dir: Path
+    accelerator: Accelerator
+    task: Task
+    data: TaskData
+    sizes: BatchSizes
+    order: DataOrder
+    steps: StepPlan
+    choices: dict[str, Choice[Any]]
+    identity: dict[str, Any]
+    module: nn.Module
+    """The training module as Accelerate wrapped it: what training forwards."""
+    inner: TrainingModule
+    """The training module inside the wrapper: what evaluation forwards, and what is saved."""
+    optimizer: torch.optim.Optimizer
+    parameters: list[nn.Parameter]
+    learning_rate: Callable[[int], float]
+    """The learning rate of a 0-based step."""
+    num_workers: int
+    pin_memory: bool
+    state: TrainState
+    observer: Observer
+    memory: PeakMemory
+    resources: ExitStack
+    """What is let go at the end, however it comes: folder, trackers, progress bar."""
+    checkpoint: Path | None
+    """What this sitting goes on from."""
+    last_scores: dict[str, Any] = field(default_factory=dict)
+    """Of the newest evaluation."""
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.steps.max_steps
+
+    def evaluation_due(self) -> bool:
+        """Whether to evaluate after the step just done; the end has an evaluation of its own."""
+        step, every = self.state.step, self.recipe.evaluate.every_steps
+        return self.data.eval is not None and every > 0 and step % every == 0 and step < self.max_steps
+
+    def checkpoint_due(self) -> bool:
+        """Whether to save after the step just done; the last step always is."""
+        step, every = self.state.step, self.recipe.checkpoint.every_steps
+        return step == self.max_steps or (every > 0 and step % every == 0)
+
+    def pause_due(self) -> bool:
+        """Whether something other than the next step comes now."""
+        return self.evaluation_due() or self.checkpoint_due()
+
+
+def prepare_run(recipe: Recipe) -> Run:
+    """Resolve a recipe on this machine, load its data, build its model, and go back to its newest valid checkpoint.
+
+    Raises:
+        ValueError: the recipe, the data, the launcher or the output folder is wrong; the text says what to do.
+        CheckpointError: there are checkpoints, and none is valid.
+    """
+    task = load_task(recipe.task)
+    if recipe.task == "causal-lm":
+        check_model_config(recipe)
+    check_tracker_names(recipe.log.trackers)
+    processes = start_processes()
+    check_launcher(processes.num_processes)
+    sizes = resolve_batch(recipe.batch, processes.num_processes)
+    precision = choose_mixed_precision(recipe.precision, processes.device)
+    choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
+    choices |= set_backends(recipe.precision, precision.value, processes.device)
+    accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
+    with ExitStack() as resources:
+        folder = resources.enter_context(RunFolder(Path(recipe.output_dir))) if accelerator.is_main_process else None
+        run = _build(recipe, task, accelerator, sizes, choices)
+        if folder is not None:
+            run.observer = resources.enter_context(open_observer(run, folder))
+            introduce(run, folder)
+        run.resources = resources.pop_all()
+        return run
+
+
+def _build(
+    recipe: Recipe,
+    task: Task,
+    accelerator: Accelerator,
+    sizes: BatchSizes,
+    choices: dict[str, Choice[Any]],
+) -> Run:
+    device = accelerator.device
+    data = task.load_data(recipe, progress=accelerator.is_main_process)
+    num_samples = len(data.train)  # type: ignore[arg-type]
+    steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size)
+    peak = scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes)
+    workers = choose_num_workers(recipe.data.num_workers, data, accelerator.num_processes)
+    pin = choose_pin_memory(recipe.data.pin_memory, device)
+    identity = run_identity(recipe, data, sizes, steps)
+    checkpoint = agree_on_checkpoint(recipe, accelerator, identity)
+
+    torch.manual_seed(recipe.seed)  # the same first weights on every process
+    inner = TrainingModule(task.build_model(recipe, data), task)
+    choices |= {
+        "batch": Choice(sizes.global_batch_size, sizes.reason),
+        "optimizer.learning_rate": peak,
+        "schedule.max_steps": Choice(steps.max_steps, steps.max_steps_reason),
+        "schedule.warmup_steps": Choice(steps.warmup_steps, steps.warmup_reason),
+        "data.num_workers": workers,
+        "data.pin_memory": pin,
+        "precision.compile": compile_module(inner, recipe.precision.compile),
+    }
+    # Batch-norm statistics are kept the same on all processes; other buffers do not change, and need no broadcast.
+    accelerator.ddp_handler.broadcast_buffers = any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inner.modules()
+    )
+    optimizer = build_optimizer(inner.model.to(device), recipe.optimizer, device)
+    module, prepared = accelerator.prepare(inner, optimizer)
+    optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
+    state = restore(checkpoint, inner.model, optimizer, accelerator) if checkpoint is not None else TrainState()
+    multiplier = make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)
+    return Run(
+        recipe=recipe,
+        output_dir=Path(recipe.output_dir),
+        accelerator=accelerator,
+        task=task,
+        data=data,
+        sizes=sizes,
+        order=DataOrder(num_samples, sizes.global_batch_size, recipe.seed, recipe.data.shuffle),
+        steps=steps,
+        choices=choices,
+        identity=identity,
+        module=module,
+        inner=inner,
+        optimizer=optimizer,
+        parameters=[parameter for group in optimizer.param_groups for parameter in group["params"]],
+        learning_rate=lambda step: peak.value * multiplier(step),
+        num_workers=workers.value,
+        pin_memory=pin.value,
+        state=state,
+        observer=NoObserver(),
+        memory=PeakMemory(device),
+        resources=ExitStack(),
+        checkpoint=checkpoint,
+    )
+
+
+def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
+    """What makes two sittings the same run: a checkpoint goes on only where these are equal. Plain JSON values."""
+    identity = {
+        "task": recipe.task,
+        "seed": recipe.seed,
+        "model": recipe.model.model_dump(exclude={"attn_implementation", "trust_remote_code"}),
+        "data.fingerprint": data.fingerprint,
+        "data.sequence_length": recipe.data.sequence_length,
+        "data.mask_documents": recipe.data.mask_documents,
+        "data.shuffle": recipe.data.shuffle,
+        "batch.global_batch_size": sizes.global_batch_size,
+        "optimizer.name": recipe.optimizer.name,
+        "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),
+        "schedule.max_steps": steps.max_steps,
+        "schedule.warmup_steps": steps.warmup_steps,
+    }
+    normal: dict[str, Any] = json.loads(json.dumps(identity))
+    return normal
+
+
+def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any]) -> Path | None:
+    """The checkpoint to go on from, found and proved by the main process and told to the others; None: from the start.
+
+    Raises:
+        ValueError: the checkpoint is of another run.
+        CheckpointError: no checkpoint is valid.
+    """
+    found: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            found[0] = find_checkpoint(recipe, identity)
+        except (ValueError, CheckpointError) as error:
+            found[1] = error
+    if accelerator.num_processes > 1:
+        broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]  # type: ignore[no-any-return]
+
+
+def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Path | None:
+    """The newest valid checkpoint of this very run, or the one the recipe names; `never` sets an old run's aside."""
+    root = Path(recipe.output_dir) / "checkpoints"
+    remove_leftovers(root)
+    if recipe.checkpoint.resume == "never":
+        set_aside(Path(recipe.output_dir))
+        return None
+    if recipe.checkpoint.resume == "auto":
+        path, _ = newest_valid(root)
+        if path is None:
+            return None
+    else:
+        path = Path(recipe.checkpoint.resume)
+        status = check(path)
+        if status.problem is not None:
+            raise CheckpointError(
+                f"checkpoint.resume={path}: {status.problem}; `accel-train verify RUN` lists what is valid"
+            )
+    changes = identity_changes(read_trainer(path)["identity"], identity)
+    if changes and not recipe.checkpoint.accept_changes:
+        raise ValueError(
+            f"{path} is of another run: {'; '.join(changes)}. Give another output_dir, or --checkpoint.resume never to "
+            "start anew, or --checkpoint.accept_changes true to go on all the same"
+        )
+    return path
+
+
+def set_aside(run_folder: Path) -> None:
+    """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing."""
+    names = ("checkpoints", "metrics.jsonl", "events.jsonl", "summary.json", "model", "report.html", "recipe.yaml")
+    left = [run_folder / name for name in names if (run_folder / name).exists()]
+    if not (run_folder / "checkpoints").exists():
+        return
+    number = 1 + sum(1 for entry in run_folder.iterdir() if entry.name.startswith("previous-"))
+    target = run_folder / f"previous-{number}"
+    target.mkdir(mode=0o700)
+    for path in left:
+        path.rename(target / path.name)
+
+
+def open_observer(run: Run, folder: RunFolder) -> RunObserver:
+    """Ledger, progress bar and trackers of the main process, behind one observer."""
+    recipe, state, device = run.recipe, run.state, run.accelerator.device
+    folder.rewind(state.step)
+    peak = None
+    if device.type == "cuda":
+        precision = run.choices["precision.mixed_precision"].value
+        dtype = precision if precision != "no" else ("tf32" if run.choices["tf32"].value else "fp32")
+        per_device = peak_flops(torch.cuda.get_device_name(device), dtype)
+        peak = per_device and per_device * run.sizes.world_size
+    return RunObserver(
+        folder,
+        Progress(recipe.log.progress, total_steps=run.max_steps, initial_step=state.step),
+        Trackers(
+            run.accelerator,
+            recipe.log.trackers,
+            project=recipe.log.project,
+            run_name=run.output_dir.name,
+            config=recipe.model_dump(),
+            logging_dir=run.output_dir,
+            initial_step=state.step,
+        ),
+        Meter(
+            flops_per_token=run.task.flops_per_target(recipe, run.inner.model),
+            peak_flops=peak,
+            train_seconds=state.train_seconds,
+        ),
+        log_every_steps=recipe.log.every_steps,
+        total_steps=run.max_steps,
+        samples_per_step=run.sizes.global_batch_size,
+        num_samples_per_epoch=run.order.num_samples,
+    )
+
+
+def introduce(run: Run, folder: RunFolder) -> None:
+    """Say what was decided, and why; write the resolved recipe; note the start or the resume."""
+    write_recipe(run.recipe, folder.path / "recipe.yaml", run.choices)
+    for name, choice in run.choices.items():
+        run.observer.note(f"{name}: {choice}")
+    num_parameters = sum(parameter.numel() for parameter in run.parameters)
+    run.observer.note(
+        f"model: {num_parameters:,} trainable parameters on {run.sizes.world_size} x {run.accelerator.device.type}"
+    )
+    _, broken = newest_valid(folder.path / "checkpoints") if run.checkpoint is not None else (None, [])
+    for status in broken:
+        run.observer.on_event("checkpoint_invalid", status.step, f"{status.path.name} is not used: {status.problem}")
+    if run.checkpoint is None:
+        run.observer.on_event("start", 0, f"starting: {run.max_steps} steps of {run.sizes.global_batch_size} samples")
+    else:
+        run.observer.on_event(
+            "resume",
+            run.state.step,
+            f"going on from {run.checkpoint.name}, at step {run.state.step} of {run.max_steps}",
+        )

@@ -1,0 +1,147 @@
+"""What of a run goes into a checkpoint, and back: weights, optimizer, loss scale, counters, and what makes it the same run.
+
+Random numbers are not in it: those of a step are a function of (seed, step, process), see `step.seed_step`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from accel_train.checkpoint import Writer
+from accel_train.state import TrainState
+
+MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
+
+
+def snapshot_writers(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    state: TrainState,
+    identity: Mapping[str, Any],
+) -> dict[str, Writer]:
+    """Writers for the files of a checkpoint, by name."""
+    weights = model_tensors(model)
+    moments = optimizer_tensors(optimizer)
+    scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
+    trainer = {
+        "state": asdict(state),
+        "scaler": scaler,
+        "identity": dict(identity),
+        "world_size": accelerator.num_processes,
+        "torch": torch.__version__,
+    }
+    return {
+        MODEL: lambda path: save_file(weights, path),
+        OPTIMIZER: lambda path: save_file(moments, path),
+        TRAINER: lambda path: _write_json(path, trainer),
+    }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state by name; a tensor with several names (tied weights) is there once, under its first."""
+    first_name: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first_name.setdefault(id(tensor), name)
+    return {
+        name: tensor.detach().contiguous()
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if first_name[id(tensor)] == name
+    }
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put saved weights back, tied ones included.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape.
+    """
+    expected = model_tensors(model)
+    wrong = sorted(
+        name
+        for name in expected.keys() | tensors.keys()
+        if name not in expected or name not in tensors or expected[name].shape != tensors[name].shape
+    )
+    if wrong:
+        raise ValueError(
+            f"the checkpoint's weights do not fit this model: {', '.join(wrong[:3])} (of {len(wrong)} differences)"
+        )
+    model.load_state_dict(dict(tensors), strict=False)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`, ...: one tensor per entry and parameter."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                assert isinstance(value, Tensor), f"optimizer state {key} of {name} is no tensor"
+                tensors[f"{key}.{name}"] = value.detach().contiguous()
+    return tensors
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put saved moments and step counters back, on the device of their parameters.
+
+    Raises:
+        ValueError: the saved state is of other parameters.
+    """
+    parameters = dict(_named_parameters(optimizer))
+    unknown = [key for key in tensors if key.split(".", 1)[1] not in parameters]
+    if unknown:
+        raise ValueError(
+            f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
+        )
+    optimizer.state.clear()
+    for key, tensor in tensors.items():
+        entry, name = key.split(".", 1)
+        parameter = parameters[name]
+        optimizer.state[parameter][entry] = tensor.to(parameter.device)
+
+
+def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint: counters, loss scale, identity."""
+    trainer: dict[str, Any] = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
+    return trainer
+
+
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> TrainState:
+    """Load a checkpoint that proved itself into the model, the optimizer and the loss scale; returns the counters.
+
+    Raises:
+        ValueError: it was made for another model.
+    """
+    load_model_tensors(model, load_file(folder / MODEL))
+    load_optimizer_tensors(optimizer, load_file(folder / OPTIMIZER))
+    trainer = read_trainer(folder)
+    if accelerator.scaler is not None and trainer["scaler"] is not None:
+        accelerator.scaler.load_state_dict(trainer["scaler"])
+    return TrainState(**trainer["state"])
+
+
+def identity_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What differs between the run that wrote a checkpoint and this one, a phrase each; empty: it is the same run."""
+    return [
+        f"{key} was {saved.get(key)!r}, now {current.get(key)!r}"
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key)
+    ]

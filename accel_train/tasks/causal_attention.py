@@ -1,0 +1,97 @@
+"""Causal attention without a mask, so that SDPA can take its flash kernel.
+
+transformers 5 looks for packed sequences in every forward without a cache, which costs a host read a step, and builds a
+dense mask under `torch.compile`, which rules the flash kernel out. An attention with a name that has no mask function
+gets no mask at all: right for training on full windows, wrong for padding on the left and for decoding with a cache. So
+it is used for training only, and `use_for_generation` puts SDPA back.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from accel_train.state import Choice
+
+CAUSAL_SDPA = "accel_train_causal_sdpa"
+
+
+def causal_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """SDPA over (batch, heads, length, head size), causal; a 4-D mask, if one is given, says all (causality included).
+
+    Raises:
+        ValueError: queries and keys differ in length, as with a key-value cache.
+    """
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("causal attention without a mask is for training; call use_for_generation(model) to decode")
+    kwargs["is_causal"] = attention_mask is None
+    output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return output, weights
+
+
+def choose_attention(
+    requested: str, model_class: type[PreTrainedModel], config: PreTrainedConfig, sequence_length: int
+) -> Choice[str]:
+    """The attention to train with: as asked, or causal SDPA where it is exact, else the library's own choice."""
+    if requested != "auto":
+        return Choice(requested, "as the recipe says")
+    text = config.get_text_config()
+    if not (model_class._supports_sdpa and model_class._supports_attention_backend):
+        return Choice("library default", f"{model_class.__name__} has no exchangeable attention")
+    window = _shortest_window(text)
+    if window is not None and window < sequence_length:
+        return Choice("library default", f"{text.model_type} attends within {window} tokens, which needs a mask")
+    if getattr(text, "is_encoder_decoder", False) or getattr(text, "attn_logit_softcapping", None):
+        return Choice("library default", f"{text.model_type} is not plain causal attention")
+    if not _is_known_causal(text):
+        return Choice("library default", f"{text.model_type} is not among the models checked against it")
+    AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
+    return Choice(
+        CAUSAL_SDPA, "causal SDPA without a mask: no host read per forward, and the flash kernel stays possible"
+    )
+
+
+_CHECKED_MODEL_TYPES = frozenset(
+    (
+        "gpt2",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gpt_neox",
+        "opt",
+        "phi",
+        "phi3",
+        "gemma",
+        "olmo",
+        "olmo2",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    )
+)
+"""Model types whose logits a test compares with the library's own attention."""
+
+
+def _is_known_causal(config: PreTrainedConfig) -> bool:
+    return config.model_type in _CHECKED_MODEL_TYPES
+
+
+def _shortest_window(config: PreTrainedConfig) -> int | None:
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((window for window in windows if window), default=None)
+
+
+def use_for_generation(model: PreTrainedModel) -> PreTrainedModel:
+    """Put the library's SDPA back (it knows caches and padding); returns the model."""
+    if model.config._attn_implementation == CAUSAL_SDPA:
+        model.set_attn_implementation("sdpa")
+    return model

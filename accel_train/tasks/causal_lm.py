@@ -1,0 +1,195 @@
+"""Language modelling: predict each next token of text, with any causal LM of transformers."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from accel_train.data import TextCorpus, collate_windows, prepare_text
+from accel_train.observe.throughput import model_flops_per_token
+from accel_train.recipe import Recipe
+from accel_train.task import TaskData
+from accel_train.tasks.causal_attention import choose_attention, use_for_generation
+
+
+class CausalLM:
+    """GPT-style pretraining, and training on from pretrained weights."""
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Tokenised windows of the recipe's text; tokenised once, then reused."""
+        corpus = prepare_text(recipe, progress=progress)
+        collate = partial(collate_windows, separator_id=corpus.separator_id, mask_documents=recipe.data.mask_documents)
+        return TaskData(
+            train=corpus.train,
+            eval=corpus.eval,
+            collate=collate,
+            fingerprint=corpus.fingerprint,
+            facts=corpus.facts.as_dict(),
+            reading_is_free=True,
+            source=corpus,
+        )
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """The causal LM of the recipe, its vocabulary padded to a multiple that suits the hardware.
+
+        Raises:
+            ValueError: the model cannot take the tokenizer's vocabulary or the sequence length, or cannot be loaded.
+        """
+        corpus: TextCorpus = data.source
+        config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
+        kwargs = attention_arguments(recipe, config)
+        if recipe.model.pretrained is None:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                recipe.model.pretrained,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=recipe.model.trust_remote_code,
+                use_safetensors=True,  # a pickled weight file could run code
+                **kwargs,
+            )
+            rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
+            if model.get_input_embeddings().num_embeddings < rows:
+                model.resize_token_embeddings(rows, mean_resizing=False)
+        if recipe.precision.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Cross-entropy summed over the labels that are not -100, in fp32.
+
+        The loss is ours and not the model's: transformers divides by the tokens of the micro-batch, and for GPT-2 warns in
+        the middle of the graph.
+        """
+        inputs = {"input_ids": batch["input_ids"]}
+        if "document_ids" in batch:
+            inputs["position_ids"] = batch["position_ids"]
+            inputs["attention_mask"] = same_document_mask(batch["document_ids"])
+        logits = model(**inputs, use_cache=False).logits
+        return cross_entropy(
+            logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
+        )
+
+    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
+        """6 N + 12 L D T (PaLM, appendix B), N without embeddings that are only looked up."""
+        assert isinstance(model, PreTrainedModel)
+        text = model.config.get_text_config()
+        return model_flops_per_token(
+            matmul_parameters(model), text.num_hidden_layers, text.hidden_size, recipe.data.sequence_length
+        )
+
+    def score(self, loss: float, data: TaskData) -> dict[str, float]:
+        """Perplexity, and bits per byte of the evaluation text: the figure that does not depend on the tokenizer."""
+        scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        facts = data.facts
+        if facts.get("eval_bytes"):
+            scores["bits_per_byte"] = loss / math.log(2) * facts["eval_tokens"] / facts["eval_bytes"]
+        return scores
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """What knows no language needs for the same evaluation text, in bits per byte."""
+        names = ("unigram_bits_per_byte", "xz_bits_per_byte")
+        return {name: data.facts[name] for name in names if data.facts.get(name) is not None}
+
+    def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Weights and tokenizer in transformers' own layout."""
+        assert isinstance(model, PreTrainedModel)
+        model.save_pretrained(folder)
+        data.source.tokenizer.save_pretrained(folder)
+
+    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
+        """A text that the model writes on from `evaluate.sample_prompt`."""
+        if recipe.evaluate.sample_prompt is None:
+            return None
+        from accel_train.generate import generate_text
+
+        assert isinstance(model, PreTrainedModel)
+        prompt = recipe.evaluate.sample_prompt
+        text = generate_text(
+            use_for_generation(model),
+            data.source.tokenizer,
+            prompt,
+            max_new_tokens=recipe.evaluate.sample_tokens,
+            temperature=0.8,
+            seed=recipe.seed,
+        )
+        return {"prompt": prompt, "text": text}
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """The next multiple; 0 leaves the size alone."""
+    return vocab_size if multiple == 0 else -(-vocab_size // multiple) * multiple
+
+
+def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrainedConfig:
+    """The transformers configuration of the recipe's model, checked against tokenizer and sequence length.
+
+    Raises:
+        ValueError: it cannot be loaded, is no causal LM, or is too small for the vocabulary or the sequence length.
+    """
+    section = recipe.model
+    if section.pretrained is not None:
+        try:
+            config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=section.trust_remote_code)
+        except (OSError, ValueError) as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {first_line}") from error
+    else:
+        assert section.config is not None
+        fields = dict(section.config)
+        rows = padded_vocab_size(vocab_size, section.pad_vocab_to_multiple_of)
+        if fields.setdefault("vocab_size", rows) < vocab_size:
+            raise ValueError(
+                f"model.config.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {vocab_size} tokens; leave it out, or give at least {vocab_size}"
+            )
+        for name in ("bos_token_id", "eos_token_id"):
+            fields.setdefault(name, separator_id)
+        config = AutoConfig.for_model(**fields)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not section.trust_remote_code:
+        raise ValueError(
+            f"model type {config.model_type!r} is no causal language model of transformers; gpt2 and llama are"
+        )
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < recipe.data.sequence_length:
+        raise ValueError(
+            f"data.sequence_length={recipe.data.sequence_length} is longer than the {positions} positions of the model; "
+            f"lower it to {positions}, or raise n_positions or max_position_embeddings in model.config"
+        )
+    return config  # type: ignore[no-any-return]
+
+
+def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:
+    """`attn_implementation` for transformers' model factories, or nothing where the library chooses."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return {}
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    choice = choose_attention(recipe.model.attn_implementation, model_class, config, recipe.data.sequence_length)
+    return {} if choice.value == "library default" else {"attn_implementation": choice.value}
+
+
+def same_document_mask(document_ids: Tensor) -> Tensor:
+    """Who may look at whom: (B, 1, T, T), true where the key is in the query's document and not after it."""
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    length = document_ids.shape[1]
+    return same & torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """Parameters that take part in a matrix product: all but position embeddings and an untied input embedding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings()
+    tied = {id(head.weight)} if head is not None else set()
+    return sum(p.numel() for p in model.parameters() if id(p) not in embeddings - tied)

@@ -1,0 +1,234 @@
+"""What the benchmarks share: token files, fresh processes, tables, and results with the machine they come from.
+
+Importing this imports no torch, so that a parent process stays light beside the children it times.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+RESULT_MARK = "BENCHMARK_RESULT "
+KEEP_FREED_BYTES = str(4_000_000_000)
+"""For glibc: by default it hands memory back after every step, which costs thousands of page faults and all comparability."""
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """The environment of a measured process: the same for every variant."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "MALLOC_TRIM_THRESHOLD_": KEEP_FREED_BYTES,
+        "MALLOC_MMAP_THRESHOLD_": KEEP_FREED_BYTES,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+@dataclass(frozen=True)
+class ChildRun:
+    """What a measured process reported, and how busy the machine was beside it."""
+
+    result: dict[str, Any]
+    wall_seconds: float
+    others_cores: float
+    """CPU seconds per second that all other processes used meanwhile: above 0.1 the figures are noisy."""
+
+
+def run_child(
+    module: str, arguments: Sequence[str], *, environment: Mapping[str, str], timeout_seconds: float
+) -> ChildRun:
+    """Run `python -m module arguments` in a fresh process and read the result it prints last.
+
+    Raises:
+        RuntimeError: it failed or ran past the time; the text ends with what it printed last.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    busy_before, children_before, start = _busy_seconds(), _children_seconds(), time.perf_counter()
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=dict(environment), capture_output=True, text=True, timeout=timeout_seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(command)} ran past {timeout_seconds:.0f} s") from error
+    wall = time.perf_counter() - start
+    others = (_busy_seconds() - busy_before) - (_children_seconds() - children_before)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
+    if done.returncode != 0 or not lines:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-25:])
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{tail}")
+    return ChildRun(json.loads(lines[-1].removeprefix(RESULT_MARK)), wall, max(others / wall, 0.0))
+
+
+def print_result(result: Mapping[str, Any]) -> None:
+    """The child's half of `run_child`."""
+    print(RESULT_MARK + json.dumps(result), flush=True)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+class FetchClock:
+    """The time at which each batch is read: two batches apart lies one whole step, whatever loop is around it."""
+
+    def __init__(self) -> None:
+        self.wall_ns: list[int] = []
+        self.cpu_ns: list[int] = []
+
+    def stamp(self) -> None:
+        """About 1 us, and the same in every variant."""
+        self.wall_ns.append(time.perf_counter_ns())
+        self.cpu_ns.append(time.process_time_ns())
+
+    def summary(self, *, warmup_steps: int, num_steps: int) -> dict[str, float]:
+        """Median and mean step in microseconds after the warm-up; the median leaves out the steps that log, the mean does not."""
+        assert len(self.wall_ns) >= num_steps, f"{len(self.wall_ns)} batches were read in {num_steps} steps"
+        wall = np.diff(np.array(self.wall_ns[warmup_steps:num_steps])) / 1e3
+        cpu = np.diff(np.array(self.cpu_ns[warmup_steps:num_steps])) / 1e3
+        return {
+            "wall_us": float(np.median(wall)),
+            "wall_us_mean": float(wall.mean()),
+            "cpu_us": float(np.median(cpu)),
+            "cpu_us_mean": float(cpu.mean()),
+        }
+
+
+def write_tokens(path: Path, *, num_tokens: int, vocab_size: int, seed: int) -> None:
+    """A file of uint16 tokens with something to learn: each token follows from the one before, one time in four by chance."""
+    rng = np.random.default_rng(seed)
+    successor = rng.permutation(vocab_size).astype(np.uint16)
+    tokens = rng.integers(0, vocab_size, num_tokens, dtype=np.uint16)
+    follows = rng.random(num_tokens) < 0.75
+    # Runs of followers are 4 tokens long on average: a few passes settle nearly all of them.
+    for _ in range(8):
+        tokens[1:][follows[1:]] = successor[tokens[:-1][follows[1:]]]
+    tokens.tofile(path)
+
+
+def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
+    """A tokenizer folder with as many tokens as asked for, the first of them the separator of documents.
+
+    accel_train sizes a model by its tokenizer; the token files here are made of numbers and need no text.
+    """
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"<|endoftext|>": 0} | {f"<{number}>": number for number in range(1, vocab_size)}
+    folder.mkdir(parents=True)
+    Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>")).save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collection[str]) -> str:
+    """The one form in which figures are printed and saved; columns named in `text` are set to the left."""
+    widths = [max(len(cell) for cell in column) for column in zip(headers, *rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(headers, row, widths, strict=True)
+        return "| " + " | ".join(c.ljust(width) if name in text else c.rjust(width) for name, c, width in cells) + " |"
+
+    rule = [("-" * (width + 1)) + ("-" if name in text else ":") for name, width in zip(headers, widths, strict=True)]
+    return "\n".join([line(headers), f"|{'|'.join(rule)}|", *map(line, rows)])
+
+
+def median_and_range(values: Sequence[float], form: str) -> str:
+    """`1.02 (1.01 to 1.04)`."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def machine() -> dict[str, Any]:
+    """The hardware a figure comes from."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    import torch
+
+    if torch.cuda.is_available():
+        facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """The software a figure comes from."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "accelerate", "transformers", "numpy"):
+        found[name] = metadata.version(name)
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10)
+        found["commit"] = commit.stdout.strip() if commit.returncode == 0 else "unknown"
+    except (OSError, subprocess.TimeoutExpired):
+        found["commit"] = "unknown"
+    return found
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions and date: no figure is kept without them."""
+    return {"machine": machine(), "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def provenance_line(facts: Mapping[str, Any]) -> str:
+    """One line of text about where figures come from."""
+    on, gpus = facts["machine"], facts["machine"].get("gpus", [])
+    hardware = [f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB", *gpus]
+    software = [f"{name} {version}" for name, version in facts["versions"].items()]
+    return f"{facts['date']}; {'; '.join(hardware)}; {', '.join(software)}"
+
+
+def add_save_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        const=RESULTS,
+        default=None,
+        type=Path,
+        metavar="FOLDER",
+        help="also write the results as JSON and markdown (default folder: benchmarks/results)",
+    )
+
+
+def save_results(folder: Path, name: str, record: Mapping[str, Any], markdown: str) -> None:
+    """Write NAME.json (every figure) and NAME.md (what was printed); the newest run replaces the one before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    (folder / f"{name}.md").write_text(markdown.rstrip() + "\n")
+    print(f"written: {folder / name}.json and .md")

@@ -1,0 +1,259 @@
+"""The benchmarks run end to end, compare like with like, and print tables that a program can read. Nothing is timed here."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.common import FetchClock, markdown_table, write_tokens
+from benchmarks.gpu_loops import MODELS
+from benchmarks.gpu_watch import gpu_idle, synchronizing_line
+from benchmarks.loops import PRESETS, gpt2_config
+from benchmarks.nanogpt_style import GPT, GPTShape, cosine_multiplier, random_batch, train
+from benchmarks.overhead import bar_verdict, count_host_reads
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def run(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def parse_table(text: str) -> list[dict[str, str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    header, rule, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    assert set("".join(rule)) <= set("-:|"), rule
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+# --- end to end ----------------------------------------------------------------------------------------------------
+
+
+def test_the_four_loops_train_the_same_model_and_accel_train_reads_no_tensor(tmp_path: Path) -> None:
+    printed = run("overhead", "--preset", "micro", "--count-reads", "--in-order", "--save", str(tmp_path))
+    reads = parse_table(printed)
+    assert {row["variant"] for row in reads} == {"raw", "accelerate", "hf_trainer", "accel_train"}
+    assert [row["line"] for row in reads if row["variant"] == "accel_train"] == ["none"]
+    assert [row["line"] for row in reads if row["variant"] == "raw"] == ["none"]
+
+    saved = json.loads((tmp_path / "overhead-micro-reads.json").read_text())
+    assert saved["machine"]["cores"] >= 1
+    assert saved["versions"]["torch"] == torch.__version__
+    runs = {variant: rounds[0] for variant, rounds in saved["runs"].items()}
+    assert len({run["num_parameters"] for run in runs.values()}) == 1
+    weights = {variant: run["weights_l1"] for variant, run in runs.items()}
+    assert weights["accelerate"] == pytest.approx(weights["raw"], rel=1e-6)
+    assert weights["hf_trainer"] == pytest.approx(weights["raw"], rel=1e-6)
+    # Its warm-up begins one step further on, so not to the last digit.
+    assert weights["accel_train"] == pytest.approx(weights["raw"], rel=1e-3)
+
+
+def test_overhead_prints_one_row_per_variant_and_judges_accel_train_alone() -> None:
+    settings = ("--preset", "micro", "--steps", "12", "--warmup", "4", "--rounds", "1")
+    rows = parse_table(run("overhead", *settings, "--variants", "raw,accel_train,nanogpt"))
+    assert [row["variant"] for row in rows] == ["raw", "accel_train", "nanogpt"]
+    assert rows[0]["CPU / raw"] == "1.000 (1.000 to 1.000)"
+    assert float(rows[1]["CPU us/step"]) > 0
+    assert rows[1]["bar"].startswith("<= +60 us")
+    assert rows[0]["bar"] == rows[2]["bar"] == "-"
+
+
+def test_overhead_refuses_a_variant_that_does_not_exist() -> None:
+    command = [sys.executable, "-m", "benchmarks.overhead", "--variants", "raw,fairseq"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "hf_trainer" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without CUDA")
+def test_gpu_says_in_one_line_that_there_is_no_cuda() -> None:
+    assert run("gpu").splitlines() == ["benchmarks.gpu is skipped: torch sees no CUDA device on this machine."]
+
+
+def test_gpu_measures_each_variant_and_writes_what_it_printed(tmp_path: Path) -> None:
+    printed = run("gpu", "--device", "cpu", "--compile", "off", "--save", str(tmp_path))
+    rows = parse_table(printed)
+    assert [row["variant"] for row in rows] == ["accel_train", "nanogpt", "hf_trainer"]
+    for row in rows:
+        assert float(row["ms/step"]) > 0
+        assert int(row["tokens/s"].replace(",", "")) > 0
+        assert row["host sync"] == "not checked"  # there is no GPU to wait for
+        assert row["MFU of peak"] == row["peak GiB"] == row["GPU idle"] == "-"
+    assert "no figures" in printed
+    assert parse_table((tmp_path / "gpu-check.md").read_text()) == rows
+    assert len(json.loads((tmp_path / "gpu-check.json").read_text())["rows"]) == 3
+
+
+def test_data_prints_every_part(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(20):
+        (corpus / f"{number}.txt").write_text(f"The number {number} is followed by {number + 1}. " * 50)
+    sizes = {
+        "corpus": str(corpus),
+        "shard_tokens": 20_001,
+        "sequence_length": 64,
+        "batches": 4,
+        "order_steps": 3,
+        "resume_samples": 1000,
+        "resume_batches": 20,
+        "rounds": 2,
+    }
+    rows = parse_table(run("data", "--sizes", json.dumps(sizes), "--save", str(tmp_path)))
+    assert {row["part"] for row in rows} == {"tokenise", "read", "order", "first batch"}
+    for row in rows:
+        assert float(row["median (least to most)"].split(" (")[0].replace(",", "")) > 0
+    assert sum(row["bar"] != "-" for row in rows) == 2
+    figures = json.loads((tmp_path / "data.json").read_text())["figures"]
+    assert len(figures) == len(rows)
+
+
+# --- the parts -----------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_model_is_gpt2() -> None:
+    """With GPT-2's weights copied in, nanogpt_style gives transformers' loss."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    preset = PRESETS["micro"]
+    theirs = GPT2LMHeadModel(GPT2Config(**gpt2_config(preset))).eval()
+    ours = GPT(GPTShape(preset.vocab, preset.block, preset.layers, preset.heads, preset.width))
+    names = {
+        "transformer.wte": "tokens",
+        "transformer.wpe": "positions",
+        "transformer.h": "blocks",
+        "transformer.ln_f": "norm",
+        "ln_1": "norm_1",
+        "ln_2": "norm_2",
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.projection",
+        "mlp.c_fc": "up",
+        "mlp.c_proj": "down",
+    }
+    state = {}
+    for name, value in theirs.state_dict().items():
+        transposed = any(part in name for part in ("c_attn", "c_proj", "c_fc")) and value.dim() == 2
+        for theirs_part, ours_part in names.items():
+            name = name.replace(theirs_part, ours_part)
+        state[name.replace("lm_head", "head")] = value.T if transposed else value
+    ours.load_state_dict(state)
+    tokens = torch.randint(preset.vocab, (3, preset.block + 1))
+    logits = theirs(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected)
+
+
+def test_the_reference_loop_learns(tmp_path: Path) -> None:
+    tokens_path = tmp_path / "tokens.bin"
+    write_tokens(tokens_path, num_tokens=20_000, vocab_size=16, seed=0)
+    shape = GPTShape(16, 8, 1, 2, 32)
+    cpu = torch.device("cpu")
+    model = train(
+        shape, tokens_path, batch_size=16, num_steps=120, device=cpu, bf16=False, compile=False, learning_rate=1e-2
+    )
+    batch = random_batch(np.fromfile(tokens_path, np.uint16), 64, 8, cpu)
+    assert model(*batch).item() < 0.75 * np.log(16)  # log(16) is what knowing nothing costs
+
+
+@pytest.mark.parametrize("name, gflops", [("124M", 0.8552), ("350M", 2.4245)])
+def test_flops_per_token_are_those_of_the_literature(name: str, gflops: float) -> None:
+    assert MODELS[name].flops_per_token == pytest.approx(gflops * 1e9, rel=1e-3)
+
+
+def test_flops_per_token_count_the_parameters_of_the_model() -> None:
+    setup = MODELS["check"]
+    model = GPT(setup.shape)
+    padding = (setup.shape.vocab_size - setup.vocab_size) * setup.shape.width
+    parameters = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel() - padding
+    attention = 12 * setup.shape.num_layers * setup.shape.width * setup.shape.block_size
+    assert setup.flops_per_token == 6 * parameters + attention
+
+
+def test_gpu_idle_counts_overlapping_kernels_once() -> None:
+    def event(category: str, start: float, duration: float) -> dict[str, Any]:
+        return {"cat": category, "ts": start, "dur": duration}
+
+    events = [
+        event("kernel", 0, 10),
+        event("kernel", 5, 10),  # runs beside the first: busy until 15
+        event("gpu_memcpy", 35, 5),  # idle from 15 to 35
+        event("gpu_user_annotation", 0, 40),  # a label, not work
+        {"cat": "cuda_runtime", "ts": 0, "dur": 40},
+    ]
+    assert gpu_idle(events, num_steps=3) == {"gpu_idle": 0.5, "kernels_per_step": 1.0}
+
+
+def test_the_line_that_made_the_host_wait_is_found_behind_other_errors() -> None:
+    def wait() -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    def step() -> None:
+        try:
+            wait()
+        except RuntimeError as error:
+            raise ValueError("the step failed") from error
+
+    with pytest.raises(ValueError, match="the step failed") as raised:
+        step()
+    line = synchronizing_line(raised.value)
+    assert line is not None
+    assert line.startswith("tests/test_benchmarks.py:")
+    assert synchronizing_line(ValueError("another error")) is None
+
+
+def test_host_reads_are_counted_with_their_line_between_the_given_steps() -> None:
+    from torch.optim import optimizer as optimizer_module
+
+    hooks = dict(optimizer_module._global_optimizer_post_hooks)
+    reads = count_host_reads(first_step=1, num_steps=2)
+    try:
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        for _ in range(5):
+            weight.grad = torch.ones(2)
+            optimizer.step()
+            weight.sum().item()
+    finally:
+        optimizer_module._global_optimizer_post_hooks.clear()
+        optimizer_module._global_optimizer_post_hooks.update(hooks)
+    assert isinstance(reads, Counter)
+    (place,) = reads
+    assert place.endswith("weight.sum().item()")
+    assert reads[place] == 2
+
+
+def test_the_clock_leaves_out_the_warm_up_and_the_median_leaves_out_a_slow_step() -> None:
+    clock = FetchClock()
+    clock.wall_ns = [0, 90_000, 91_000, 92_000, 93_000, 99_000]
+    clock.cpu_ns = [0, 45_000, 45_500, 46_000, 46_500, 49_500]
+    summary = clock.summary(warmup_steps=1, num_steps=6)
+    assert summary == {"wall_us": 1.0, "wall_us_mean": 2.25, "cpu_us": 0.5, "cpu_us_mean": 1.125}
+
+
+def test_bars_are_judged_by_ratio_or_by_microseconds() -> None:
+    assert bar_verdict(PRESETS["tiny"], "accel_train", 1.019, 5000.0) == "<= 1.02 met"
+    assert bar_verdict(PRESETS["tiny"], "accel_train", 1.021, 1.0) == "<= 1.02 MISSED"
+    assert bar_verdict(PRESETS["micro"], "accel_train", 1.5, 59.0) == "<= +60 us met"
+    assert bar_verdict(PRESETS["micro"], "accel_train", 1.001, 61.0) == "<= +60 us MISSED"
+    assert bar_verdict(PRESETS["micro"], "accelerate", 9.0, 999.0) == "-"
+
+
+def test_the_cosine_of_the_references_warms_up_from_zero_and_ends_at_zero() -> None:
+    curve = [cosine_multiplier(step, num_steps=20, warmup_steps=4) for step in range(21)]
+    assert curve[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert curve[12] == pytest.approx(0.5)
+    assert curve[20] == pytest.approx(0.0)
+
+
+def test_a_printed_table_reads_back() -> None:
+    text = markdown_table(("name", "us"), [["raw", "1.5"], ["much longer", "-"]], text=("name",))
+    assert parse_table(text) == [{"name": "raw", "us": "1.5"}, {"name": "much longer", "us": "-"}]

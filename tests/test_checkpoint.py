@@ -1,0 +1,174 @@
+"""Checkpoint folders prove themselves: what is damaged is named and passed over, what is published is whole."""
+
+import json
+import os
+import random
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from accel_train.checkpoint import (
+    CheckpointStatus,
+    check,
+    checkpoint_folders,
+    newest_valid,
+    publish,
+    remove_leftovers,
+    rotate,
+    verify_run,
+)
+from accel_train.state import CheckpointError
+
+CONTENT = {"model.safetensors": b"weights" * 1000, "optimizer.safetensors": b"moments" * 500, "trainer.json": b"{}"}
+
+
+def save(root: Path, step: int) -> Path:
+    return publish(
+        root, step, {name: lambda path, content=content: path.write_bytes(content) for name, content in CONTENT.items()}
+    )
+
+
+def test_published_checkpoint_is_valid_private_and_alone(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    folder = save(root, 7)
+    assert folder.name == "step-00000007"
+    assert check(folder) == CheckpointStatus(folder, 7, None)
+    assert [entry.name for entry in root.iterdir()] == [folder.name]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+
+def test_newest_is_by_step_number_not_by_text_or_time(tmp_path: Path) -> None:
+    for step in (999_999_999, 1_000_000_000, 5):
+        folder = save(tmp_path, step)
+        os.utime(folder, (step % 7, step % 7))
+    assert [int(folder.name.split("-")[1]) for folder in checkpoint_folders(tmp_path)] == [5, 999_999_999, 1_000_000_000]
+    newest, broken = newest_valid(tmp_path)
+    assert newest is not None
+    assert (newest.name, broken) == ("step-1000000000", [])
+
+
+def test_every_kind_of_damage_is_named_and_the_older_checkpoint_used(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    pristine = tmp_path / "pristine"
+    shutil.copytree(bad, pristine)
+    for trial in range(200):
+        shutil.rmtree(bad)
+        shutil.copytree(pristine, bad)
+        path = generator.choice(sorted(bad.iterdir()))
+        damage = generator.choice(["flip", "cut", "delete", "extra", "swap"])
+        content = bytearray(path.read_bytes())
+        if damage == "flip":
+            content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+            path.write_bytes(content)
+        elif damage == "cut":
+            path.write_bytes(content[: generator.randrange(len(content))])
+        elif damage == "delete":
+            path.unlink()
+        elif damage == "extra":
+            (bad / "more.safetensors").write_bytes(b"x")
+        else:
+            shutil.rmtree(bad)
+            shutil.copytree(good, bad)
+        newest, broken = newest_valid(tmp_path)
+        assert newest == good, f"trial {trial}: {damage} of {path.name} went unnoticed"
+        assert broken[0].path == bad
+        assert broken[0].problem
+
+
+def test_no_valid_checkpoint_is_an_error_and_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "none") == (None, [])
+    (save(tmp_path, 3) / "trainer.json").write_bytes(b"[]")
+    with pytest.raises(CheckpointError, match=r"step-00000003: trainer.json .*--checkpoint.resume never"):
+        newest_valid(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "sub/file", "..", ""])
+def test_manifest_cannot_point_outside_the_folder(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": 0, "sha256": ""}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert check(folder).problem is not None
+    assert "plain file name" in str(check(folder).problem)
+
+
+def test_link_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    elsewhere = tmp_path / "elsewhere"
+    (folder / "trainer.json").rename(elsewhere)
+    (folder / "trainer.json").symlink_to(elsewhere)
+    assert "trainer.json" in str(check(folder).problem)
+
+
+def test_failed_write_leaves_older_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="step 2 .*No space left"):
+        publish(tmp_path, 2, {"model.safetensors": fail})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    assert check(tmp_path / "step-00000001").problem is None
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in range(10, 60, 10):
+        save(tmp_path, step)
+    removed = rotate(tmp_path, keep=2, best_step=20)
+    assert [folder.name for folder in removed] == ["step-00000010", "step-00000030"]
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["step-00000020", "step-00000040", "step-00000050"]
+    assert rotate(tmp_path, keep=5, best_step=None) == []
+
+
+def test_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    (folder / "trainer.json").unlink()
+    save(tmp_path, 4)
+    assert check(folder).problem is None
+
+
+def test_leftovers_of_a_killed_save_are_never_read_and_can_be_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / ".tmp-step-00000002-99").mkdir()
+    (tmp_path / ".trash-step-00000000-99").mkdir()
+    (tmp_path / "step-12").mkdir()
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["step-00000001"]
+    remove_leftovers(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-12"]
+
+
+def test_files_are_synced_before_the_rename_and_the_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        calls.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real_fsync(descriptor)
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append(f"rename to {Path(target).name}")
+        return real_rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path, 1)
+    published = calls.index("rename to step-00000001")
+    aside = f"sync .tmp-step-00000001-{os.getpid()}"
+    assert set(calls[: published - 1]) == {*(f"sync {name}" for name in CONTENT), "sync manifest.json"}
+    assert calls[published - 1 :] == [aside, "rename to step-00000001", f"sync {tmp_path.name}"]
+
+
+def test_verify_run_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 1)
+    (save(tmp_path / "checkpoints", 2) / "trainer.json").unlink()
+    assert [(status.step, status.problem) for status in verify_run(tmp_path)] == [(1, None), (2, "trainer.json is missing")]
+    with pytest.raises(ValueError, match="holds no checkpoints folder"):
+        verify_run(tmp_path / "elsewhere")

@@ -1,0 +1,385 @@
+"""`prepare_text`: tokens are conserved, split by content, built once, and rebuilt when something changed."""
+
+import json
+import lzma
+import math
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel_train.data import CorpusFacts, TextCorpus, prepare_text
+from accel_train.data.token_files import inspect_token_file
+from accel_train.data.tokenizers import BYTE_SEPARATOR_ID, SEPARATOR, train_bpe
+from accel_train.recipe import Recipe
+
+MakeRecipe = Callable[..., Recipe]
+
+
+def stream(corpus: TextCorpus, side: str) -> list[int]:
+    windows = corpus.train if side == "train" else corpus.eval
+    assert windows is not None
+    return np.fromfile(windows.path, windows.dtype).tolist()
+
+
+def decoded_documents(corpus: TextCorpus, side: str) -> list[str]:
+    """The documents of a shard, cut at the separators: each begins with one."""
+    texts: list[list[int]] = []
+    for token in stream(corpus, side):
+        if token == corpus.separator_id:
+            texts.append([])
+        else:
+            texts[-1].append(token)
+    return [corpus.tokenizer.decode(text) for text in texts]
+
+
+def write_rows(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+ROWS = [f"document {n}: {SEPARATOR} " + "word " * (n % 7) + f"ünïcode {n}" for n in range(200)]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", {"train_bpe": {"vocab_size": 300}}])
+def test_every_document_is_kept_once_after_a_separator(tmp_path: Path, text_recipe: MakeRecipe, tokenizer: Any) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [*ROWS[:100], "", *ROWS[100:]])
+    corpus = prepare_text(text_recipe(path, tokenizer=tokenizer, eval_fraction=0.2), progress=False)
+    train, held_out = decoded_documents(corpus, "train"), decoded_documents(corpus, "eval")
+    assert sorted(train + held_out) == sorted(ROWS)
+    assert train == [row for row in ROWS if row in train], "in the order of the source"
+    facts = corpus.facts
+    assert (facts.num_documents, facts.num_empty_documents) == (200, 1)
+    assert facts.num_eval_documents == len(held_out)
+    assert 20 <= len(held_out) <= 60
+    assert facts.train_bytes == sum(len(text.encode()) for text in train)
+    assert facts.eval_bytes == sum(len(text.encode()) for text in held_out)
+    assert facts.train_tokens == len(stream(corpus, "train"))
+    encoded = [len(corpus.tokenizer(text, split_special_tokens=True).input_ids) for text in ROWS]
+    assert facts.train_tokens + facts.eval_tokens == sum(encoded) + 200
+    assert corpus.vocab_size == len(corpus.tokenizer)
+    assert stream(corpus, "train")[0] == corpus.separator_id
+
+
+def test_facts_are_plain_values(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    corpus = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS)), progress=False)
+    assert json.loads(json.dumps(corpus.facts.as_dict())) == corpus.facts.as_dict()
+    assert isinstance(corpus.facts, CorpusFacts)
+
+
+def test_the_baselines_are_what_they_say(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2)
+    corpus = prepare_text(recipe, progress=False)
+    counts = Counter(stream(corpus, "train"))
+    total = sum(counts.values()) + 257
+    bits = sum(-math.log2((counts[token] + 1) / total) for token in stream(corpus, "eval")[1:])
+    text = "".join(decoded_documents(corpus, "eval")).encode()
+    assert corpus.facts.unigram_bits_per_byte == pytest.approx(bits / len(text))
+    assert corpus.facts.xz_bits_per_byte == pytest.approx(8 * len(lzma.compress(text)) / len(text))
+
+
+def test_a_document_stays_on_its_side_whatever_the_order_seed_and_company(
+    tmp_path: Path, text_recipe: MakeRecipe
+) -> None:
+    first = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2), progress=False)
+    others = [f"another {n}" for n in range(50)]
+    recipe = text_recipe(write_rows(tmp_path / "b.jsonl", others + ROWS[::-1] + ROWS), eval_fraction=0.2)
+    second = prepare_text(recipe.model_copy(update={"seed": 7}), progress=False)
+    held_out = set(decoded_documents(first, "eval"))
+    assert {text for text in decoded_documents(second, "eval") if text in ROWS} == held_out
+    assert not held_out & set(decoded_documents(second, "train"))
+
+
+def test_of_few_documents_the_last_is_held_out_with_its_copies(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    texts = ["the last one", "first document", "second document", "the last one"]
+    path = write_rows(tmp_path / "a.jsonl", texts)
+    corpus = prepare_text(text_recipe(path, eval_fraction=1e-9), progress=False)
+    assert decoded_documents(corpus, "train") == texts[1:3]
+    assert decoded_documents(corpus, "eval") == ["the last one"] * 2
+    assert "the last one is held out" in corpus.facts.notes[0]
+
+
+def test_of_a_single_document_the_tail_is_held_out(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    text = "".join(map(chr, range(200, 300)))
+    (tmp_path / "a.txt").write_text(text)
+    corpus = prepare_text(text_recipe(str(tmp_path / "a.txt"), eval_fraction=0.1), progress=False)
+    assert decoded_documents(corpus, "train") == [text[:90]]
+    assert decoded_documents(corpus, "eval") == [text[90:]]
+    assert (corpus.facts.num_documents, corpus.facts.num_eval_documents) == (1, 1)
+    assert "one document: its last 0.1 is held out" in corpus.facts.notes[0]
+
+
+def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    words = ["apple tree " * 40, "quince quince quince " * 40]
+    path = write_rows(tmp_path / "a.jsonl", words)
+    spec = {"train_bpe": {"vocab_size": 280}}
+    corpus = prepare_text(text_recipe(path, tokenizer=spec, eval_fraction=1e-9), progress=False)
+    assert decoded_documents(corpus, "eval") == words[1:]
+    assert "apple" in corpus.tokenizer.get_vocab()
+    assert not [token for token in corpus.tokenizer.get_vocab() if "qu" in token]
+    assert any("supports" in note for note in corpus.facts.notes), "so little text has fewer than 280 tokens"
+
+
+def test_without_evaluation_there_is_none(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    corpus = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0), progress=False)
+    assert corpus.eval is None
+    assert corpus.facts.eval_tokens == 0
+    assert corpus.facts.unigram_bits_per_byte is corpus.facts.xz_bits_per_byte is None
+
+
+def test_separate_evaluation_files_are_all_and_only_the_evaluation(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    train = write_rows(tmp_path / "a.jsonl", ROWS[:50])
+    held_out = write_rows(tmp_path / "b.jsonl", ROWS[50:60])
+    corpus = prepare_text(text_recipe(train, eval=held_out, eval_fraction=0.5), progress=False)
+    assert decoded_documents(corpus, "train") == ROWS[:50]
+    assert decoded_documents(corpus, "eval") == ROWS[50:60]
+    assert (corpus.facts.num_documents, corpus.facts.num_eval_documents) == (60, 10)
+    both = prepare_text(text_recipe((train, held_out), eval=held_out), progress=False)
+    assert "1 files of data.eval are in data.train too" in both.facts.notes[0]
+
+
+def test_too_little_text_is_refused_with_its_size(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ["0123", "4567"])
+    with pytest.raises(ValueError, match=r"sequence_length=10 needs 11 training tokens .* gives 10; lower it to 9"):
+        prepare_text(text_recipe(path, eval_fraction=0, sequence_length=10), progress=False)
+    corpus = prepare_text(text_recipe(path, eval_fraction=0, sequence_length=9), progress=False)
+    assert len(corpus.train) == 1
+
+
+def test_sources_without_documents_are_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    for name, content in (("empty.txt", ""), ("header.csv", "text\n"), ("empty.jsonl", ""), ("empty.csv", "")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"data.train holds no documents: .*{name}"):
+            prepare_text(text_recipe(str(tmp_path / name)), progress=False)
+    good = write_rows(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ValueError, match="data.eval holds no documents"):
+        prepare_text(text_recipe(good, eval=str(tmp_path / "header.csv")), progress=False)
+    with pytest.raises(ValueError, match="no training documents are left: all 3 fall into data.eval_fraction=0.99999"):
+        prepare_text(text_recipe(write_rows(tmp_path / "b.jsonl", ROWS[:3]), eval_fraction=0.99999), progress=False)
+
+
+def test_the_second_time_reads_nothing_and_gives_the_same(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
+    first, second = prepare_text(recipe, progress=False), prepare_text(recipe, progress=False)
+    assert (first.facts.reused, second.facts.reused) == (False, True)
+    assert first.fingerprint == second.fingerprint
+    assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
+    assert first.facts.as_dict() | {"reused": True} == second.facts.as_dict()
+    longer = prepare_text(
+        text_recipe(recipe.data.train, tokenizer=recipe.tokenizer, sequence_length=32), progress=False
+    )
+    assert longer.facts.reused, "windows are cut when read: their length asks for no new shards"
+
+
+def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
+    path = tmp_path / "a.jsonl"
+    first = prepare_text(recipe, progress=False)
+    stat = path.stat()
+    path.write_text(path.read_text().replace("word", "WORD"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    second = prepare_text(recipe, progress=False)
+    assert second.fingerprint != first.fingerprint
+    assert not second.facts.reused
+    assert "the sources changed" in second.facts.notes[-1]
+    assert "WORD" in "".join(decoded_documents(second, "train"))
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    path = Path(write_rows(tmp_path / "a.jsonl", ROWS))
+    os.utime(path, (1_000_000, 1_000_000))
+    recipe = text_recipe(str(path))
+    prepare_text(recipe, progress=False)
+    sidecar = tmp_path / "cache" / "text" / "digests.json"
+    ((name, entry),) = json.loads(sidecar.read_text()).items()
+    assert name == str(path)
+    sidecar.write_text(json.dumps({name: [*entry[:2], "0" * 64]}))
+    assert not prepare_text(recipe, progress=False).facts.reused, "the digest came from the file, not from the sidecar"
+
+
+def test_tokenizer_split_and_content_each_make_other_shards(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    recipes = [
+        text_recipe(path),
+        text_recipe(path, eval_fraction=0.3),
+        text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 300}}),
+        text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 301}}),
+        text_recipe(path, eval=write_rows(tmp_path / "b.jsonl", ROWS[:9])),
+        text_recipe(write_rows(tmp_path / "c.jsonl", ROWS[::-1])),
+    ]
+    assert len({prepare_text(recipe, progress=False).fingerprint for recipe in recipes}) == len(recipes)
+    moved = tmp_path / "elsewhere.jsonl"
+    moved.write_text(Path(path).read_text())
+    assert prepare_text(text_recipe(str(moved)), progress=False).facts.reused, "a corpus may move"
+
+
+@pytest.mark.parametrize("damage", ["train.bin", "eval.bin", "meta.json", "tokenizer/tokenizer.json"])
+def test_damaged_shards_are_built_again(tmp_path: Path, text_recipe: MakeRecipe, damage: str) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
+    first = prepare_text(recipe, progress=False)
+    whole = stream(first, "train")
+    broken = Path(first.facts.cache_folder, damage)
+    broken.write_bytes(broken.read_bytes()[:-1])
+    second = prepare_text(recipe, progress=False)
+    assert not second.facts.reused
+    assert "damaged" in second.facts.notes[-1]
+    assert second.fingerprint == first.fingerprint
+    assert stream(second, "train") == whole
+    assert prepare_text(recipe, progress=False).facts.reused
+
+
+def test_a_failed_build_leaves_no_shards_behind(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    Path(path).write_text(Path(path).read_text() + "broken")
+    with pytest.raises(ValueError, match=r"a\.jsonl:201: not JSON"):
+        prepare_text(text_recipe(path, eval_fraction=0), progress=False)
+    assert not [entry.name for entry in (tmp_path / "cache" / "text").iterdir() if entry.suffix not in (".lock", "")]
+    assert not list((tmp_path / "cache" / "text").rglob("*.bin"))
+
+
+def test_what_a_killed_build_left_is_cleared(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
+    folder = Path(prepare_text(recipe, progress=False).facts.cache_folder)
+    building = folder.with_name(folder.name + ".building")
+    folder.rename(building)
+    (building / "train.bin").write_bytes(b"half")
+    assert not prepare_text(recipe, progress=False).facts.reused
+    assert not building.exists()
+
+
+def _prepare_at_once(recipe: Recipe, barrier: Any, results: Any) -> None:
+    barrier.wait(120)
+    corpus = prepare_text(recipe, progress=False)
+    results.put((corpus.facts.reused, corpus.fingerprint, sum(stream(corpus, "train"))))
+
+
+def test_of_two_processes_at_once_one_builds_and_the_other_reads(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS * 50), tokenizer={"train_bpe": {"vocab_size": 300}})
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(2), spawn.Queue()
+    processes = [spawn.Process(target=_prepare_at_once, args=(recipe, barrier, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    outcomes = [results.get(timeout=180) for _ in processes]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert sorted(reused for reused, _, _ in outcomes) == [False, True]
+    assert outcomes[0][1:] == outcomes[1][1:]
+
+
+def test_a_long_document_is_one_document(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    text = "a line of text\n" * 200_000
+    (tmp_path / "a.txt").write_text(text)
+    corpus = prepare_text(text_recipe(str(tmp_path / "a.txt"), eval_fraction=0.25), progress=False)
+    assert stream(corpus, "train").count(BYTE_SEPARATOR_ID) == 1
+    assert "".join(decoded_documents(corpus, "train") + decoded_documents(corpus, "eval")) == text
+
+
+# Token shards
+
+
+def write_tokens(path: Path, tokens: list[int], *, header: tuple[int, int] | None = None, dtype: str = "<u2") -> str:
+    start = np.zeros(256 if header else 0, "<i4")
+    if header:
+        start[:3] = (*header, len(tokens))
+    path.write_bytes(start.tobytes() + np.array(tokens, dtype).tobytes())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "dtype"),
+    [(None, "<u2"), ((20240520, 1), "<u2"), ((20240801, 7), "<u4")],
+    ids=["raw", "llm.c", "llama 3"],
+)
+def test_token_shards_are_read_with_and_without_header(
+    tmp_path: Path, text_recipe: MakeRecipe, header: tuple[int, int] | None, dtype: str
+) -> None:
+    tokens = [BYTE_SEPARATOR_ID, *b"hello world", BYTE_SEPARATOR_ID, *b"second document"]
+    names = tuple(write_tokens(tmp_path / f"{n}.bin", tokens, header=header, dtype=dtype) for n in range(2))
+    corpus = prepare_text(text_recipe(names, eval_fraction=0), progress=False)
+    assert stream(corpus, "train") == tokens * 2
+    assert corpus.facts.num_documents == 4
+    assert corpus.facts.train_bytes is corpus.facts.eval_bytes is corpus.facts.xz_bits_per_byte is None
+    written = inspect_token_file(corpus.train.path)
+    assert written.offset_bytes == 0
+    assert written.map().tolist() == tokens * 2
+    again = prepare_text(text_recipe(str(corpus.train.path), eval_fraction=0), progress=False)
+    assert stream(again, "train") == tokens * 2
+
+
+@pytest.mark.parametrize(
+    ("separators", "cut", "note"),
+    [((0, 70, 85), 85, "beginning of a document"), ((0, 76), 76, "beginning"), ((0, 20), 80, "not at a separator")],
+)
+def test_the_held_out_tail_of_tokens_begins_at_the_nearest_document(
+    tmp_path: Path, text_recipe: MakeRecipe, separators: tuple[int, ...], cut: int, note: str
+) -> None:
+    tokens = [BYTE_SEPARATOR_ID if n in separators else n for n in range(100)]
+    names = (write_tokens(tmp_path / "a.bin", tokens[:78]), write_tokens(tmp_path / "b.bin", tokens[78:]))
+    corpus = prepare_text(text_recipe(names, eval_fraction=0.2), progress=False)
+    assert stream(corpus, "train") == tokens[:cut]
+    assert stream(corpus, "eval") == tokens[cut:]
+    assert note in corpus.facts.notes[0]
+    assert f"the last {100 - cut} tokens" in corpus.facts.notes[0]
+
+
+def test_separate_evaluation_shards_are_taken_whole(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    train, held_out = write_tokens(tmp_path / "a.bin", [1] * 50), write_tokens(tmp_path / "b.bin", [2] * 30)
+    corpus = prepare_text(text_recipe(train, eval=held_out), progress=False)
+    assert stream(corpus, "train") == [1] * 50
+    assert stream(corpus, "eval") == [2] * 30
+
+
+def test_tokens_beyond_the_vocabulary_are_named_by_file_and_position(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    names = (write_tokens(tmp_path / "a.bin", [5] * 50), write_tokens(tmp_path / "b.bin", [1, 2, 257, 3]))
+    with pytest.raises(ValueError, match=r"b\.bin: token 257 at position 2 is not below .* vocabulary size 257"):
+        prepare_text(text_recipe(names), progress=False)
+
+
+def test_incomplete_token_shards_are_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    (tmp_path / "odd.bin").write_bytes(b"\0" * 33)
+    with pytest.raises(ValueError, match=r"odd\.bin: 33 bytes are no whole number of uint16 tokens"):
+        prepare_text(text_recipe(str(tmp_path / "odd.bin")), progress=False)
+    path = Path(write_tokens(tmp_path / "cut.bin", [1] * 50, header=(20240520, 1)))
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"cut\.bin: its header .* says 50 tokens, 1124 bytes .* has 1122 bytes"):
+        prepare_text(text_recipe(str(path)), progress=False)
+
+
+def test_no_tokenizer_is_trained_on_tokens(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    path = write_tokens(tmp_path / "a.bin", [1] * 50)
+    with pytest.raises(ValueError, match="train_bpe needs text, and data.train holds tokens"):
+        prepare_text(text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 300}}), progress=False)
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    tokenizer = train_bpe(ROWS, 300)
+    tokenizer.add_tokens([f"<extra {n}>" for n in range(1 << 16)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    recipe = text_recipe(
+        write_rows(tmp_path / "a.jsonl", ["word <extra 65535> word", *ROWS]),
+        tokenizer=str(tmp_path / "tokenizer"),
+        eval_fraction=0,
+    )
+    corpus = prepare_text(recipe, progress=False)
+    assert corpus.train.dtype == np.uint32
+    assert max(stream(corpus, "train")) == 300 + 65535
+    assert corpus.vocab_size == 300 + 65536
+
+
+def test_progress_is_shown_only_when_wanted(
+    tmp_path: Path, text_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    prepare_text(text_recipe(path), progress=False)
+    assert capsys.readouterr() == ("", "")
+    prepare_text(text_recipe(path, eval_fraction=0.3), progress=True)
+    shown = capsys.readouterr()
+    assert "tokenising" in shown.err
+    assert shown.out == ""

@@ -1,0 +1,149 @@
+"""Tokenizers round-trip, are the same each time, and let no document spell the separator."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+
+from accel_train.data.pieces import cut_text
+from accel_train.data.tokenizers import (
+    BYTE_SEPARATOR_ID,
+    SEPARATOR,
+    byte_tokenizer,
+    document_encoder,
+    encode_bytes,
+    load_tokenizer,
+    prepare_tokenizer,
+    pretrained_tokenizer,
+    separator_of,
+    tokenizer_digest,
+    train_bpe,
+)
+
+TRICKY = f"héllo \0 世界 😀 {SEPARATOR}\r\n\t  x\n\n  def f(): return '{SEPARATOR}'  "
+TEXTS = [f"def function_{n}(value):\n    return value + {n}\n\n\nclass Name{n}:\n    pass\n" for n in range(50)]
+
+
+def test_byte_ids_are_the_bytes() -> None:
+    tokenizer = byte_tokenizer()
+    everything = "".join(map(chr, range(0x500))) + TRICKY
+    expected = list(everything.encode())
+    assert document_encoder(tokenizer, BYTE_SEPARATOR_ID)([everything])[0].tolist() == expected
+    assert encode_bytes([everything])[0].tolist() == expected
+    assert tokenizer.decode(expected) == everything
+    assert len(tokenizer) == 257
+    assert tokenizer.eos_token_id == BYTE_SEPARATOR_ID
+
+
+def test_the_byte_tokenizer_survives_saving(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded("a ,b").input_ids == list(b"a ,b")
+    assert loaded(SEPARATOR).input_ids == [BYTE_SEPARATOR_ID]
+    assert loaded.decode(list(b"is n't , it")) == "is n't , it"
+    assert tokenizer_digest(loaded) == tokenizer_digest(byte_tokenizer())
+
+
+def test_a_trained_bpe_is_the_same_each_time_and_round_trips() -> None:
+    first, second = train_bpe(TEXTS, 300), train_bpe(iter(TEXTS), 300)
+    assert tokenizer_digest(first) == tokenizer_digest(second)
+    assert tokenizer_digest(first) != tokenizer_digest(train_bpe(TEXTS, 301))
+    assert len(first) == 300
+    assert separator_of(first) == 0
+    ids = document_encoder(first, 0)([TRICKY])[0]
+    assert first.decode(ids) == TRICKY
+    assert len(document_encoder(first, 0)([TEXTS[0]])[0]) < len(TEXTS[0]) / 2
+
+
+def test_a_trained_bpe_survives_saving(tmp_path: Path) -> None:
+    trained = train_bpe(TEXTS, 300)
+    trained.save_pretrained(tmp_path)
+    loaded = pretrained_tokenizer(str(tmp_path), trust_remote_code=False)
+    assert loaded.separator_id == 0
+    assert loaded.digest == tokenizer_digest(trained)
+    assert loaded.encode(TEXTS)[3].tolist() == document_encoder(trained, 0)(TEXTS)[3].tolist()
+
+
+def test_bytes_and_bpe_never_read_the_separator_out_of_a_document() -> None:
+    for tokenizer in (byte_tokenizer(), train_bpe([TRICKY] * 50, 400)):
+        prepared = prepare_tokenizer(tokenizer)
+        for ids in (*prepared.encode([TRICKY, SEPARATOR]), prepared.encode([SEPARATOR * 3])[0]):
+            assert prepared.separator_id not in ids
+        assert tokenizer(SEPARATOR).input_ids == [prepared.separator_id], "the user's tokenizer stays as it was"
+
+
+def word_level(**special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose vocabulary has the separator as an ordinary word: `encode_special_tokens` alone lets it pass."""
+    words = ["<unk>", "</s>", "<", "/s>", "a", "b"]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def test_a_separator_that_is_a_word_of_the_vocabulary_is_cut_in_two() -> None:
+    encode = document_encoder(word_level(eos_token="</s>", unk_token="<unk>"), 1)
+    assert [ids.tolist() for ids in encode(["a </s> b", "a b", "</s> </s>"])] == [[4, 2, 3, 5], [4, 5], [2, 3, 2, 3]]
+
+
+def test_a_separator_that_also_means_unknown_is_refused() -> None:
+    encode = document_encoder(word_level(eos_token="<unk>"), 0)
+    with pytest.raises(ValueError, match="gives ordinary text the id 0 of its separator '<unk>'"):
+        encode(["a strange word"])
+
+
+def test_a_tokenizer_in_python_reads_documents_too(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    prepared = pretrained_tokenizer(str(tmp_path), trust_remote_code=False)
+    assert not prepared.tokenizer.is_fast
+    assert prepared.separator_id == 1
+    assert prepared.encode(["ab"])[0].tolist() == [ord("a") + 3, ord("b") + 3]
+    assert prepared.separator_id not in prepared.encode(["a</s>b"])[0]
+    assert prepared.digest == pretrained_tokenizer(str(tmp_path), trust_remote_code=False).digest
+
+
+def test_truncation_and_padding_of_a_pretrained_tokenizer_do_not_touch_documents() -> None:
+    tokenizer = train_bpe(TEXTS, 300)
+    whole = document_encoder(tokenizer, 0)([TEXTS[0] * 9])[0]
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=5000)
+    assert document_encoder(tokenizer, 0)([TEXTS[0] * 9])[0].tolist() == whole.tolist()
+
+
+def test_the_separator_is_eos_then_bos_then_sep_then_cls() -> None:
+    assert separator_of(word_level(eos_token="</s>", bos_token="<")) == 1
+    assert separator_of(word_level(bos_token="<", sep_token="a")) == 2
+    assert separator_of(word_level(cls_token="a", sep_token="b")) == 5
+    assert separator_of(word_level(cls_token="a")) == 4
+    with pytest.raises(ValueError, match="has no eos, bos, sep or cls token"):
+        separator_of(word_level())
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'no-such-tokenizer' could not be loaded, neither as a folder .* nor as a"):
+        load_tokenizer("no-such-tokenizer", trust_remote_code=False)
+
+
+def test_the_digest_sees_a_changed_vocabulary() -> None:
+    tokenizer = byte_tokenizer()
+    before = tokenizer_digest(tokenizer)
+    tokenizer.add_tokens(["function"])
+    assert tokenizer_digest(tokenizer) != before
+
+
+def test_pieces_give_the_tokens_of_the_whole_document() -> None:
+    text = "".join(TEXTS)
+    pieces = list(cut_text(text, limit=700))
+    assert "".join(pieces) == text
+    assert len(pieces) > 3
+    assert max(map(len, pieces)) <= 700
+    encode = document_encoder(train_bpe(TEXTS, 400), 0)
+    assert np.concatenate(encode(pieces)).tolist() == encode([text])[0].tolist()
+
+
+@pytest.mark.parametrize("text", ["", "x", "x" * 10, "\n" * 30, " \n" * 20 + "x", "ab\ncd\n" * 9, "x" * 21])
+def test_pieces_lose_nothing(text: str) -> None:
+    pieces = list(cut_text(text, limit=10))
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= 10 for piece in pieces)

@@ -1,0 +1,505 @@
+"""Recipe files: what YAML means, who set what, how mistakes are named, and that what is written can be run again."""
+
+import random
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.recipe import Origin, Recipe
+from accel_train.recipe_file import (
+    check_model_config,
+    format_recipe,
+    is_secret,
+    load_recipe,
+    nearest_names,
+    parse_yaml,
+    recipe_names,
+    redact,
+    write_recipe,
+)
+from accel_train.state import Choice
+
+RECIPE = """\
+output_dir: runs/x
+model:
+  config: {model_type: gpt2, n_layer: 2}
+data:
+  train: python-stdlib
+tokenizer: {train_bpe: {vocab_size: 512}}
+optimizer:
+  learning_rate: 1e-4
+  betas: [0.9, 0.99]
+schedule:
+  max_steps: 1000
+  warmup_steps: 10
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = Path("r.yaml")
+    path.write_text(RECIPE)
+    return path
+
+
+def error_of(path: Path, text: str | None = None, *arguments: str, **overrides: Any) -> str:
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=".") as caught:
+        load_recipe(path, arguments=arguments, overrides=overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1e-4", 1e-4),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-1E+3", -1000.0),
+        ("1_000", "1_000"),
+        ("no", "no"),
+        ("on", "on"),
+        ("Yes", "Yes"),
+        ("true", True),
+        ("False", False),
+        ("12:30:45", "12:30:45"),
+        ("2024-01-01", "2024-01-01"),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("~", None),
+        ("", None),
+        ("'1e-4'", "1e-4"),
+        ("=", "="),
+        ("e3", "e3"),
+    ],
+)
+def test_scalars_follow_the_core_schema_of_yaml_1_2(text: str, value: object) -> None:
+    parsed = parse_yaml(f"key: {text}", "f")[0]["key"]
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_aliases_work_and_one_that_contains_itself_is_an_error() -> None:
+    assert parse_yaml("a: &x [1, 2]\nb: *x", "f")[0] == {"a": [1, 2], "b": [1, 2]}
+    with pytest.raises(ValueError, match="f:1: this alias contains itself"):
+        parse_yaml("a: &x [*x]", "f")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a: 1\nb:\n  c: 1\n  c: 2", "f:4: b.c is set twice, on lines 3 and 4"),
+        ("a: 1\n\tb: 2", "f:2:1: found character '\\t' that cannot start any token"),
+        ("a: 1\n\tb: 2", "indent with spaces"),
+        ("a: [1,\nb: 2", "'b: 2'"),
+        ("a: b: c", "f:1:5: mapping values are not allowed here"),
+        ("a: !!python/object/apply:os.getcwd []", "python/object/apply:os.getcwd is not allowed"),
+        ("a: !!binary aGk=", "is not allowed"),
+        ("<<: {a: 1}", "merge keys"),
+        ("? [1, 2]\n: 3", "a key must be a name"),
+        ("a: 1\n---\nb: 2", "f:2:1"),
+        ("a: \x01", "UTF-8"),
+        ("[" * 5000, "nested too deeply"),
+    ],
+)
+def test_a_yaml_mistake_names_its_place(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_yaml(text, "f")
+
+
+def test_each_value_knows_who_set_it(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        overrides={"batch": {"global_batch_size": 8}, "seed": 4},
+        arguments=["--optimizer.learning_rate=2e-3", "--model.config.n_layer", "5"],
+    )
+    assert (recipe.optimizer.learning_rate, str(recipe.origin("optimizer.learning_rate"))) == (
+        2e-3,
+        "--optimizer.learning_rate",
+    )
+    assert recipe.origin("optimizer.betas") == Origin("file", "r.yaml:9")
+    assert recipe.origin("tokenizer.train_bpe.vocab_size") == Origin("file", "r.yaml:6")
+    assert (recipe.batch.global_batch_size, recipe.origin("batch.global_batch_size").kind) == (8, "python")
+    assert (recipe.seed, recipe.origin("seed").kind) == (4, "python")
+    assert recipe.model.config == {"model_type": "gpt2", "n_layer": 5}
+    assert recipe.origin("model.config.n_layer").kind == "command line"
+    assert recipe.origin("model.config.model_type") == Origin("file", "r.yaml:3")
+    assert recipe.origin("optimizer.eps") == Origin("default")
+
+
+def test_the_command_line_wins_over_python_and_python_over_the_file(recipe_file: Path) -> None:
+    overrides = {"optimizer": {"learning_rate": 1.0, "eps": 2.0}}
+    recipe = load_recipe(recipe_file, overrides=overrides, arguments=["--optimizer.learning_rate", "3"])
+    assert (recipe.optimizer.learning_rate, recipe.optimizer.eps) == (3.0, 2.0)
+    assert recipe.optimizer.betas == (0.9, 0.99)
+
+
+@pytest.mark.parametrize(
+    "flag, text, leaf, value",
+    [
+        ("--data.train", "[a.txt, 'b c.txt']", "data.train", ("a.txt", "b c.txt")),
+        ("--data.train", "data/*.txt", "data.train", "data/*.txt"),
+        ("--evaluate.sample_prompt", "def f(x):", "evaluate.sample_prompt", "def f(x):"),
+        ("--evaluate.sample_prompt", "Once: upon", "evaluate.sample_prompt", "Once: upon"),
+        ("--data.subset", "2016", "data.subset", "2016"),
+        ("--data.subset", "null", "data.subset", None),
+        ("--data.split", "no", "data.split", "no"),
+        ("--data.shuffle", "false", "data.shuffle", False),
+        ("--seed", "0x10", "seed", 16),
+        ("--schedule.max_steps", "1e3", "schedule.max_steps", 1000),
+        ("--optimizer", "{weight_decay: 0, eps: 1e-6}", "optimizer.eps", 1e-6),
+        ("--tokenizer", "bytes", "tokenizer", "bytes"),
+        ("--tokenizer.train_bpe.vocab_size", "300", "tokenizer.train_bpe.vocab_size", 300),
+        ("--tokenizer", "{train_bpe: {}}", "tokenizer.train_bpe.vocab_size", 512),
+        ("--model.config", "{model_type: llama}", "model.config", {"model_type": "llama"}),
+        ("--model.config.rope_parameters.factor", "2", "model.config.rope_parameters", {"factor": 2}),
+    ],
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_flag_sets_its_leaf(recipe_file: Path, flag: str, text: str, leaf: str, value: object, joined: bool) -> None:
+    recipe: Any = load_recipe(recipe_file, arguments=[f"{flag}={text}"] if joined else [flag, text])
+    for field in leaf.split("."):
+        recipe = recipe[field] if isinstance(recipe, dict) else getattr(recipe, field)
+    assert recipe == value
+    assert type(recipe) is type(value)
+
+
+def test_a_section_given_as_a_flag_keeps_its_other_fields(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, arguments=["--optimizer", "{weight_decay: 0}"])
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.learning_rate) == (0.0, 1e-4)
+
+
+def test_of_the_same_flag_twice_the_last_one_holds(recipe_file: Path) -> None:
+    assert load_recipe(recipe_file, arguments=["--seed", "1", "--seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, gone",
+    [
+        (["--model.pretrained", "gpt2"], "model.config"),
+        (["--schedule.num_epochs", "2"], "schedule.max_steps"),
+        (["--schedule.warmup_ratio", "0.1"], "schedule.warmup_steps"),
+    ],
+)
+def test_a_flag_replaces_what_it_excludes(recipe_file: Path, arguments: list[str], gone: str) -> None:
+    recipe = load_recipe(recipe_file, arguments=arguments)
+    section, leaf = gone.split(".")
+    assert getattr(getattr(recipe, section), leaf) is None
+    assert arguments[0] in str(recipe.origin(gone))
+    assert "r.yaml:" in str(recipe.origin(gone))
+
+
+def test_python_overrides_replace_what_they_exclude_and_flags_replace_python(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file, overrides={"schedule": {"num_epochs": 2}}, arguments=["--schedule.max_steps", "70"]
+    )
+    assert (recipe.schedule.max_steps, recipe.schedule.num_epochs) == (70, None)
+
+
+def test_two_exclusive_flags_contradict_each_other(recipe_file: Path) -> None:
+    said = error_of(recipe_file, None, "--schedule.max_steps", "7", "--schedule.num_epochs", "2")
+    assert "exactly one of schedule.max_steps and schedule.num_epochs" in said
+    assert "schedule.num_epochs=2 from --schedule.num_epochs" in said
+
+
+def test_an_empty_section_takes_its_defaults(recipe_file: Path) -> None:
+    recipe_file.write_text(RECIPE + "guard:\nlog: {}\n")
+    assert load_recipe(recipe_file).guard.max_consecutive_skips == 5
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("learning_rate: 1e-4", "learning_rate: -1", "optimizer.learning_rate=-1 (r.yaml:8): must be a number greater than 0"),
+        ("learning_rate: 1e-4", "learning_rate: -1", "the default, 0.0003"),
+        ("learning_rate: 1e-4", "learning_rate: .nan", "optimizer.learning_rate=.nan (r.yaml:8)"),
+        ("learning_rate: 1e-4", "learning_rate: .inf", "optimizer.learning_rate=.inf (r.yaml:8)"),
+        ("learning_rate: 1e-4", "learning_rate: true", "optimizer.learning_rate=true (r.yaml:8): must be a number"),
+        ("learning_rate: 1e-4", "learning_rate: '1e-4'", "write it without quotes"),
+        ("learning_rate: 1e-4", "learning_rate:", "optimizer.learning_rate=null"),
+        ("betas: [0.9, 0.99]", "betas: [0.9, .nan]", "optimizer.betas=[0.9, .nan] (r.yaml:9): must be a list of 2"),
+        ("betas: [0.9, 0.99]", "betas: [0.9]", "must be a list of 2, each a number of at least 0 and less than 1"),
+        ("betas: [0.9, 0.99]", "no_decay: [norms]", "did you mean norm?"),
+        ("betas: [0.9, 0.99]", "lr_scaling: {rule: lineer}", "did you mean linear?"),
+        ("vocab_size: 512", "vocab_size: 5", "tokenizer.train_bpe.vocab_size=5 (r.yaml:6): must be a whole number of at least 257"),
+        ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: 7", 'put it in quotes: "7"'),
+        ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: {}", "tokenizer.train_bpe is missing"),
+        ("train: python-stdlib", "trian: python-stdlib", "unknown setting data.trian (r.yaml:5); did you mean data.train?"),
+        ("  train: python-stdlib", "  split: train", "data.train is missing from r.yaml; add `train: python-stdlib`"),
+        ("max_steps: 1000", "max_steps: 5", "schedule.warmup_steps=10 from r.yaml:12"),
+        ("max_steps: 1000", "max_steps: 1.5", "schedule.max_steps=1.5 (r.yaml:11): must be a whole number of at least 1"),
+        ("schedule:", "shedule:", "did you mean schedule?"),
+        ("output_dir: runs/x", "output_dir: runs/x\noptimizer.eps: 1", "write it nested: optimizer: {eps: ...}"),
+        ("output_dir: runs/x", "output_dir: runs/x\nlearning_rate: 1", "did you mean optimizer.learning_rate?"),
+        ("output_dir: runs/x", "output_dir: runs/x\nfp16: true", "did you mean precision.mixed_precision?"),
+        ("output_dir: runs/x", "output_dir: runs/x\nguard: 5", "guard=5 (r.yaml:2): must be a mapping of on_nonfinite"),
+        ("output_dir: runs/x", "output_dir: runs/x\n1: 5", "unknown setting 1 (r.yaml:2); a recipe has task, seed"),
+        ("output_dir: runs/x", "output_dir: runs/x\nbatch: {per_device_batch_size: 0}", "must be auto or a whole number of at least 1"),
+        ("output_dir: runs/x", "output_dir: runs/x\nprecision: {tf32: 1}", "precision.tf32=1 (r.yaml:2): must be auto or true or false"),
+        ("output_dir: runs/x", "output_dir: runs/x\nprecision: {compile: yes}", "write true or false"),
+        ("output_dir: runs/x", "output_dir: runs/x\noptions: {a: [.inf]}", "must be a mapping of finite values"),
+        ("n_layer: 2", "n_layer: .nan", "must be a mapping of finite values"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_with_place_rule_and_remedy(recipe_file: Path, old: str, new: str, said: str) -> None:
+    assert old in RECIPE
+    assert said in error_of(recipe_file, RECIPE.replace(old, new))
+
+
+def test_one_problem_is_one_line_and_all_are_named(recipe_file: Path) -> None:
+    said = error_of(recipe_file, RECIPE.replace("1e-4", "-1").replace("max_steps: 1000", "max_steps: 0"))
+    assert [line.partition("=")[0] for line in said.splitlines()] == ["optimizer.learning_rate", "schedule.max_steps"]
+
+
+def test_a_wrong_value_names_the_flag_that_set_it(recipe_file: Path) -> None:
+    assert "optimizer.learning_rate=0 (--optimizer.learning_rate)" in error_of(
+        recipe_file, None, "--optimizer.learning_rate", "0"
+    )
+    assert "optimizer.learning_rate=0 (python)" in error_of(recipe_file, None, optimizer={"learning_rate": 0})
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --optimizer.learning_rate?"),
+        (["--optimizer.learning", "1"], "unknown flag --optimizer.learning; did you mean --optimizer.learning_rate?"),
+        (["--optimizer.learning-rate", "1"], "did you mean --optimizer.learning_rate?"),
+        (["--lr", "1"], "did you mean --optimizer.learning_rate?"),
+        (["--every_steps", "1"], "--checkpoint.every_steps or --evaluate.every_steps or --log.every_steps?"),
+        (["--model.confg.n_layer", "1"], "did you mean --model.config.n_layer?"),
+        (["--seed"], "--seed needs a value: a whole number of at least 0"),
+        (["--seed", "--optimizer.eps", "1"], "--seed needs a value"),
+        (["--optimizer", "1"], "optimizer=1 (--optimizer): must be a mapping of name, learning_rate"),
+        (["--optimizer", "{learning_rat: 1}"], "unknown setting optimizer.learning_rat (--optimizer)"),
+        (["--seed", "[1"], "--seed [1:1:3"),
+        (["-x"], "'-x' is neither a flag"),
+        (["7"], "'7' is neither a flag"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_the_right_one(recipe_file: Path, arguments: list[str], said: str) -> None:
+    assert said in error_of(recipe_file, None, *arguments)
+
+
+def test_a_negative_number_is_a_value_and_no_flag(recipe_file: Path) -> None:
+    assert "seed=-1 (--seed): must be a whole number of at least 0" in error_of(recipe_file, None, "--seed", "-1")
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("s.yaml", "s.yaml: no such recipe file; did you mean r.yaml?"),
+        ("zzzzzzzzz", "zzzzzzzzz: no such recipe file; look for it from"),
+        (".", ". is a folder, not a recipe file; it holds r.yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(recipe_file: Path, name: str, said: str) -> None:
+    assert said in error_of(Path(name))
+
+
+def test_a_file_that_is_not_utf8_is_named(recipe_file: Path) -> None:
+    recipe_file.write_bytes(b"output_dir: \xff")
+    assert "r.yaml is not UTF-8 text: byte 12 is 0xff" in error_of(recipe_file)
+
+
+def single_edits(word: str, rng: random.Random) -> Iterator[str]:
+    for i in range(len(word)):
+        other = rng.choice([c for c in string.ascii_lowercase if c != word[i]])
+        yield word[:i] + word[i + 1 :]
+        yield word[:i] + other + word[i + 1 :]
+        yield word[:i] + other + word[i:]
+        yield word[:i] + word[i : i + 2][::-1] + word[i + 2 :]
+
+
+@pytest.mark.parametrize("where", ["in its section", "without a section", "in another section"])
+def test_at_least_95_percent_of_single_edit_typos_get_the_right_name(where: str) -> None:
+    rng = random.Random(0)
+    tried = right = 0
+    for name in recipe_names():
+        section, _, leaf = name.rpartition(".")
+        for typo in single_edits(leaf, rng):
+            prefix = {"in its section": section, "without a section": "", "in another section": "guard"}[where]
+            typed = f"{prefix}.{typo}" if prefix else typo
+            if typed in recipe_names() or not typo or rng.random() < 0.6:
+                continue
+            near = nearest_names(typed)
+            tried += 1
+            # Several sections have `every_steps`: the section, where it is given, decides.
+            right += near == [name] if where == "in its section" else name in near
+    assert tried > 1000
+    assert right / tried >= 0.95, f"{right} of {tried}"
+
+
+def test_what_is_written_loads_as_the_same_recipe(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        overrides={
+            "options": {"a b": 'x: "y" # z', "lines": "1\n2\t3", "1e3": ["1e-4", "no", None, {"k": [1, 2.5]}], "e": ""},
+            "evaluate": {"sample_prompt": "  ü\u2028 'q' \\ "},
+            "schedule": {"num_epochs": 1e-9},
+            "data": {"train": ["- a", "[b]", "&c", "~"], "subset": "0x10"},
+        },
+    )
+    out = tmp_path / "out.yaml"
+    write_recipe(recipe, out)
+    again = load_recipe(out)
+    assert again.model_dump() == recipe.model_dump()
+    write_recipe(again, out)
+    assert load_recipe(out).model_dump() == recipe.model_dump()
+    assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+def test_a_written_recipe_says_who_set_each_value_and_what_auto_chose(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, arguments=["--seed", "3", "--schedule.num_epochs", "2"])
+    choices: dict[str, Choice[Any]] = {
+        "batch.per_device_batch_size": Choice(8, "32 / 4 processes"),
+        "optimizer.learning_rate": Choice(2e-4, "linear: 0.0001 x 2"),
+        "schedule.warmup_steps": Choice(10, "as written"),
+        "batch": Choice(32, "32 = 8 x 1 x 4"),
+    }
+    lines = [line.strip() for line in format_recipe(recipe, choices).splitlines()]
+    assert "seed: 3  # --seed" in lines
+    assert "betas: [0.9, 0.99]  # r.yaml:9" in lines
+    assert "eps: 1.0e-08  # default" in lines
+    assert "n_layer: 2  # r.yaml:3" in lines
+    assert "per_device_batch_size: auto  # default; auto chose 8 (32 / 4 processes)" in lines
+    assert "learning_rate: 0.0001  # r.yaml:8; becomes 0.0002 (linear: 0.0001 x 2)" in lines
+    assert "warmup_steps: 10  # r.yaml:12" in lines
+    assert "batch:  # 32 (32 = 8 x 1 x 4)" in lines
+    assert "max_steps: null  # dropped: --schedule.num_epochs replaces schedule.max_steps of r.yaml:11" in lines
+    sections = {name.rpartition(".")[2] for name in recipe_names()}
+    assert all("#" in line for line in lines if line.removesuffix(":") not in sections)
+
+
+def test_a_recipe_built_in_python_says_so() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "output_dir": "o",
+            "model": {"pretrained": "m"},
+            "data": {"train": "t"},
+            "schedule": {"max_steps": 1},
+            "seed": 7,
+        }
+    )
+    lines = format_recipe(recipe).splitlines()
+    assert "seed: 7  # python" in lines
+    assert "task: causal-lm  # default" in lines
+    assert "output_dir: o  # python" in lines
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token",
+        "hub_token",
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "api_key",
+        "apiKey",
+        "secret",
+        "client_secret",
+        "AWS_SECRET_ACCESS_KEY",
+        "password",
+        "db-password",
+        "passwd",
+        "PRIVATE_KEY",
+        "auth",
+        "my_key",
+        "access_token",
+        "credentials",
+        "options.hub_token",
+    ],
+)
+def test_a_secret_is_redacted_by_its_name(name: str) -> None:
+    assert is_secret(name)
+    assert redact({name: "s3cr3t", "n": {name: ["s3cr3t"]}}) == {name: "REDACTED", "n": {name: "REDACTED"}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer",
+        "num_tokens",
+        "pad_token_id",
+        "sample_tokens",
+        "eos_token",
+        "pad_token",
+        "max_new_tokens",
+        "keyboard",
+        "keep",
+        "author",
+        "monkey",
+    ],
+)
+def test_a_name_that_only_looks_like_a_secret_is_kept(name: str) -> None:
+    assert redact({name: "x"}) == {name: "x"}
+
+
+def test_no_setting_of_the_schema_is_taken_for_a_secret() -> None:
+    assert [name for name in recipe_names() if is_secret(name)] == []
+
+
+@pytest.mark.parametrize(
+    "text, clean",
+    [
+        ("see https://me:s3cr3t@host:80/x?y=1#z", "see https://REDACTED@host:80/x?y=1#z"),
+        ("https://h/x?a=1&access_token=s3cr3t&b=2", "https://h/x?a=1&access_token=REDACTED&b=2"),
+        ("hf_abcdefghijklmnopqrstuv", "REDACTED"),
+        ("user@host.org", "user@host.org"),
+        ("https://host/path@v1", "https://host/path@v1"),
+    ],
+)
+def test_secrets_inside_a_text_are_redacted(text: str, clean: str) -> None:
+    assert redact([text]) == [clean]
+
+
+def test_no_planted_secret_reaches_the_written_recipe(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        arguments=["--data.train", "https://me:s3cr3t@h/x.txt", "--options.hub_token", "s3cr3t", "--options.db.password", "s3cr3t"],
+    )  # fmt: skip
+    text = format_recipe(recipe, {"batch": Choice(1, "from https://me:s3cr3t@h/")})
+    assert "s3cr3t" not in text
+    assert "hub_token: REDACTED  # --options.hub_token; redacted" in text
+    assert recipe.options["hub_token"] == "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ("{model_type: gpt22}", "model.config.model_type=gpt22"),
+        ("{model_type: gpt22}", "did you mean gpt2"),
+        ("{model_type: [gpt2]}", "is no model type"),
+        ("{model_type: gpt2, n_layr: 2}", "model.config.n_layr (r.yaml:3): gpt2 has no such field"),
+        ("{model_type: gpt2, n_layr: 2}", "did you mean n_layer?"),
+        ("{model_type: gpt2, n_layer: two}", "expected int, got str"),
+        ("{model_type: gpt2, n_positions: 8}", "data.sequence_length=1024 (default) is longer than the 8 positions of gpt2; raise model.config.n_positions"),
+    ],
+)  # fmt: skip
+def test_a_model_config_that_transformers_would_take_in_silence_is_refused(
+    recipe_file: Path, config: str, said: str
+) -> None:
+    recipe_file.write_text(RECIPE.replace("{model_type: gpt2, n_layer: 2}", config))
+    recipe = load_recipe(recipe_file)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_model_config(recipe)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{model_type: gpt2, n_layer: 2, hidden_size: 8, attn_pdrop: 0.0, tie_word_embeddings: false, vocab_size: 512}",
+        "{model_type: llama, rope_theta: 5e5, max_position_embeddings: 8, num_key_value_heads: 4, dtype: float32}",
+        "{model_type: bloom, n_head: 2}",
+        "{model_type: mixtral, num_experts: 2}",
+    ],
+)
+def test_a_sound_model_config_passes(recipe_file: Path, config: str) -> None:
+    recipe_file.write_text(RECIPE.replace("{model_type: gpt2, n_layer: 2}", config))
+    check_model_config(load_recipe(recipe_file))

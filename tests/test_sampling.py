@@ -1,0 +1,200 @@
+"""The data order is a permutation per epoch, at constant cost, that world size and history do not enter."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from accel_train import sampling
+from accel_train.sampling import DataOrder, evaluation_batches, permute
+
+SIZES_OF_EPOCH_AND_BATCH = [(1, 4), (3, 8), (10, 4), (10, 10), (100, 32), (5000, 7), (5000, 4096), (9000, 10_000)]
+
+
+def whole_epoch(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    return permute(np.arange(n), n, seed, epoch)
+
+
+def chi_square_z(counts: np.ndarray) -> float:
+    """Chi-square against equal counts, as standard deviations from its mean: below 4 or 5 for a fair source."""
+    expected = counts.sum() / counts.size
+    degrees = counts.size - 1
+    return float((((counts - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 4096, 4097, 8191, 65_537, 10**6 + 3])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_holds_every_sample_exactly_once(n: int, epoch: int) -> None:
+    assert np.array_equal(np.bincount(whole_epoch(n, seed=5, epoch=epoch), minlength=n), np.ones(n, dtype=int))
+
+
+@pytest.mark.parametrize("n", [10**9, 10**12 + 39, 2**62])
+def test_distant_positions_of_huge_epochs_stay_distinct_and_in_range(n: int) -> None:
+    positions = np.unique(np.linspace(0, n - 1, 200_000).astype(np.int64).clip(0, n - 1))
+    samples = permute(positions, n, 0, 0)
+    assert samples.min() >= 0
+    assert samples.max() < n
+    assert np.unique(samples).size == positions.size
+
+
+def test_the_order_is_the_same_on_every_machine_and_in_every_version() -> None:
+    # A change of these numbers silently changes the data of every resumed run: it needs a new major version.
+    assert whole_epoch(10, seed=0, epoch=0).tolist() == [1, 8, 9, 3, 6, 5, 0, 7, 4, 2]
+    assert whole_epoch(10, seed=0, epoch=1).tolist() == [1, 0, 7, 8, 5, 4, 3, 2, 9, 6]
+    assert permute(np.arange(6), 10**6, 42, 3).tolist() == [788949, 175694, 139807, 527783, 949416, 849070]
+    assert permute(np.array([0, 1, 9 * 10**8]), 10**9, 1234, 0).tolist() == [62264390, 515969741, 768218551]
+    assert permute(np.array([0, 2**62 - 1]), 2**62, 2**63 + 1, 7).tolist() == [2986431850858115821, 2174107332256966179]
+
+
+@pytest.mark.parametrize("n", [100, 10_000])
+def test_epochs_and_seeds_have_orders_of_their_own(n: int) -> None:
+    orders = [whole_epoch(n, seed, epoch) for seed, epoch in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]]
+    for one, other in itertools.combinations(orders, 2):
+        assert np.mean(one == other) < 0.1
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_every_order_of_few_samples_is_equally_likely(n: int) -> None:
+    orders = [tuple(whole_epoch(n, seed=1, epoch=epoch).tolist()) for epoch in range(3000)]
+    counts = np.array([orders.count(order) for order in itertools.permutations(range(n))])
+    assert chi_square_z(counts) < 4
+
+
+@pytest.mark.parametrize("n", [10, 4096, 4097, 10**6, 10**9])
+def test_each_sample_is_equally_likely_at_each_position_over_epochs(n: int) -> None:
+    positions = np.array([0, 1, n // 2, n - 1])
+    samples = np.array([permute(positions, n, 3, epoch) for epoch in range(2000)])
+    for column in samples.T:
+        assert chi_square_z(np.bincount(column * 10 // n, minlength=10)) < 4.5
+
+
+@pytest.mark.parametrize("n", [4096, 5000, 10**6])
+@pytest.mark.parametrize("lag", [1, 2, 64, 1024])
+def test_neighbouring_positions_hold_unrelated_samples(n: int, lag: int) -> None:
+    samples = whole_epoch(n, seed=9)
+    here, there = samples[:-lag], samples[lag:]
+    correlation = np.corrcoef(here, there)[0, 1]
+    assert abs(correlation) * np.sqrt(len(here)) < 4
+    cells = 8
+    joint = np.bincount(here * cells // n * cells + there * cells // n, minlength=cells**2)
+    assert chi_square_z(joint) < 5
+    assert chi_square_z(np.bincount((there - here) % n * 50 // n, minlength=50)) < 5
+
+
+@pytest.mark.parametrize("n", [4097, 5000])
+def test_low_bits_of_neighbouring_samples_are_unrelated(n: int) -> None:
+    # What 4 rounds fail, by 13 standard deviations and more.
+    pairs = np.array([permute(np.array([0, 1, 2]), n, 7, epoch) for epoch in range(20_000)])
+    for other in (1, 2):
+        assert chi_square_z(np.bincount((pairs[:, 0] ^ pairs[:, other]) & 15, minlength=16)) < 4.5
+
+
+def count_network_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the arrays that went through the network, from here on."""
+    sizes: list[int] = []
+    encipher = sampling._encipher
+
+    def counting(positions: np.ndarray, network: sampling._Network) -> np.ndarray:
+        sizes.append(len(positions))
+        return encipher(positions, network)
+
+    monkeypatch.setattr(sampling, "_encipher", counting)
+    return sizes
+
+
+@pytest.mark.parametrize("n", [10**9, 10**9 + 1, 2**30 + 1, 2**31 - 1])
+def test_a_step_deep_in_a_billion_samples_costs_what_the_first_costs(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = count_network_passes(monkeypatch)
+    order = DataOrder(num_samples=n, global_batch_size=256, seed=0)
+    for step in (0, 9 * 10**8 // 256):
+        sizes.clear()
+        sampling._block.cache_clear()
+        order.step_samples(step)
+        # At most two blocks (a step may lie across a border), and a handful of walks out of sqrt(n)-rare holes.
+        assert sum(sizes) <= 2.01 * sampling.BLOCK_SIZE
+        assert len(sizes) <= 6
+
+
+@pytest.mark.parametrize("n", [4097, 8193, 10**5 + 1])
+def test_few_positions_walk_more_than_once(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = count_network_passes(monkeypatch)
+    whole_epoch(n)
+    assert sum(sizes) < n * (1 + 2 / np.sqrt(n))
+
+
+@pytest.mark.parametrize(("n", "global_batch_size"), SIZES_OF_EPOCH_AND_BATCH)
+def test_every_epoch_of_the_stream_holds_every_sample_exactly_once(n: int, global_batch_size: int) -> None:
+    order = DataOrder(n, global_batch_size, seed=3)
+    num_steps = -(-3 * n // global_batch_size)
+    stream = np.concatenate([order.step_samples(step) for step in range(num_steps)])
+    assert len(stream) == num_steps * global_batch_size
+    epochs = stream[: 3 * n].reshape(3, n)
+    assert np.array_equal(np.sort(epochs, axis=1), np.tile(np.arange(n), (3, 1)))
+    if n > 10:
+        assert not np.array_equal(epochs[0], epochs[1])
+
+
+@pytest.mark.parametrize(("n", "global_batch_size"), SIZES_OF_EPOCH_AND_BATCH)
+def test_a_step_is_the_stretch_of_the_stream_that_the_design_names(n: int, global_batch_size: int) -> None:
+    order = DataOrder(n, global_batch_size, seed=3)
+    for step in (0, 1, 5):
+        stream = step * global_batch_size + np.arange(global_batch_size)
+        named = [permute(np.array([p % n]), n, 3, int(p // n))[0] for p in stream[:: max(1, len(stream) // 50)]]
+        assert order.step_samples(step)[:: max(1, len(stream) // 50)].tolist() == named
+
+
+def test_resuming_at_a_step_reads_what_an_unbroken_run_reads() -> None:
+    unbroken = DataOrder(5003, 48, seed=1)
+    steps = [unbroken.step_samples(step).tolist() for step in range(250)]
+    sampling._block.cache_clear()
+    sampling._network.cache_clear()
+    resumed = DataOrder(5003, 48, seed=1)
+    assert [resumed.step_samples(step).tolist() for step in range(140, 250)] == steps[140:]
+
+
+def test_what_a_caller_does_to_a_step_leaves_later_reads_alone() -> None:
+    order = DataOrder(100, 10, seed=0)
+    first = order.step_samples(0)
+    expected = first.copy()
+    first[:] = -1
+    assert np.array_equal(order.step_samples(0), expected)
+
+
+@pytest.mark.parametrize("n", [20, 5003])
+def test_any_number_of_processes_reads_the_same_samples_in_a_step(n: int) -> None:
+    order = DataOrder(n, 32, seed=2)
+    for step in (0, 1, 200):
+        for world_size in (1, 2, 4):
+            ranks = [order.rank_micro_batches(step, rank, world_size, 4) for rank in range(world_size)]
+            assert all(len(batch) == 4 for rank in ranks for batch in rank)
+            together = [sample for rank in ranks for batch in rank for sample in batch]
+            assert together == order.step_samples(step).tolist()
+
+
+@pytest.mark.parametrize("per_device_batch_size", [32, 8, 4, 1])
+def test_accumulation_does_not_change_what_a_step_reads(per_device_batch_size: int) -> None:
+    order = DataOrder(1000, 32, seed=2)
+    batches = order.rank_micro_batches(7, 0, 1, per_device_batch_size)
+    assert len(batches) == 32 // per_device_batch_size
+    assert [sample for batch in batches for sample in batch] == order.step_samples(7).tolist()
+
+
+def test_without_shuffle_the_source_is_read_in_its_order() -> None:
+    order = DataOrder(5, 4, seed=2, shuffle=False)
+    assert [order.step_samples(step).tolist() for step in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4, 0, 1]]
+
+
+def test_epoch_at_counts_passes_over_the_data() -> None:
+    order = DataOrder(100, 30, seed=0)
+    assert [order.epoch_at(step) for step in (0, 5, 10)] == [0.0, 1.5, 3.0]
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 7, 11, 64, 101])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_evaluation_reads_every_sample_exactly_once_over_all_ranks(num_samples: int, world_size: int) -> None:
+    ranks = [list(evaluation_batches(num_samples, 5, rank, world_size)) for rank in range(world_size)]
+    assert sorted(sample for rank in ranks for batch in rank for sample in batch) == list(range(num_samples))
+    counts = [len(rank) for rank in ranks]
+    assert max(counts) - min(counts) <= 1
+    alone = list(evaluation_batches(num_samples, 5, 0, 1))
+    assert sorted(batch for rank in ranks for batch in rank) == alone

@@ -1,0 +1,251 @@
+"""The step: exact gradients however the global batch is cut, and an update that NaN and Inf cannot reach."""
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train.optim import build_optimizer
+from accel_train.precision import FlooredGradScaler
+from accel_train.recipe import Optimizer
+from accel_train.step import (
+    Agreement,
+    MicroBatch,
+    StepOutcome,
+    TrainingModule,
+    forward_backward,
+    seed_step,
+    update_unless_nonfinite,
+)
+
+CPU = torch.device("cpu")
+
+
+class SumOfSquares:
+    """A task with ragged counts: the loss of a row counts only where its weight is 1."""
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        error = model(batch["x"]).squeeze(-1) - batch["y"]
+        return (error.square() * batch["weight"]).sum()
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def rows(count: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(count, 4, generator=generator), torch.randn(count, generator=generator)
+    return {"x": x, "y": y, "weight": (torch.arange(count) % 3 != 0).float()}
+
+
+def cut(batch: dict[str, Tensor], parts: int) -> list[MicroBatch]:
+    pieces = [dict(zip(batch, tensors)) for tensors in zip(*(t.chunk(parts) for t in batch.values()))]
+    return [(piece, int(piece["weight"].sum())) for piece in pieces]
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def one_step(accelerator: Accelerator, module: nn.Module, micro_batches: list[MicroBatch]) -> tuple[Tensor, Agreement]:
+    agreement = Agreement(accelerator)
+    agreement.begin(sum(count for _, count in micro_batches), False, None)
+    return forward_backward(accelerator, module, micro_batches, agreement), agreement
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    tensors = list(model.parameters())
+    for parameter in model.parameters():
+        tensors += list(optimizer.state[parameter].values())
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def assert_same_bits(before: list[Tensor], after: list[Tensor]) -> None:
+    assert len(before) == len(after)
+    for left, right in zip(before, after):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_gradient_is_that_of_the_mean_over_all_targets_however_the_batch_is_cut(
+    accelerator: Accelerator, parts: int
+) -> None:
+    batch = rows(24)
+    reference = a_model()
+    (SumOfSquares().loss_sum(reference, batch) / batch["weight"].sum()).backward()
+    module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    loss_sum, _ = one_step(accelerator, module, cut(batch, parts))
+    assert loss_sum.item() == pytest.approx(SumOfSquares().loss_sum(reference, batch).item(), rel=1e-6)
+    for expected, got in zip(reference.parameters(), module.model.parameters()):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_micro_batch_without_targets_adds_nothing_and_is_no_incident(accelerator: Accelerator) -> None:
+    batch = rows(8)
+    empty = {**batch, "weight": torch.zeros(8)}
+    module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    one_step(accelerator, module, [(batch, int(batch["weight"].sum())), (empty, 0)])
+    alone = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    one_step(accelerator, alone, [(batch, int(batch["weight"].sum()))])
+    for left, right in zip(module.parameters(), alone.parameters()):
+        assert left.grad is not None and right.grad is not None
+        assert torch.equal(left.grad, right.grad)
+    nothing = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    one_step(accelerator, nothing, [(empty, 0)])
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in nothing.parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+def test_nonfinite_step_leaves_weights_moments_and_counters_untouched(
+    accelerator: Accelerator, name: str, poison: float, first: bool
+) -> None:
+    module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    optimizer = build_optimizer(module.model, Optimizer(name=name, learning_rate=0.1), CPU)  # type: ignore[arg-type]
+    parameters = list(module.parameters())
+    if not first:
+        one_step(accelerator, module, cut(rows(8), 1))
+        update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    before = snapshot(module.model, optimizer)
+    bad = rows(8)
+    bad["x"][3, 2] = poison
+    one_step(accelerator, module, cut(bad, 2))
+    _, skipped, _ = update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    assert skipped.item() == 1.0
+    if first:  # Adam makes its state at the first step; what it made must be as if untouched
+        assert all(not tensor.any() for tensor in snapshot(module.model, optimizer)[len(parameters) :])
+        before = before[: len(parameters)]
+    assert_same_bits(before, snapshot(module.model, optimizer)[: len(before)])
+
+    clean = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    clean_optimizer = build_optimizer(clean.model, Optimizer(name=name, learning_rate=0.1), CPU)  # type: ignore[arg-type]
+    for _ in range(1 if first else 2):
+        one_step(accelerator, clean, cut(rows(8), 1))
+        update_unless_nonfinite(clean_optimizer, list(clean.parameters()), 1.0, None)
+    one_step(accelerator, module, cut(rows(8), 1))
+    update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    assert_same_bits(snapshot(clean.model, clean_optimizer), snapshot(module.model, optimizer))
+
+
+def test_infinite_loss_with_finite_gradients_is_refused_too(accelerator: Accelerator) -> None:
+    class Infinite(SumOfSquares):
+        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+            return super().loss_sum(model, batch) + math.inf  # its gradient is that of the finite part
+
+    module = TrainingModule(a_model(), Infinite())  # type: ignore[arg-type]
+    optimizer = build_optimizer(module.model, Optimizer(), CPU)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    one_step(accelerator, module, cut(rows(8), 1))
+    _, skipped, _ = update_unless_nonfinite(optimizer, list(module.parameters()), 1.0, None)
+    assert skipped.item() == 1.0
+    assert_same_bits(before, [parameter.detach() for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1e3])
+def test_update_is_that_of_clip_grad_norm_and_step(accelerator: Accelerator, max_grad_norm: float) -> None:
+    ours, theirs = a_model(), a_model()
+    optimizer = build_optimizer(ours, Optimizer(learning_rate=0.01), CPU)
+    reference = build_optimizer(theirs, Optimizer(learning_rate=0.01), CPU)
+    for _ in range(5):
+        one_step(accelerator, TrainingModule(ours, SumOfSquares()), cut(rows(16), 1))  # type: ignore[arg-type]
+        norm, skipped, _ = update_unless_nonfinite(optimizer, list(ours.parameters()), max_grad_norm, None)
+        one_step(accelerator, TrainingModule(theirs, SumOfSquares()), cut(rows(16), 1))  # type: ignore[arg-type]
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_grad_norm or math.inf)
+        reference.step()
+        reference.zero_grad()
+        assert skipped.item() == 0.0
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    for left, right in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+
+
+def test_optimizer_without_a_fused_kernel_skips_as_exactly(accelerator: Accelerator) -> None:
+    module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=False)
+    parameters = list(module.parameters())
+    one_step(accelerator, module, cut(rows(8), 1))
+    update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    before = snapshot(module.model, optimizer)
+    bad = rows(8)
+    bad["y"][0], bad["weight"][0] = math.nan, 1.0
+    one_step(accelerator, module, cut(bad, 1))
+    update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    assert_same_bits(before, snapshot(module.model, optimizer))
+
+
+def test_fp16_overflow_skips_halves_the_scale_and_never_passes_the_floor(accelerator: Accelerator) -> None:
+    module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    optimizer = build_optimizer(module.model, Optimizer(), CPU)
+    accelerator.scaler = FlooredGradScaler("cpu", init_scale=16.0, growth_interval=2000, floor=1.0)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    bad = rows(8)
+    bad["x"][3, 2] = math.inf
+    scales = []
+    for _ in range(200):
+        one_step(accelerator, module, cut(bad, 2))
+        _, skipped, scale = update_unless_nonfinite(optimizer, list(module.parameters()), 1.0, accelerator.scaler)
+        assert skipped.item() == 1.0
+        assert scale is not None
+        scales.append(scale.item())
+    assert scales[:6] == [16.0, 8.0, 4.0, 2.0, 1.0, 1.0]
+    assert min(scales) == 1.0
+    assert_same_bits(before, [parameter.detach() for parameter in module.parameters()])
+    one_step(accelerator, module, cut(rows(8), 2))
+    _, skipped, _ = update_unless_nonfinite(optimizer, list(module.parameters()), 1.0, accelerator.scaler)
+    assert skipped.item() == 0.0
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+def test_loss_scale_does_not_change_the_update(accelerator: Accelerator) -> None:
+    plain, scaled = a_model(), a_model()
+    for model, scale in ((plain, None), (scaled, 2.0**10)):
+        scaler = None
+        if scale is not None:
+            scaler = FlooredGradScaler("cpu", init_scale=scale, growth_interval=2000, floor=1.0)
+        accelerator.scaler = scaler
+        optimizer = build_optimizer(model, Optimizer(learning_rate=0.01), CPU)
+        for _ in range(3):
+            one_step(accelerator, TrainingModule(model, SumOfSquares()), cut(rows(16), 4))  # type: ignore[arg-type]
+            update_unless_nonfinite(optimizer, list(model.parameters()), 0.1, scaler)
+    for left, right in zip(plain.parameters(), scaled.parameters()):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+
+
+def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -> None:
+    agreement = Agreement(accelerator)
+    agreement.begin(10, False, None)
+    agreement.wait()
+    assert agreement.read_last() is None
+    first = StepOutcome(
+        1, agreement.sums, torch.tensor(25.0), torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0)
+    )
+    agreement.begin(7, True, first)
+    agreement.wait()
+    result = agreement.read_last()
+    assert result is not None
+    assert (result.step, result.loss, result.num_targets) == (1, 2.5, 10)
+    assert (result.grad_norm, result.skipped, result.loss_scale, result.stop_requested) == (3.0, False, 2.0, False)
+    second = StepOutcome(2, agreement.sums, torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1.0), None)
+    settled = agreement.settle(False, second)
+    assert math.isnan(settled.loss)
+    assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
+
+
+def test_random_numbers_of_a_step_depend_on_seed_step_and_process_and_on_nothing_else() -> None:
+    def draw(seed: int, step: int, rank: int) -> list[float]:
+        seed_step(seed, step, rank, CPU)
+        return torch.rand(4).tolist()
+
+    first = draw(0, 5, 1)
+    torch.rand(100)
+    assert draw(0, 5, 1) == first
+    others = [draw(1, 5, 1), draw(0, 6, 1), draw(0, 5, 0), draw(0, 1, 5)]
+    assert first not in others
+    assert len({tuple(numbers) for numbers in others}) == 4
