@@ -658,13 +658,14 @@ def format_recipe(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingPr
 
 
 def write_recipe(recipe: Recipe, path: Path, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> None:
-    """Write `format_recipe` to a file, whole or not at all.
+    """Write `format_recipe` to a file, whole or not at all, readable by its owner alone.
 
     Raises:
         ValueError: the recipe holds an object of Python that YAML has no form for.
     """
     text = format_recipe(recipe, choices)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.touch(mode=0o600)  # as all of a run folder: for its owner alone
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
 

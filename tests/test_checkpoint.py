@@ -44,7 +44,11 @@ def test_newest_is_by_step_number_not_by_text_or_time(tmp_path: Path) -> None:
     for step in (999_999_999, 1_000_000_000, 5):
         folder = save(tmp_path, step)
         os.utime(folder, (step % 7, step % 7))
-    assert [int(folder.name.split("-")[1]) for folder in checkpoint_folders(tmp_path)] == [5, 999_999_999, 1_000_000_000]
+    assert [int(folder.name.split("-")[1]) for folder in checkpoint_folders(tmp_path)] == [
+        5,
+        999_999_999,
+        1_000_000_000,
+    ]
     newest, broken = newest_valid(tmp_path)
     assert newest is not None
     assert (newest.name, broken) == ("step-1000000000", [])
@@ -111,7 +115,7 @@ def test_failed_write_leaves_older_checkpoints_and_nothing_else(tmp_path: Path) 
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="step 2 .*No space left"):
+    with pytest.raises(CheckpointError, match=r"step 2 .*No space left"):
         publish(tmp_path, 2, {"model.safetensors": fail})
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
     assert check(tmp_path / "step-00000001").problem is None
@@ -122,7 +126,11 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         save(tmp_path, step)
     removed = rotate(tmp_path, keep=2, best_step=20)
     assert [folder.name for folder in removed] == ["step-00000010", "step-00000030"]
-    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["step-00000020", "step-00000040", "step-00000050"]
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == [
+        "step-00000020",
+        "step-00000040",
+        "step-00000050",
+    ]
     assert rotate(tmp_path, keep=5, best_step=None) == []
 
 
@@ -169,6 +177,9 @@ def test_files_are_synced_before_the_rename_and_the_folder_after_it(
 def test_verify_run_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 1)
     (save(tmp_path / "checkpoints", 2) / "trainer.json").unlink()
-    assert [(status.step, status.problem) for status in verify_run(tmp_path)] == [(1, None), (2, "trainer.json is missing")]
+    assert [(status.step, status.problem) for status in verify_run(tmp_path)] == [
+        (1, None),
+        (2, "trainer.json is missing"),
+    ]
     with pytest.raises(ValueError, match="holds no checkpoints folder"):
         verify_run(tmp_path / "elsewhere")

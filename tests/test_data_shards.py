@@ -157,9 +157,9 @@ def test_sources_without_documents_are_refused(tmp_path: Path, text_recipe: Make
         with pytest.raises(ValueError, match=rf"data.train holds no documents: .*{name}"):
             prepare_text(text_recipe(str(tmp_path / name)), progress=False)
     good = write_rows(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(ValueError, match="data.eval holds no documents"):
+    with pytest.raises(ValueError, match=r"data.eval holds no documents"):
         prepare_text(text_recipe(good, eval=str(tmp_path / "header.csv")), progress=False)
-    with pytest.raises(ValueError, match="no training documents are left: all 3 fall into data.eval_fraction=0.99999"):
+    with pytest.raises(ValueError, match=r"no training documents are left: all 3 fall into data.eval_fraction=0.99999"):
         prepare_text(text_recipe(write_rows(tmp_path / "b.jsonl", ROWS[:3]), eval_fraction=0.99999), progress=False)
 
 
@@ -354,7 +354,7 @@ def test_incomplete_token_shards_are_refused(tmp_path: Path, text_recipe: MakeRe
 
 def test_no_tokenizer_is_trained_on_tokens(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     path = write_tokens(tmp_path / "a.bin", [1] * 50)
-    with pytest.raises(ValueError, match="train_bpe needs text, and data.train holds tokens"):
+    with pytest.raises(ValueError, match=r"train_bpe needs text, and data.train holds tokens"):
         prepare_text(text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 300}}), progress=False)
 
 

@@ -25,7 +25,9 @@ def test_finite_steps_go_on_and_are_forgotten() -> None:
 
 
 def test_skips_in_a_row_within_the_budget_are_noted_and_one_more_stops() -> None:
-    actions, _ = judge_all([result(step, loss=math.nan, skipped=True) for step in range(1, 5)], Guard(max_consecutive_skips=3))
+    actions, _ = judge_all(
+        [result(step, loss=math.nan, skipped=True) for step in range(1, 5)], Guard(max_consecutive_skips=3)
+    )
     assert actions == ["skip", "skip", "skip", "stop"]
 
 

@@ -50,7 +50,7 @@ def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def error_of(path: Path, text: str | None = None, *arguments: str, **overrides: Any) -> str:
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         load_recipe(path, arguments=arguments, overrides=overrides)
     return str(caught.value)
 

@@ -89,8 +89,7 @@ def collate_windows(
     restart at each separator, and `document_ids` (B, T), which count the separators of the row up to there.
     """
     tokens = rows if isinstance(rows, np.ndarray) else np.stack(rows)
-    inputs = np.ascontiguousarray(tokens[:, :-1])
-    labels = np.ascontiguousarray(tokens[:, 1:])
+    inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
     num_targets = labels.size
     is_start = inputs == separator_id if mask_documents else None
     if tokens[:, -1].min() < 0:  # padding is at the end, if anywhere

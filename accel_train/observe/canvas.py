@@ -27,8 +27,8 @@ CSS_COLORS = {
 Size = tuple[float, float]
 """Width and height in CSS pixels, with text of 11."""
 
-WIDE, HALF, THIRD = (960.0, 370.0), (450.0, 260.0), (330.0, 230.0)
-"""Across the page; two in a row; three in a row, or one on a phone."""
+WIDE, HALF, THIRD, PHONE = (960.0, 370.0), (450.0, 260.0), (330.0, 230.0), (340.0, 320.0)
+"""Across the page; two in a row; three in a row; and the wide one again, for a phone."""
 
 LOOK: dict[str, Any] = {
     "svg.fonttype": "none",  # real text: it takes the page's font, and can be searched

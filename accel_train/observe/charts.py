@@ -18,6 +18,7 @@ from accel_train.observe.canvas import (
     INK,
     MUTED,
     PAPER,
+    PHONE,
     SERIES,
     THIRD,
     WIDE,
@@ -103,7 +104,7 @@ def draw_charts(runs: Sequence[Curves]) -> list[Chart]:
     for kind in kinds:
         size = WIDE if kind.across else beside
         drawing = _draw(kind, runs, size)
-        narrow = _draw(kind, runs, THIRD, png=False).svg if kind.across else None
+        narrow = _draw(kind, runs, PHONE, png=False).svg if kind.across else None
         charts.append(Chart(kind.name, size, drawing.svg, narrow, drawing.png))
     return charts
 
@@ -202,9 +203,9 @@ def _style_axes(axes: Axes, kind: Kind) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="y", color=GRID, lw=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, pad=6)
+    axes.tick_params(length=0, pad=7)
     below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right", "va": "top"}
-    axes.annotate("step", (0, 0), (-6, -7), color=MUTED, **below)  # in the corner that both axes leave free
+    axes.annotate("step", (0, 0), (-7, -9), color=MUTED, **below)  # in the corner that both axes leave free
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     if kind.scale == "linear":

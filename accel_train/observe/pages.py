@@ -58,7 +58,8 @@ def describe_run(run: Run) -> dict[str, Any]:
         "sample": _sample(summary.get("sample")),
         "events": [_event_row(event) for event in run.curves.events],
         "events_summary": ", ".join(
-            f"{count} {kind}" for kind, count in Counter(event["event"] for event in run.curves.events).items()
+            f"{kind.replace('_', ' ')} ×{count}"
+            for kind, count in Counter(event["event"] for event in run.curves.events).items()
         ),
         "tables": _tables(summary),
         "recipe": run.recipe_text,

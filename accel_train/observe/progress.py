@@ -27,6 +27,8 @@ def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Choi
         return Choice("lines", "the output is not a terminal")
     if os.environ.get("TERM") == "dumb":
         return Choice("lines", "TERM=dumb cannot redraw a line")
+    if os.get_terminal_size(stream.fileno()).columns == 0:  # a job scheduler's, or a container's: a bar would be empty
+        return Choice("lines", "the terminal has no width")
     return Choice("bar", "the output is a terminal")
 
 

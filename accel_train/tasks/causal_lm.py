@@ -1,7 +1,8 @@
 """Language modelling: predict each next token of text, with any causal LM of transformers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from accel_train.data import TextCorpus, collate_windows, prepare_text
 from accel_train.observe.throughput import model_flops_per_token
@@ -65,7 +67,9 @@ class CausalLM:
             if model.get_input_embeddings().num_embeddings < rows:
                 model.resize_token_embeddings(rows, mean_resizing=False)
         if recipe.precision.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # transformers renamed it in 5.23
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         return model  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -107,7 +111,8 @@ class CausalLM:
     def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Weights and tokenizer in transformers' own layout."""
         assert isinstance(model, PreTrainedModel)
-        model.save_pretrained(folder)
+        with quiet_bars():
+            model.save_pretrained(folder)
         data.source.tokenizer.save_pretrained(folder)
 
     def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
@@ -127,6 +132,18 @@ class CausalLM:
             seed=recipe.seed,
         )
         return {"prompt": prompt, "text": text}
+
+
+@contextmanager
+def quiet_bars() -> Iterator[None]:
+    """No progress bar of transformers inside: it would be drawn into ours."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

@@ -1,0 +1,60 @@
+# Everything there is to run here; `make` alone lists it.
+#
+#   make setup PYTHON=python3.12                                             with another Python
+#   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"   without CUDA's 3 GB
+#   make test WORKERS=8                                                      with more processes
+
+PYTHON ?= python3
+PIP_ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# One thread per process: tests start several, and threads that fight for the cores make each of them slower.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu test-all lint format clean
+
+help: ## List these targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## Install everything into .venv, at the versions in constraints.txt.
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "accel_train needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not found');" \
+			"name another one: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON)' has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## Train a small language model on the CPU, from nothing to a report.
+	$(BIN)/accel-train run recipes/gpt_tiny.yaml
+
+test: lint ## Lint, type check, and all tests but the slow ones.
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu'
+
+test-slow: $(INSTALLED) ## The tests that take minutes.
+	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu'
+
+test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
+	$(PYTEST) -m gpu
+
+test-all: test test-slow ## Everything that needs no GPU.
+
+lint: $(INSTALLED) ## Lint, formatting and types, without changing a file.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Put files into the form that lint asks for.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches and build outputs; runs/ and .venv stay.
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

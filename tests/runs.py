@@ -1,0 +1,131 @@
+"""How the tests run the program: real processes under torchrun, as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import load_file
+
+TESTS = Path(__file__).parent
+
+TINY_MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+
+def write_corpus(folder: Path, num_documents: int = 40) -> Path:
+    """Documents of very different lengths, as a jsonl file; returns its path."""
+    path = folder / "corpus.jsonl"
+    words = ["step", "loss", "token", "rank", "batch", "seed", "norm", "clip", "mean", "sum"]
+    with path.open("w") as file:
+        for number in range(num_documents):
+            length = 5 + (number * number * 7) % 160
+            text = " ".join(words[(number * 3 + i * i) % len(words)] + str(i % 7) for i in range(length))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def recipe_dict(folder: Path, **sections: Any) -> dict[str, Any]:
+    """A small complete recipe; `sections` are merged into it."""
+    recipe: dict[str, Any] = {
+        "task": "probe_task:ProbeTask",
+        "output_dir": str(folder / "run"),
+        "seed": 1,
+        "model": {"config": dict(TINY_MODEL)},
+        "tokenizer": "bytes",
+        "data": {
+            "train": str(folder / "corpus.jsonl"),
+            "eval_fraction": 0.1,
+            "sequence_length": 32,
+            "cache_dir": str(folder / "cache"),
+        },
+        "batch": {"global_batch_size": 8},
+        "optimizer": {"learning_rate": 3e-3},
+        "schedule": {"max_steps": 12},
+        "evaluate": {"every_steps": 0},
+        "checkpoint": {"every_steps": 0},
+        "log": {"every_steps": 1, "progress": False},
+    }
+    for name, value in sections.items():
+        recipe[name] = {**recipe[name], **value} if isinstance(recipe.get(name), dict) and name != "options" else value
+    return recipe
+
+
+def write_recipe_file(folder: Path, **sections: Any) -> Path:
+    """`recipe_dict` as a file; returns its path."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_dict(folder, **sections)))
+    return path
+
+
+def command(recipe: Path, *flags: str, processes: int = 1) -> list[str]:
+    """The command line a user would type."""
+    launcher = (
+        [] if processes == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
+    )
+    return [sys.executable, *launcher, "-m", "accel_train", "run", str(recipe), *flags]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """One thread per process, and the tests' own modules importable."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PYTEST_"))}
+    return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", **extra}
+
+
+def run(
+    recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end and check the exit code (None: any)."""
+    done = subprocess.run(
+        command(recipe, *flags, processes=processes),
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert expect is None or done.returncode == expect, (
+        f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    )
+    return done
+
+
+def metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one split."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["split"] == split]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {record["step"]: record["loss"] for record in metrics(folder)}
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind."""
+    return [
+        record
+        for record in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        if record["event"] == kind
+    ]
+
+
+def checkpoint(folder: Path, step: int) -> dict[str, Any]:
+    """All tensors of a checkpoint, weights and optimizer, by file and name."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    return {
+        f"{name}:{key}": tensor
+        for name in ("model.safetensors", "optimizer.safetensors")
+        for key, tensor in load_file(path / name).items()
+    }

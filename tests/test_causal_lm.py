@@ -1,0 +1,197 @@
+"""The language-modelling task against transformers itself: attention, masks, precision of the loss, and one graph."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from accel_train.recipe import Recipe
+from accel_train.step import TrainingModule
+from accel_train.task import TaskData
+from accel_train.tasks.causal_attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
+from accel_train.tasks.causal_lm import CausalLM, matmul_parameters, same_document_mask
+from runs import TINY_MODEL, recipe_dict, write_corpus
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "head_dim": 8,
+}
+
+
+def small_config(model_type: str) -> Any:
+    known = AutoConfig.for_model(model_type)
+    names = {**getattr(known, "attribute_map", {})}
+    fields = {name: value for name, value in SIZES.items() if name in known.to_dict() or name in names}
+    return AutoConfig.for_model(model_type, **fields)
+
+
+@pytest.fixture
+def task_and_data(tmp_path: Path) -> tuple[CausalLM, Recipe, TaskData]:
+    write_corpus(tmp_path)
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm"))
+    task = CausalLM()
+    return task, recipe, task.load_data(recipe, progress=False)
+
+
+@pytest.mark.parametrize("model_type", sorted(_CHECKED_MODEL_TYPES))
+def test_maskless_causal_attention_gives_the_librarys_logits(model_type: str) -> None:
+    AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(model_type), attn_implementation="sdpa").eval()
+    ids = torch.randint(1, 60, (2, 24))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        model.set_attn_implementation(CAUSAL_SDPA)
+        got = model(ids, use_cache=False).logits
+        model.set_attn_implementation("eager")
+        eager = model(ids, use_cache=False).logits
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_model_with_a_sliding_window_shorter_than_the_sequence_keeps_its_mask() -> None:
+    config = small_config("mistral")
+    config.sliding_window = 16
+    assert choose_attention("auto", transformers.MistralForCausalLM, config, 32).value == "library default"
+    assert choose_attention("auto", transformers.MistralForCausalLM, config, 16).value == CAUSAL_SDPA
+
+
+def test_decoding_with_a_cache_under_maskless_attention_is_refused() -> None:
+    query, key = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="use_for_generation"):
+        causal_sdpa(torch.nn.Module(), query, key, key, None)
+
+
+def test_masked_documents_are_as_if_each_stood_alone(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+    task, recipe, data = task_and_data
+    model = task.build_model(recipe, data).eval()
+    first, second = torch.randint(0, 250, (9,)), torch.randint(0, 250, (14,))
+    batch = {
+        "input_ids": torch.cat((first, second))[None],
+        "labels": torch.cat((first.roll(-1), second.roll(-1)))[None],
+        "position_ids": torch.cat((torch.arange(9), torch.arange(14)))[None],
+        "document_ids": torch.tensor([[0] * 9 + [1] * 14]),
+    }
+    together = task.loss_sum(model, batch)
+    alone = sum(
+        task.loss_sum(model, {"input_ids": part[None], "labels": part.roll(-1)[None]}) for part in (first, second)
+    )
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    mask = same_document_mask(batch["document_ids"])
+    assert mask.shape == (1, 1, 23, 23)
+    assert not mask[0, 0, 9:, :9].any()
+
+
+def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+    task, recipe, data = task_and_data
+    model = task.build_model(recipe, data).eval()
+    batch = data.collate(data.train.__getitems__(list(range(len(data.train))))[-3:])
+    count = batch.pop("num_targets")
+    assert count == int((batch["labels"] != -100).sum())
+    logits = model(batch["input_ids"], use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    assert (task.loss_sum(model, batch) / count).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_bf16_logits_are_never_copied_to_fp32_by_accelerate_and_the_loss_is_within_1e_3_of_fp32(
+    task_and_data: tuple[CausalLM, Recipe, TaskData],
+) -> None:
+    task, recipe, data = task_and_data
+    model = task.build_model(recipe, data)
+    batch = data.collate(data.train.__getitems__([0, 1, 2, 3]))
+    count = batch.pop("num_targets")
+    exact = task.loss_sum(model, batch).item() / count
+    AcceleratorState._reset_state()
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(TrainingModule(model, task))
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    handed_out = []
+    model.register_forward_hook(lambda module, inputs, output: handed_out.append(output.logits))
+    loss = prepared(batch)
+    AcceleratorState._reset_state()
+    assert seen[0].dtype == torch.bfloat16
+    assert handed_out[0] is seen[0], "the logits were copied between the head and the loss"
+    assert loss.dtype == torch.float32
+    assert loss.item() / count == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_forward_and_loss_are_one_graph_with_causal_attention_and_no_mask(tmp_path: Path, model_type: str) -> None:
+    write_corpus(tmp_path)
+    config = (
+        TINY_MODEL
+        if model_type == "gpt2"
+        else {
+            "model_type": "llama",
+            **{
+                k: SIZES[k]
+                for k in (
+                    "hidden_size",
+                    "num_hidden_layers",
+                    "num_attention_heads",
+                    "intermediate_size",
+                    "max_position_embeddings",
+                )
+            },
+        }
+    )
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", model={"config": dict(config)}))
+    task = CausalLM()
+    data = task.load_data(recipe, progress=False)
+    module = TrainingModule(task.build_model(recipe, data), task)
+    batch = data.collate(data.train.__getitems__([0, 1]))
+    batch.pop("num_targets")
+    attention: list[Any] = []
+
+    def look(graph: torch.fx.GraphModule, example: Any) -> Any:
+        calls = [node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+        attention.extend((kwargs.get("attn_mask"), kwargs.get("is_causal")) for kwargs in calls)
+        return graph.forward
+
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(module)(batch)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    torch._dynamo.reset()
+    torch.compile(module, backend=look, fullgraph=True)(batch)
+    assert attention == [(None, True)] * 2
+    torch._dynamo.reset()
+
+
+def test_vocabulary_is_padded_and_tied_embeddings_are_counted_once(
+    task_and_data: tuple[CausalLM, Recipe, TaskData],
+) -> None:
+    task, recipe, data = task_and_data
+    model = task.build_model(recipe, data)
+    assert data.source.vocab_size == 257
+    assert model.config.vocab_size == 320
+    blocks_and_head = sum(p.numel() for p in model.parameters()) - 64 * 32
+    assert matmul_parameters(model) == blocks_and_head
+
+
+def test_pretrained_model_goes_on_with_padded_embeddings(
+    tmp_path: Path, task_and_data: tuple[CausalLM, Recipe, TaskData]
+) -> None:
+    task, recipe, data = task_and_data
+    first = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_MODEL, vocab_size=257))
+    first.save_pretrained(tmp_path / "first")
+    sections = recipe.model_dump() | {"model": {"pretrained": str(tmp_path / "first")}}
+    model = task.build_model(Recipe.model_validate(sections), data)
+    assert model.get_input_embeddings().num_embeddings == 320
+    assert torch.equal(model.get_input_embeddings().weight[:257], first.get_input_embeddings().weight)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -1,0 +1,241 @@
+"""The promises, held with real processes: the same run on any number of them, after any kill, whatever a batch holds."""
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import (
+    TINY_MODEL,
+    checkpoint,
+    command,
+    environment,
+    events,
+    losses,
+    metrics,
+    run,
+    write_corpus,
+    write_recipe_file,
+)
+
+WITH_DROPOUT = {**TINY_MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different
+
+
+def test_world_size_and_accumulation_change_neither_losses_nor_samples(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    cuts = {"1x32": (1, 32), "4x8": (1, 8), "8x4": (1, 4), "2 processes": (2, 16), "4 processes": (4, 2)}
+    traces, samples = {}, {}
+    for name, (processes, per_device) in cuts.items():
+        reads = tmp_path / f"reads {name}"
+        reads.mkdir()
+        recipe = write_recipe_file(
+            tmp_path,
+            output_dir=str(tmp_path / f"run {name}"),
+            batch={"global_batch_size": 32, "per_device_batch_size": per_device},
+            schedule={"max_steps": 15, "warmup_steps": 2},
+            options={"ragged": True, "record": str(reads)},
+        )
+        run(recipe, processes=processes)
+        traces[name] = losses(tmp_path / f"run {name}")
+        by_rank = [
+            [index for line in (reads / f"rank-{rank}.jsonl").read_text().splitlines() for index in json.loads(line)]
+            for rank in range(processes)
+        ]
+        share = 32 // processes
+        samples[name] = [
+            [index for reads_of_rank in by_rank for index in reads_of_rank[step * share : (step + 1) * share]]
+            for step in range(15)
+        ]
+    reference = traces["1x32"]
+    assert len({round(loss, 2) for loss in reference.values()}) > 5, "the losses do not move, so nothing is compared"
+    for name in cuts:
+        assert samples[name] == samples["1x32"]
+        for step, loss in traces[name].items():
+            assert loss == pytest.approx(reference[step], rel=1e-6), f"{name} at step {step}"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_a_random_step_and_run_again_equals_the_uninterrupted_run_to_the_bit(
+    tmp_path: Path, processes: int
+) -> None:
+    write_corpus(tmp_path)
+    common = {
+        "model": {"config": WITH_DROPOUT},
+        "schedule": {"max_steps": 20},
+        "checkpoint": {"every_steps": 4, "keep": 2},
+        "evaluate": {"every_steps": 6},
+    }
+    recipe = write_recipe_file(tmp_path, output_dir=str(tmp_path / "whole"), **common)
+    run(recipe, processes=processes)
+    killed_at = random.Random(processes).randrange(6, 19)
+    recipe = write_recipe_file(
+        tmp_path,
+        output_dir=str(tmp_path / "killed"),
+        options={"kill_at": {"step": killed_at, "rank": processes - 1}},
+        **common,
+    )
+    died = run(recipe, processes=processes, expect=None)
+    assert died.returncode != 0
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    recipe = write_recipe_file(tmp_path, output_dir=str(tmp_path / "killed"), **common)
+    run(recipe, processes=processes)
+    assert events(tmp_path / "killed", "resume")[0]["step"] == (killed_at - 1) // 4 * 4
+    whole, killed = losses(tmp_path / "whole"), losses(tmp_path / "killed")
+    assert [loss.hex() for loss in killed.values()] == [loss.hex() for loss in whole.values()]
+    assert list(killed) == list(range(1, 21))
+    assert_same_bits(checkpoint(tmp_path / "whole", 20), checkpoint(tmp_path / "killed", 20))
+
+
+@pytest.mark.parametrize("fault", ["nan_at", "inf_at"])
+def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(tmp_path: Path, fault: str) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(
+        tmp_path,
+        schedule={"max_steps": 6, "warmup_steps": 0, "type": "constant"},
+        checkpoint={"every_steps": 1, "keep": 10},
+        options={fault: {"step": 4, "rank": 1}},
+    )
+    run(recipe, processes=2)
+    folder = tmp_path / "run"
+    assert_same_bits(checkpoint(folder, 3), checkpoint(folder, 4))
+    assert not torch.equal(
+        checkpoint(folder, 4)["model.safetensors:transformer.wte.weight"],
+        checkpoint(folder, 5)["model.safetensors:transformer.wte.weight"],
+    )
+    assert [record["skipped"] for record in metrics(folder)] == [False, False, False, True, False, False]
+    assert metrics(folder)[3]["loss"] in ("NaN", "Infinity")
+    assert [event["step"] for event in events(folder, "skip")] == [4]
+
+
+def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_checkpoint(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(
+        tmp_path,
+        schedule={"max_steps": 30},
+        checkpoint={"every_steps": 5},
+        guard={"max_consecutive_skips": 3},
+        options={"nan_from": 8},
+    )
+    done = run(recipe, processes=1, expect=3)
+    assert "3 in a row" not in done.stderr
+    assert "4 in a row, and guard.max_consecutive_skips allows 3" in done.stderr
+    folder = tmp_path / "run"
+    assert [event["step"] for event in events(folder, "skip")] == [8, 9, 10]
+    assert [event["step"] for event in events(folder, "stop")] == [11]
+    assert all(torch.isfinite(tensor).all() for tensor in checkpoint(folder, 5).values())
+    two = write_recipe_file(
+        tmp_path,
+        output_dir=str(tmp_path / "two"),
+        schedule={"max_steps": 30},
+        guard={"on_nonfinite": "stop"},
+        options={"nan_at": {"step": 3, "rank": 1}},
+    )
+    done = run(two, processes=2, expect=None)
+    assert done.returncode != 0
+    assert done.stderr.count("exitcode  : 3") == 2, "both ranks stop by themselves"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_asked_to_stop_on_one_rank_all_save_the_same_step_and_the_run_goes_on_to_the_bit(
+    tmp_path: Path, processes: int
+) -> None:
+    write_corpus(tmp_path)
+    common = {"model": {"config": WITH_DROPOUT}, "schedule": {"max_steps": 14}}
+    run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "whole"), **common), processes=processes)
+    options = {"term_at": {"step": 6, "rank": processes - 1}}
+    stopped = write_recipe_file(tmp_path, output_dir=str(tmp_path / "stopped"), options=options, **common)
+    done = run(stopped, processes=processes, expect=75 if processes == 1 else None)
+    if processes == 2:
+        assert done.stderr.count("exitcode  : 75") == 2
+    saved_at = events(tmp_path / "stopped", "preempted")[0]["step"]
+    assert 6 <= saved_at <= 8
+    run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "stopped"), **common), processes=processes)
+    whole, stopped_losses = losses(tmp_path / "whole"), losses(tmp_path / "stopped")
+    assert [loss.hex() for loss in stopped_losses.values()] == [loss.hex() for loss in whole.values()]
+    assert_same_bits(checkpoint(tmp_path / "whole", 14), checkpoint(tmp_path / "stopped", 14))
+
+
+def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(
+        tmp_path, schedule={"max_steps": 100_000, "warmup_steps": 10}, log={"every_steps": 1, "progress": False}
+    )
+    process = subprocess.Popen(command(recipe), env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not metrics(tmp_path / "run"):
+        assert time.monotonic() < deadline, "the run did not start"
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert "press Ctrl-C again" in stderr
+    step = events(tmp_path / "run", "preempted")[0]["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    common = {"schedule": {"max_steps": 12}, "checkpoint": {"every_steps": 4, "keep": 3}}
+    recipe = write_recipe_file(tmp_path, **common)
+    run(recipe)
+    whole = losses(tmp_path / "run")
+    weights = tmp_path / "run" / "checkpoints" / "step-00000012" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    run(recipe)
+    folder = tmp_path / "run"
+    assert "model.safetensors differs from its digest" in events(folder, "checkpoint_invalid")[0]["message"]
+    assert events(folder, "resume")[0]["step"] == 8
+    assert losses(folder) == whole
+
+
+def test_another_recipe_in_the_same_folder_is_refused_and_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    run(write_recipe_file(tmp_path))
+    changed = write_recipe_file(tmp_path, batch={"global_batch_size": 4}, schedule={"max_steps": 20})
+    done = run(changed, expect=2)
+    assert "batch.global_batch_size was 8, now 4" in done.stderr
+    assert "schedule.max_steps was 12, now 20" in done.stderr
+    run(changed, "--checkpoint.accept_changes", "true")
+    assert max(losses(tmp_path / "run")) == 20
+    run(changed, "--checkpoint.resume", "never")
+    assert list(losses(tmp_path / "run")) == list(range(1, 21))
+    assert (tmp_path / "run" / "previous-1" / "checkpoints").is_dir()
+
+
+def test_finished_run_started_again_trains_no_step(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path)
+    run(recipe)
+    before = losses(tmp_path / "run")
+    run(recipe)
+    assert losses(tmp_path / "run") == before
+
+
+def test_launcher_that_asks_for_more_processes_than_accelerate_sees_is_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path)
+    launched = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "accel_train", "run", str(recipe)]
+    done = subprocess.run(
+        [command(recipe)[0], "-m", *launched],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "torchrun --nproc_per_node 2" in done.stderr

@@ -1,0 +1,216 @@
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import accel_train
+from accel_train.observe import RunFolder, read_events, read_metrics, read_summary
+
+HOLD_THE_FOLDER = """
+import os, sys, time
+from pathlib import Path
+from accel_train.observe import RunFolder
+
+with RunFolder(Path(sys.argv[1])):
+    if len(sys.argv) > 2 and os.fork() == 0:
+        os.setsid()
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def start_python(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(Path(accel_train.__file__).parents[1])}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_run_folder_is_created_with_its_parents_for_its_owner_alone(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "runs" / "first") as folder:
+        folder.append_metrics({"step": 1})
+        folder.append_event({"step": 1})
+        folder.write_summary({"steps": 1})
+        assert folder.lock.value is True
+        assert mode_of(folder.path) == mode_of(folder.path.parent) == 0o700
+        assert {mode_of(path) for path in folder.path.iterdir()} == {0o600}
+        assert not (folder.path / ".probe").exists()
+
+
+def test_numbers_json_lacks_are_written_as_strings_and_read_back_as_floats(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.append_metrics(
+            {"step": 1, "loss": math.nan, "grad_norm": math.inf, "deep": [{"low": -math.inf}], "np": np.float32(0.5)}
+        )
+        folder.write_summary({"eval": {"loss": math.nan}})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (line["loss"], line["grad_norm"], line["deep"]) == ("NaN", "Infinity", [{"low": "-Infinity"}])
+    [record] = read_metrics(tmp_path)
+    assert math.isnan(record["loss"])
+    assert (record["grad_norm"], record["deep"], record["np"]) == (math.inf, [{"low": -math.inf}], 0.5)
+    assert math.isnan(read_summary(tmp_path)["eval"]["loss"])
+
+
+def test_floats_survive_the_ledger_to_the_last_bit(tmp_path: Path) -> None:
+    values = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0]
+    with RunFolder(tmp_path) as folder:
+        for step, value in enumerate(values, start=1):
+            folder.append_metrics({"step": step, "loss": value})
+    assert [record["loss"].hex() for record in read_metrics(tmp_path)] == [value.hex() for value in values]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3}', b"\xe2\x82", b"\x00" * 100_000])
+def test_a_line_torn_by_a_kill_is_not_read_and_cut_off_before_the_next_is_written(tmp_path: Path, torn: bytes) -> None:
+    whole = b'{"step": 1}\n{"step": 2}\n'
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_bytes(whole + torn)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    with RunFolder(tmp_path) as folder:
+        folder.append_metrics({"step": 4})
+        folder.append_event({"step": 4})
+    for read in (read_metrics, read_events):
+        assert [record["step"] for record in read(tmp_path)] == [1, 2, 4]
+
+
+def test_a_damaged_line_in_the_middle_is_named_by_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is damaged"):
+        read_metrics(tmp_path)
+
+
+def test_rewind_forgets_later_metrics_and_keeps_every_event(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        for step in range(1, 8):
+            folder.append_metrics({"step": step, "split": "train", "loss": math.nan})
+            folder.append_event({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "spl')
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"step": 8, "spl')
+    with RunFolder(tmp_path) as folder:
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        folder.rewind(4)
+        assert before.startswith((tmp_path / "metrics.jsonl").read_bytes())
+        folder.append_metrics({"step": 5})
+        folder.append_event({"step": 5})
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_events(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 5]
+    assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
+
+
+def test_rewind_begins_anew_where_the_files_were_moved_away(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        folder.append_metrics({"step": 1})
+        for name in ("metrics.jsonl", "events.jsonl"):
+            (folder.path / name).rename(tmp_path / name)
+        folder.rewind(0)
+        folder.append_metrics({"step": 2})
+        folder.append_event({"step": 3})
+        assert read_metrics(folder.path) == [{"step": 2}]
+        assert read_events(folder.path) == [{"step": 3}]
+
+
+def test_a_full_disk_raises_and_leaves_whole_lines_only(tmp_path: Path) -> None:
+    code = """
+import resource, sys
+from pathlib import Path
+from accel_train.observe import RunFolder
+
+with RunFolder(Path(sys.argv[1])) as folder:
+    folder.append_metrics({"step": 1, "text": "x" * 100})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))  # the third line is written in part, then refused
+    folder.append_metrics({"step": 2, "text": "x" * 100})
+    try:
+        folder.append_metrics({"step": 3, "text": "x" * 100})
+    except OSError as error:
+        print(type(error).__name__)
+"""
+    process = start_python(code, str(tmp_path))
+    assert process.communicate()[0] == "OSError\n"
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    assert content.endswith(b"}\n")
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
+    with start_python(HOLD_THE_FOLDER, str(tmp_path)) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=rf"in use by process {holder.pid} on .+, started 20"):
+            RunFolder(tmp_path).open()
+        assert time.monotonic() - began < 2
+        holder.kill()
+        holder.wait()
+    with RunFolder(tmp_path) as folder:  # freed by the kill, and no stale name is left behind
+        assert json.loads((tmp_path / ".lock.holder").read_text())["pid"] == os.getpid()
+        with pytest.raises(ValueError, match=f"process {os.getpid()} on"):
+            RunFolder(tmp_path).open()
+        assert folder.lock.value
+    with RunFolder(tmp_path):
+        pass
+
+
+def test_a_forked_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path: Path) -> None:
+    with start_python(HOLD_THE_FOLDER, str(tmp_path), "fork") as holder:
+        assert holder.stdout is not None
+        worker = next(int(line) for line in iter(holder.stdout.readline, "") if line.strip().isdigit())
+        try:
+            holder.kill()
+            holder.wait()
+            with RunFolder(tmp_path) as folder:
+                assert folder.lock.value
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_said_and_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_flock(fd: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")  # ENOSYS, as Lustre mounted without flock answers
+
+    monkeypatch.setattr("fcntl.flock", no_flock)
+    with RunFolder(tmp_path) as folder:
+        assert folder.lock.value is False
+        assert "no locks" in folder.lock.reason
+        folder.append_metrics({"step": 1})
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_a_path_that_cannot_be_a_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output_dir=.*/file is a file; give a folder"):
+        RunFolder(tmp_path / "file").open()
+    with pytest.raises(ValueError, match=r"output_dir=.*/file/below cannot be written: Not a directory"):
+        RunFolder(tmp_path / "file" / "below").open()
+    with pytest.raises(ValueError, match=r"output_dir=/proc/run cannot be written"):
+        RunFolder(Path("/proc/run")).open()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="cannot be written: Permission denied"):
+        RunFolder(tmp_path).open()
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        folder.write_summary({"steps": 1})
+        with pytest.raises(TypeError, match="object"):
+            folder.write_summary({"steps": object()})
+        assert read_summary(tmp_path) == {"steps": 1}

@@ -1,0 +1,134 @@
+import pytest
+
+from accel_train.observe import Meter, model_flops_per_token, peak_flops
+from accel_train.observe.throughput import PEAK_TFLOPS
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_gpt2_124m_needs_the_flops_per_token_of_palm_appendix_b() -> None:
+    # nanoGPT's estimate_mfu for GPT-2 124M: N = 123.65e6 without positions, L=12, D=768, T=1024.
+    assert model_flops_per_token(123_653_376, 12, 768, 1024) == 6 * 123_653_376 + 12 * 12 * 768 * 1024 == 855_166_464
+
+
+@pytest.mark.parametrize(
+    "device_name, dtype, tflops",
+    [
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA A10", "bf16", 125),
+        ("NVIDIA A10G", "bf16", 70),
+        ("NVIDIA A40", "fp32", 37.4),
+        ("NVIDIA RTX A6000", "bf16", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2),
+        ("Quadro RTX 6000", "fp16", 130.5),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40", "bf16", 181),
+        ("NVIDIA L40S", "bf16", 362),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("Tesla P100-PCIE-16GB", "fp32", 9.3),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 5090", "bf16", 209.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H200 NVL", "bf16", 835),
+        ("NVIDIA H20", "bf16", 148),
+        ("NVIDIA GH200 480GB", "bf16", 989.4),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("AMD Instinct MI250X / MI250", "bf16", 191.5),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+        ("AMD Instinct MI325X", "fp16", 1307.4),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_the_name_torch_gives_it(device_name: str, dtype: str, tflops: float) -> None:
+    assert peak_flops(device_name, dtype) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "device_name, dtype",
+    [
+        ("cpu", "bf16"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "bf16"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),
+        ("Tesla T4", "bf16"),
+        ("Tesla V100-SXM2-16GB", "tf32"),
+        ("NVIDIA H1000", "bf16"),
+    ],
+)
+def test_the_peak_is_unknown_for_another_chip_or_a_part_of_one(device_name: str, dtype: str) -> None:
+    assert peak_flops(device_name, dtype) is None
+
+
+def test_a_dtype_without_a_column_is_an_error() -> None:
+    with pytest.raises(ValueError, match="dtype='fp8' has no peak"):
+        peak_flops("NVIDIA H100 80GB HBM3", "fp8")
+
+
+def test_every_gpu_is_faster_in_16_bits_than_in_tf32_than_in_32() -> None:
+    for name, (bf16, fp16, tf32, fp32) in PEAK_TFLOPS.items():
+        order = [value for value in (fp32, tf32, fp16) if value is not None]
+        assert order == sorted(order), name
+        assert bf16 in (None, fp16), name
+
+
+def test_rates_are_counts_over_the_seconds_between_two_log_lines() -> None:
+    clock = Clock()
+    meter = Meter(flops_per_token=100.0, peak_flops=1e5, clock=clock)
+    for _ in range(10):
+        meter.add(50, 2)
+    clock.now += 4
+    rates = meter.window(restart=True)
+    assert (rates.tokens_per_second, rates.samples_per_second) == (125.0, 5.0)
+    assert rates.mfu == pytest.approx(125 * 100 / 1e5)
+    meter.add(10, 1)
+    clock.now += 1
+    assert meter.window(restart=False).tokens_per_second == 10.0  # the first ten steps are not counted again
+    assert meter.overall().tokens_per_second == pytest.approx(510 / 5)
+
+
+def test_pauses_count_neither_in_the_window_nor_in_the_training_time() -> None:
+    clock = Clock()
+    meter = Meter(flops_per_token=None, peak_flops=1e15, train_seconds=1000.0, clock=clock)
+    meter.add(100, 1)
+    clock.now += 1
+    with meter.paused():
+        clock.now += 30
+        with meter.paused():
+            clock.now += 30
+        assert meter.train_seconds == 1001.0  # a checkpoint written during a pause records this
+        clock.now += 40
+    clock.now += 1
+    assert meter.train_seconds == 1002.0
+    assert meter.window(restart=True).tokens_per_second == 50.0
+    assert meter.overall().mfu is None
+
+
+def test_an_error_inside_a_pause_lets_the_clock_run_again() -> None:
+    clock = Clock()
+    meter = Meter(flops_per_token=None, peak_flops=None, clock=clock)
+    with pytest.raises(RuntimeError), meter.paused():
+        clock.now += 5
+        raise RuntimeError
+    clock.now += 2
+    assert meter.train_seconds == 2.0
+
+
+def test_no_time_gives_no_rate() -> None:
+    rates = Meter(flops_per_token=1.0, peak_flops=1.0, clock=Clock()).window(restart=True)
+    assert (rates.tokens_per_second, rates.samples_per_second, rates.mfu) == (None, None, None)
