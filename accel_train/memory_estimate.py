@@ -2,23 +2,25 @@
 
 The parts that follow from counts (weights, gradients, optimizer) are arithmetic. Activations and the loss are found by
 running one micro-batch of the task on `FakeTensorMode` tensors and adding up what is alive at the worst moment, in eager
-mode. It holds for any model and loss, with and without gradient checkpointing; what differs on a GPU is in `_LikeCuda`.
+mode. It holds for any model and loss, with and without gradient checkpointing.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from accel_train.recipe import Recipe
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from accel_train.task import Task
+from accel_train.task import Task
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """CUDA context, kernels and cuBLAS workspaces of one process: 0.5 to 0.7 GiB with recent drivers."""
@@ -35,72 +37,120 @@ class MemoryPart:
 
 
 def estimate_memory(
-    recipe: Recipe,
-    task: "Task",
-    model: "nn.Module",
-    batch: "Mapping[str, torch.Tensor]",
-    *,
-    mixed_precision: str,
-    device_type: str,
+    recipe: Recipe, task: Task, model: nn.Module, batch: Mapping[str, Tensor], *, mixed_precision: str, device_type: str
 ) -> list[MemoryPart]:
     """The memory of one process that trains on micro-batches like `batch`, part by part.
 
-    `model` is on the meta device, `batch` is what the task's collate makes, `device_type` what the run computes on.
+    `model` is on the meta device (and is not afterwards), `batch` is what the task's collate makes without `num_targets`,
+    `device_type` is what the run computes on.
     """
+    count = sum(parameter.numel() for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in model.parameters()) - trainable
-    num_moments = {"adamw": 2, "adam": 2, "sgd": 1 if recipe.optimizer.momentum else 0}[recipe.optimizer.name]
-    parts = [
-        MemoryPart("parameters", 4 * (trainable + frozen), "arithmetic", "4 bytes each (fp32)"),
-        MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
-        MemoryPart("optimizer", 4 * num_moments * trainable, "arithmetic", f"{recipe.optimizer.name}: {num_moments} x 4 bytes each"),
-    ]  # fmt: skip
+    section = recipe.optimizer
+    num_moments = (1 if section.momentum else 0) if section.name == "sgd" else 2
     shape = " x ".join(map(str, next(iter(batch.values())).shape))
-    how = f"forward and backward of a micro-batch of {shape}, eager, mixed_precision {mixed_precision}"
-    how += ", checkpointed" if recipe.precision.gradient_checkpointing else ""
+    eager = f"a micro-batch of {shape}, eager, mixed_precision {mixed_precision}"
+    eager += ", checkpointed" if recipe.precision.gradient_checkpointing else ""
+    parts = [
+        MemoryPart("parameters", 4 * count, "arithmetic", "4 bytes each (fp32)"),
+        MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
+        MemoryPart("optimizer", 4 * num_moments * trainable, "arithmetic", f"{section.name}: {num_moments} x 4 bytes each"),
+    ]  # fmt: skip
     try:
         peak = simulate_step(task, model, batch, mixed_precision=mixed_precision, like_cuda=device_type == "cuda")
-        parts.append(MemoryPart("activations", peak["activations"], "estimate", how))
-        parts.append(MemoryPart("logits", peak["logits"], "estimate", "what is as wide as the vocabulary, and its gradient"))
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:  # what an operator says that needs values
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        parts.append(MemoryPart("activations", None, "estimate", f"not known: the model does not run without values ({reason[:80]})"))
+        parts.append(MemoryPart("activations", peak["activations"], "estimate", eager))
+        parts.append(MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"))
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # an operator that needs values, or has no fake form
+        reason = str(error).strip().partition("\n")[0][:80] or type(error).__name__
+        parts.append(MemoryPart("activations", None, "estimate", f"this model does not run without values: {reason}"))
     if device_type == "cuda":
-        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "as with recent drivers; fragmentation not counted"))
+        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers; no fragmentation"))
     return parts
 
 
 def simulate_step(
-    task: "Task",
-    model: "nn.Module",
-    batch: "Mapping[str, torch.Tensor]",
-    *,
-    mixed_precision: str = "no",
-    like_cuda: bool = False,
+    task: Task, model: nn.Module, batch: Mapping[str, Tensor], *, mixed_precision: str = "no", like_cuda: bool = False
 ) -> Counter[str]:
-    """Bytes beyond parameters and gradients at the worst moment of a forward and backward, as `activations` and `logits`.
+    """Bytes beyond parameters and gradients at the worst moment of a forward and backward: `activations`, `logits`.
 
     Raises:
-        RuntimeError: the model's forward depends on values (`.item()`), and there are none.
+        RuntimeError: the forward depends on values (`.item()`), and there are none.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with ExitStack() as modes:
-        # Under a fake mode `to_empty` and the copies of the batch allocate nothing.
-        fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        model.to_empty(device="cpu")
-        model.train()
-        for parameter in model.parameters():
-            # There from the start, as with DDP's buckets and with accumulation; without both this is an upper bound.
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        _take_shapes_only(model)
         inputs = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
-        if mixed_precision != "no":
-            dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float16
-            autocast = modes.enter_context(torch.autocast("cpu", dtype=dtype))
-            assert autocast is not None
-        if like_cuda:
-            modes.enter_context(_like_cuda_mode())
-        tracker = modes.enter_context(_peak_tracker(_vocabulary_rows(model)))
-        task.loss_sum(model, inputs).backward()
-        return tracker.peak  # type: ignore[no-any-return]
+        with PeakTracker(_vocabulary_rows(model)) as tracker, _LikeCuda() if like_cuda else nullcontext():
+            with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
+                loss = task.loss_sum(model.train(), inputs)
+            torch.autograd.backward(loss)  # loss.backward() would switch _LikeCuda off while it runs
+    return tracker.peak
+
+
+def _take_shapes_only(model: nn.Module) -> None:
+    """Move a model from the meta device to fake CPU tensors (of the active mode), tied weights kept tied, with gradients."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in moved:
+                new = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+                # There from the start, as with DDP's buckets and with accumulation; without both, an upper bound.
+                new.grad = torch.empty_like(new) if parameter.requires_grad else None
+                moved[id(parameter)] = new
+            setattr(module, name, moved[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+
+
+def _vocabulary_rows(model: nn.Module) -> int:
+    """Rows of the largest embedding: what is as wide as this is logits."""
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=-1)
+
+
+class PeakTracker(TorchDispatchMode):
+    """Adds up the storages that operators make and that are still alive; `peak` holds the worst moment, by kind."""
+
+    def __init__(self, vocabulary_rows: int) -> None:
+        super().__init__()
+        self.vocabulary_rows = vocabulary_rows
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(storage) for storage in self._storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, lambda tensor: self._add(tensor, given), result)
+        return result
+
+    def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
+        found: list[torch.UntypedStorage] = []
+        tree_map_only(Tensor, lambda tensor: found.append(tensor.untyped_storage()), tree)
+        return found
+
+    def _add(self, tensor: Tensor, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) in given or storage in self._known:
+            return
+        self._known.add(storage)
+        kind = "logits" if tensor.dim() and tensor.shape[-1] == self.vocabulary_rows else "activations"
+        size = storage.nbytes()
+        self.now[kind] += size
+        weakref.finalize(storage, self._remove, kind, size)
+        if self.now.total() > self.peak.total():
+            self.peak = self.now.copy()
+
+    def _remove(self, kind: str, size: int) -> None:
+        self.now[kind] -= size
+
+
+class _LikeCuda(TorchFunctionMode):
+    """What differs on a GPU: its autocast takes powers in fp32, and its attention keeps no scores for dropout's sake."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            kwargs["dropout_p"] = 0.0
+        if func in (torch.pow, Tensor.pow, Tensor.__pow__) and torch.is_autocast_enabled("cpu"):
+            args = (args[0].float(), *args[1:])
+        return func(*args, **kwargs)

@@ -164,7 +164,7 @@ def warmup_stable_decay(t: int, span: Span, schedule: Schedule) -> float:
     would begin inside the warmup. Source: transformers `get_wsd_schedule`; Hu et al. 2024, arXiv 2404.06395; the
     1 - sqrt form: Hägele et al. 2024, arXiv 2405.18392.
     """
-    decay_steps = min(span.curve_steps, max(1, round(_decimal(schedule.decay_ratio) * span.max_steps)))
+    decay_steps = min(span.curve_steps, max(1, round(schedule.decay_ratio * span.max_steps)))
     done = t - (span.curve_steps - decay_steps)
     if done < 0:
         return 1.0

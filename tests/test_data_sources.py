@@ -209,7 +209,20 @@ def test_broken_parquet_and_wrong_columns_are_named(tmp_path: Path) -> None:
 def test_reading_csv_leaves_the_field_size_limit_of_the_module_alone(tmp_path: Path) -> None:
     import csv
 
-    before = csv.field_size_limit()
-    (tmp_path / "a.csv").write_text("text\nx\n")
-    assert texts(str(tmp_path / "a.csv")) == ["x"]
-    assert csv.field_size_limit() == before
+    before = csv.field_size_limit(1000)
+    try:
+        (tmp_path / "a.csv").write_text("text\n" + "x" * 2000)
+        assert texts(str(tmp_path / "a.csv")) == ["x" * 2000]
+        assert csv.field_size_limit() == 1000
+    finally:
+        csv.field_size_limit(before)
+
+
+def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
+    import datasets
+
+    values = ["x"] * 2999 + [None]
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    assert "a.parquet, row 3000: 'text' is null" in refusal(str(tmp_path / "a.parquet"))
+    datasets.Dataset.from_dict({"text": values}).save_to_disk(str(tmp_path / "set"))
+    assert "set, row 3000: 'text' is null" in refusal(str(tmp_path / "set"))

@@ -103,6 +103,15 @@ def test_a_tokenizer_in_python_reads_documents_too(tmp_path: Path) -> None:
     assert prepared.digest == pretrained_tokenizer(str(tmp_path), trust_remote_code=False).digest
 
 
+def test_no_special_token_is_read_out_of_a_document(tmp_path: Path) -> None:
+    fast = train_bpe(TEXTS, 300)
+    fast.add_special_tokens({"pad_token": "<pad>"})
+    ids = document_encoder(fast, 0)(["a<pad>b"])[0]
+    assert fast.pad_token_id not in ids
+    assert fast.decode(ids) == "a<pad>b"
+    assert document_encoder(ByT5Tokenizer(), 1)(["<pad>"])[0].tolist() == [byte + 3 for byte in b"<pad>"]
+
+
 def test_truncation_and_padding_of_a_pretrained_tokenizer_do_not_touch_documents() -> None:
     tokenizer = train_bpe(TEXTS, 300)
     whole = document_encoder(tokenizer, 0)([TEXTS[0] * 9])[0]

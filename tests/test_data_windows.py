@@ -36,6 +36,7 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path: Path, num_
     for index in range(len(windows)):
         batch = collate_windows(windows.__getitems__([index]), separator_id=SEPARATOR, mask_documents=False)
         targets += batch["labels"][batch["labels"] != IGNORED_LABEL].tolist()
+        assert batch["num_targets"] > 0, "no window is empty"
         counted += batch["num_targets"]
     assert targets == list(range(1, num_tokens))
     assert counted == max(0, num_tokens - 1)

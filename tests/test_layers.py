@@ -180,7 +180,7 @@ def runs_foreign_code(tree: ast.AST) -> Iterator[str]:
                     ("trust_remote_code", True),
                     ("allow_pickle", True),
                 ):
-                    yield f"{keyword.arg}={value}"
+                    yield f"{keyword.arg}={value!r}"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ with RunFolder(Path(sys.argv[1])):
 
 def start_python(code: str, *arguments: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(Path(accel_train.__file__).parents[1])}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def mode_of(path: Path) -> int:

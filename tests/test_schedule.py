@@ -193,10 +193,9 @@ def test_every_schedule_warms_up_in_a_line_from_zero_to_its_first_value(name: st
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 10, 1000])
 @pytest.mark.parametrize("minimum", [0.0, 0.1])
 def test_every_schedule_stays_between_zero_and_the_peak(name: str, max_steps: int, minimum: float) -> None:
+    schedule = Schedule.model_validate({"type": name, "max_steps": max_steps, "min_lr_ratio": minimum})
     for warmup_steps in (0, 1, max_steps):
-        multiplier = make_schedule(
-            Schedule(type=name, max_steps=max_steps, min_lr_ratio=minimum), max_steps, warmup_steps
-        )  # type: ignore[arg-type]
+        multiplier = make_schedule(schedule, max_steps, warmup_steps)
         rates = [multiplier(step) for step in range(max_steps + 3)]
         assert all(0.0 <= rate <= 1.0 for rate in rates)
         assert rates[max_steps:] == [rates[max_steps]] * 3  # past the end, the end

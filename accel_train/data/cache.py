@@ -30,7 +30,7 @@ def cache_folder(data: Data) -> Path:
     """Where token shards are kept: `data.cache_dir`, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train.
 
     Raises:
-        ValueError: the folder cannot be made.
+        ValueError: the folder cannot be made, or not be written to.
     """
     root = data.cache_dir or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
     folder = Path(root).expanduser().absolute() / "text"
@@ -38,6 +38,8 @@ def cache_folder(data: Data) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"data.cache_dir: cannot make the folder {folder} ({error}); name another") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"data.cache_dir: {folder} cannot be written to; name another")
     return folder
 
 

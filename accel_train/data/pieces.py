@@ -39,7 +39,7 @@ def document_pieces(documents: Iterable[Document], split: Split, tally: Tally) -
             else:
                 tally.train_bytes += num_bytes
             for index, piece in enumerate(cut_text(text)):
-                yield Piece(piece, True, bool(held_out))
+                yield Piece(piece, index == 0, bool(held_out))
 
 
 def cut_text(text: str, limit: int = _PIECE_CHARACTERS) -> Iterator[str]:

@@ -27,9 +27,16 @@ def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Choi
         return Choice("lines", "the output is not a terminal")
     if os.environ.get("TERM") == "dumb":
         return Choice("lines", "TERM=dumb cannot redraw a line")
-    if os.get_terminal_size(stream.fileno()).columns == 0:  # a job scheduler's, or a container's: a bar would be empty
+    if _width_of(stream) == 0:  # a job scheduler's, or a container's: a bar would be empty
         return Choice("lines", "the terminal has no width")
     return Choice("bar", "the output is a terminal")
+
+
+def _width_of(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # it says it is a terminal, and has nothing behind it
+        return 0
 
 
 class Progress:

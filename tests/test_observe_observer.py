@@ -1,0 +1,254 @@
+import io
+import json
+import math
+import os
+import time
+import timeit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+
+from accel_train.observe import (
+    Meter,
+    NoObserver,
+    Observer,
+    Progress,
+    RunFolder,
+    RunObserver,
+    Trackers,
+    read_events,
+    read_metrics,
+    read_summary,
+)
+from accel_train.state import StepResult
+
+STEP = StepResult(
+    step=1, loss=2.0, grad_norm=0.5, num_targets=100, skipped=False, loss_scale=None, stop_requested=False
+)
+
+
+class Recording(GeneralTracker):
+    """A tracker that keeps its lines, and fails when told to."""
+
+    name = "recording"
+    requires_logging_directory = False
+    lines: "list[tuple[int | None, dict[str, Any]]]" = []  # noqa: RUF012
+    broken = False
+
+    def __init__(self, project: str) -> None:
+        super().__init__()
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if self.broken:
+            raise ConnectionError("service down")
+        self.lines.append((step, values))
+
+
+@pytest.fixture
+def recording() -> Iterator[type[Recording]]:
+    register_tracker_class(Recording)
+    Recording.lines.clear()
+    yield Recording
+    del LOGGER_TYPE_TO_CLASS["recording"]
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Seen:
+    observer: RunObserver
+    folder: RunFolder
+    clock: Clock
+    screen: io.StringIO
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder.path)
+
+
+@contextmanager
+def observing(path: Path, *, names: tuple[str, ...] = (), total_steps: int = 25, every: int = 10) -> Iterator[Seen]:
+    clock, screen = Clock(), io.StringIO()
+    with RunFolder(path) as folder:
+        trackers = Trackers(
+            Accelerator(cpu=True), names, project="p", run_name="r", config={"seed": 1}, logging_dir=path
+        )
+        observer = RunObserver(
+            folder,
+            Progress("auto", total_steps=total_steps, stream=screen),
+            trackers,
+            Meter(flops_per_token=1e6, peak_flops=1e9, clock=clock),
+            log_every_steps=every,
+            total_steps=total_steps,
+            samples_per_step=4,
+            num_samples_per_epoch=40,
+        )
+        with observer:
+            yield Seen(observer, folder, clock, screen)
+
+
+def test_lines_are_written_at_log_steps_at_the_last_step_and_for_every_skipped_step(tmp_path: Path) -> None:
+    with observing(tmp_path) as seen:
+        for step in range(1, 26):
+            seen.clock.now += 0.5
+            skipped = step == 13
+            loss = math.nan if skipped else 2.0
+            seen.observer.on_step(replace(STEP, step=step, loss=loss, skipped=skipped), 3e-4)
+    assert [line["step"] for line in seen.metrics] == [10, 13, 20, 25]
+    first, skipped_line, third, last = seen.metrics
+    assert first == {
+        "step": 10,
+        "split": "train",
+        "loss": 2.0,
+        "learning_rate": 3e-4,
+        "grad_norm": 0.5,
+        "loss_scale": None,
+        "skipped": False,
+        "num_targets": 100,
+        "tokens_per_second": 200.0,
+        "samples_per_second": 8.0,
+        "mfu": 0.2,
+        "epoch": 1.0,
+        "train_seconds": 5.0,
+    }
+    assert math.isnan(skipped_line["loss"])
+    assert skipped_line["skipped"] is True
+    # The skipped step's line does not cut the stretch between two log lines in two.
+    assert [line["tokens_per_second"] for line in (third, last)] == [200.0, 200.0]
+    assert "step 10/25  40.0%  loss 2.0000" in seen.screen.getvalue()
+    assert "step 13/25" in seen.screen.getvalue()
+
+
+def test_evaluation_and_saving_are_not_training_time(tmp_path: Path) -> None:
+    with observing(tmp_path) as seen:
+        for step in range(1, 11):
+            seen.clock.now += 1
+            seen.observer.on_step(replace(STEP, step=step), 1e-3)
+            with seen.observer.pause():
+                seen.clock.now += 100
+                assert seen.observer.train_seconds == step
+    [line] = seen.metrics
+    assert line["tokens_per_second"] == 100.0
+    assert line["train_seconds"] == 10.0
+
+
+def test_an_evaluation_is_a_line_of_its_own_with_all_its_numbers(tmp_path: Path, recording: type[Recording]) -> None:
+    metrics = {"loss": 2.0, "perplexity": 7.389, "bits_per_byte": 1.2, "num_targets": 4000, "seconds": 3.2}
+    with observing(tmp_path, names=("recording",)) as seen:
+        seen.observer.on_step(replace(STEP, step=10, loss_scale=128.0), 1e-3)
+        seen.observer.on_evaluation(10, metrics)
+    assert seen.metrics[1] == {"step": 10, "split": "eval", **metrics}
+    assert "step 10: evaluation: loss 2.0000, perplexity 7.3890, bits_per_byte 1.2000 (3s)\n" in seen.screen.getvalue()
+    (train_step, train), (eval_step, evaluation) = recording.lines
+    assert (train_step, eval_step) == (10, 10)
+    assert train["train/loss"] == 2.0
+    assert train["train/loss_scale"] == 128.0
+    assert evaluation["eval/perplexity"] == 7.389
+
+
+def test_an_event_says_when_who_and_why(tmp_path: Path) -> None:
+    with observing(tmp_path) as seen:
+        seen.observer.on_event("skip", 7, "the loss is NaN", rank=3, parameter="h.0.weight", norm=math.inf)
+        seen.observer.on_event("checkpoint", 8, "saved step-8")
+    skip, checkpoint = read_events(tmp_path)
+    stamp = skip.pop("time")
+    assert stamp.endswith("+00:00")
+    assert skip == {
+        "step": 7,
+        "event": "skip",
+        "rank": 3,
+        "message": "the loss is NaN",
+        "parameter": "h.0.weight",
+        "norm": math.inf,
+    }
+    assert checkpoint["rank"] is None
+    assert seen.screen.getvalue() == "step 7: the loss is NaN\n"  # a routine checkpoint is no news
+
+
+def test_a_tracker_that_fails_in_the_run_becomes_one_event_and_training_goes_on(
+    tmp_path: Path, recording: type[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with observing(tmp_path, names=("recording",), every=1) as seen:
+        seen.observer.on_step(replace(STEP, step=1), 1e-3)
+        monkeypatch.setattr(recording, "broken", True)
+        for step in (2, 3, 4):
+            seen.observer.on_step(replace(STEP, step=step), 1e-3)
+    [event] = read_events(tmp_path)
+    assert (event["event"], event["step"]) == ("tracker_failed", 2)
+    assert "ConnectionError: service down" in event["message"]
+    assert [line["step"] for line in seen.metrics] == [1, 2, 3, 4]
+
+
+def test_a_metrics_line_that_cannot_be_written_is_an_error_and_an_event_is_not(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    with observing(tmp_path, every=1) as seen:
+        with pytest.raises(OSError, match="No space left"):
+            seen.observer.on_step(STEP, 1e-3)
+        with pytest.raises(OSError, match="No space left"):
+            seen.observer.on_evaluation(1, {"loss": 1.0})
+        seen.observer.on_event("stop", 1, "the disk is full")
+    assert "events.jsonl could not be written" in seen.screen.getvalue()
+    assert "step 1: the disk is full" in seen.screen.getvalue()
+
+
+def test_finish_writes_the_summary_with_the_rates_and_the_loops_word_wins(tmp_path: Path) -> None:
+    with observing(tmp_path) as seen:
+        seen.clock.now = 4.0
+        seen.observer.on_step(STEP, 1e-3)
+        seen.observer.finish({"status": "finished", "steps": 1, "train_seconds": 99.0})
+    assert read_summary(tmp_path) == {
+        "train_seconds": 99.0,
+        "tokens_per_second": 25.0,
+        "mfu": 0.025,
+        "status": "finished",
+        "steps": 1,
+    }
+
+
+def test_the_other_processes_observer_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    observer: Observer = NoObserver()
+    with observer, observer.pause():
+        observer.on_step(STEP, 1e-3)
+        observer.on_evaluation(1, {"loss": 1.0})
+        observer.on_event("skip", 1, "x", rank=0, more=1)
+        observer.note("x")
+        observer.finish({"steps": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_is_not_logged_costs_less_than_five_microseconds(tmp_path: Path) -> None:
+    results = iter([replace(STEP, step=step) for step in range(1, 10_001)])
+    with observing(tmp_path, total_steps=10**9, every=10**9) as seen:
+        best = min(timeit.repeat(lambda: seen.observer.on_step(next(results), 1e-3), number=1000, repeat=10)) / 1000
+    assert best < 5e-6, f"{best * 1e6:.2f} microseconds"  # measured 0.5
+
+
+def test_every_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    began = time.time()
+    child = os.fork()
+    if child == 0:
+        with observing(tmp_path, every=1) as seen:
+            seen.observer.on_step(STEP, 1e-3)
+            os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 2.0
+    assert time.time() - began < 30
