@@ -7,15 +7,15 @@ mode. It holds for any model and loss, with and without gradient checkpointing.
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -60,11 +60,17 @@ def estimate_memory(
         peak = simulate_step(task, model, batch, mixed_precision=mixed_precision, like_cuda=device_type == "cuda")
         parts.append(MemoryPart("activations", peak["activations"], "estimate", eager))
         parts.append(MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"))
-    except (RuntimeError, NotImplementedError, TypeError) as error:  # an operator that needs values, or has no fake form
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+    ) as error:  # an operator that needs values, or has no fake form
         reason = str(error).strip().partition("\n")[0][:80] or type(error).__name__
         parts.append(MemoryPart("activations", None, "estimate", f"this model does not run without values: {reason}"))
     if device_type == "cuda":
-        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers; no fragmentation"))
+        parts.append(
+            MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers; no fragmentation")
+        )
     return parts
 
 
@@ -80,10 +86,10 @@ def simulate_step(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _take_shapes_only(model)
         inputs = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
-        with PeakTracker(_vocabulary_rows(model)) as tracker, _LikeCuda() if like_cuda else nullcontext():
+        with PeakTracker(_vocabulary_rows(model)) as tracker, _like_cuda() if like_cuda else nullcontext():
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
                 loss = task.loss_sum(model.train(), inputs)
-            torch.autograd.backward(loss)  # loss.backward() would switch _LikeCuda off while it runs
+            loss.backward()
     return tracker.peak
 
 
@@ -144,13 +150,24 @@ class PeakTracker(TorchDispatchMode):
         self.now[kind] -= size
 
 
-class _LikeCuda(TorchFunctionMode):
-    """What differs on a GPU: its autocast takes powers in fp32, and its attention keeps no scores for dropout's sake."""
+@contextmanager
+def _like_cuda() -> Iterator[None]:
+    """What differs on a GPU: its autocast takes powers in fp32, and its attention keeps no scores for dropout's sake.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-        if func in (torch.pow, Tensor.pow, Tensor.__pow__) and torch.is_autocast_enabled("cpu"):
-            args = (args[0].float(), *args[1:])
-        return func(*args, **kwargs)
+    Patched, because no mode of torch reaches the recomputation of a checkpointed block.
+    """
+    attention, power = functional.scaled_dot_product_attention, torch.pow
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        return attention(*args, **{**kwargs, "dropout_p": 0.0})
+
+    def raise_to(base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return power(base.float() if torch.is_autocast_enabled("cpu") else base, *args, **kwargs)
+
+    setattr(functional, "scaled_dot_product_attention", attend)  # noqa: B010 (mypy refuses the assignment)
+    setattr(torch, "pow", raise_to)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(functional, "scaled_dot_product_attention", attention)  # noqa: B010
+        setattr(torch, "pow", power)  # noqa: B010

@@ -155,11 +155,11 @@ class Schedule(Section):
     num_epochs: PositiveFloat | None = None
     """Passes over the training data; give this or max_steps."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps over which the learning rate rises linearly from 0 to its peak."""
+    """Steps over which the learning rate rises linearly to where the curve begins: its peak, or `initial_lr_ratio` of it for one_cycle and cyclic."""
     warmup_ratio: Fraction | None = None
     """The same as a fraction of all steps; give one of the two (neither: 1 % for warmup_* types, else 0)."""
     min_lr_ratio: Fraction = 0.0
-    """Where a decay ends, as a fraction of the peak."""
+    """Where a decay ends, as a fraction of the peak; a floor for step, exponential and inverse_sqrt; constant and cyclic ignore it."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
     """warmup_stable_decay: the last fraction of all steps, in which the rate falls."""
     decay_shape: Literal["linear", "cosine", "one_minus_sqrt"] = "linear"

@@ -16,7 +16,7 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union, get_args, get_origin
 
 import annotated_types
 import yaml
@@ -653,8 +653,10 @@ def format_recipe(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingPr
 
     `choices` are by dotted name. What is `auto` stays so: elsewhere it may choose otherwise. Secrets are redacted.
     """
-    head = "# A resolved recipe: `accel-train run` trains it again as it is. Behind each value: who set it."
-    return "\n".join([head, *_recipe_lines(recipe, recipe, "", choices)]) + "\n"
+    lines = ["# A resolved recipe: `accel-train run` trains it again as it is. Behind each value: who set it."]
+    for depth, field, value, who in setting_lines(recipe, choices):
+        lines.append("  " * depth + f"{field}: {value}".rstrip() + (f"  # {who}" if who else ""))
+    return "\n".join(lines) + "\n"
 
 
 def write_recipe(recipe: Recipe, path: Path, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> None:
@@ -677,30 +679,46 @@ def who_set(recipe: Recipe, name: str) -> str:
     return "python" if origin.kind == "default" and not is_default else str(origin)
 
 
-def _recipe_lines(recipe: Recipe, section: Section, prefix: str, choices: Mapping[str, Choice[Any]]) -> Iterator[str]:
-    indent = "  " * prefix.count(".")
+class SettingLine(NamedTuple):
+    """One line of a recipe for people: texts; a section has no value."""
+
+    depth: int
+    field: str
+    value: str
+    who: str
+
+
+def setting_lines(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> Iterator[SettingLine]:
+    """Every section and setting of a recipe in the order of the schema, with who set it, secrets redacted."""
+    yield from _setting_lines(recipe, recipe, "", choices)
+
+
+def _setting_lines(
+    recipe: Recipe, section: Section, prefix: str, choices: Mapping[str, Choice[Any]]
+) -> Iterator[SettingLine]:
+    depth = prefix.count(".")
     for field in type(section).model_fields:
         name, value = prefix + field, getattr(section, field)
         if isinstance(value, Section):
-            yield f"{indent}{field}:" + (f"  # {_comment(choices[name])}" if name in choices else "")
-            yield from _recipe_lines(recipe, value, f"{name}.", choices)
+            yield SettingLine(depth, field, "", _comment(choices[name]) if name in choices else "")
+            yield from _setting_lines(recipe, value, f"{name}.", choices)
             continue
         who = who_set(recipe, name)
         if name in choices and choices[name].value != value:
             who += f"; {'auto chose' if value == 'auto' else 'becomes'} {choices[name]}"
         if not (isinstance(value, Mapping) and value):
-            yield _recipe_line(indent, field, value, who)
+            yield _setting_line(depth, field, value, who)
             continue
-        yield f"{indent}{field}:  # {_comment(who)}"
+        yield SettingLine(depth, field, "", _comment(who))
         for key, item in value.items():
             origin = recipe.origin(f"{name}.{key}")
-            yield _recipe_line(f"{indent}  ", key, item, who if origin.kind == "default" else str(origin))
+            yield _setting_line(depth + 1, key, item, who if origin.kind == "default" else str(origin))
 
 
-def _recipe_line(indent: str, key: Any, value: Any, who: str) -> str:
+def _setting_line(depth: int, key: Any, value: Any, who: str) -> SettingLine:
     shown = redact(value, str(key))
     who += "; redacted" if shown != value else ""
-    return f"{indent}{_one_line(key)}: {_one_line(shown)}  # {_comment(who)}"
+    return SettingLine(depth, _one_line(key), _one_line(shown), _comment(who))
 
 
 def _comment(text: object) -> str:
@@ -756,3 +774,24 @@ def check_model_config(recipe: Recipe) -> None:
             f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer than "
             f"the {positions} positions of {model_type}; raise model.config.{field}, or lower data.sequence_length"
         )
+
+
+def pretrained_config(recipe: Recipe) -> dict[str, Any]:
+    """The configuration of `model.pretrained` as a `model.config`; no weights are loaded.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    name = recipe.model.pretrained
+    assert name is not None, "the recipe names a pretrained model"
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
+        ) from error
+    fields: dict[str, Any] = config.to_dict()
+    return fields

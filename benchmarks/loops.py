@@ -105,6 +105,15 @@ def train_raw(run: Run, clock: FetchClock) -> list[Any]:
     return parameters
 
 
+def train_raw_gc_off(run: Run, clock: FetchClock) -> list[Any]:
+    """The reference, when its expert also knows that collecting garbage costs a loop some percent of its Python time."""
+    import gc
+
+    gc.collect()
+    gc.disable()
+    return train_raw(run, clock)
+
+
 def train_accelerate(run: Run, clock: FetchClock) -> list[Any]:
     """Accelerate as its documentation shows it."""
     import torch
@@ -249,6 +258,7 @@ def train_nanogpt(run: Run, clock: FetchClock) -> list[Any]:
 
 TRAINERS: Mapping[str, Callable[[Run, FetchClock], list[Any]]] = {
     "raw": train_raw,
+    "raw_gc_off": train_raw_gc_off,
     "accelerate": train_accelerate,
     "hf_trainer": train_hf_trainer,
     "accel_train": train_accel_train,

@@ -7,7 +7,8 @@ raw          a PyTorch loop as an expert writes it by hand
 accelerate   the loop of Accelerate's documentation: prepare, accumulate, backward, clip, step, scheduler
 hf_trainer   transformers.Trainer with quick settings: no tracker, no bar, fused AdamW, no NaN filter
 accel_train  accel_train.train(recipe): guard on, metrics.jsonl every 50 steps
-and on request nanogpt, the model and loop of nanogpt_style.py (another model code, so not a measure of a loop).
+and on request raw_gc_off, the raw loop without Python's garbage collector (accel_train collects every 1000 steps), and
+nanogpt, the model and loop of nanogpt_style.py (another model code, so not a measure of a loop).
 
 All read the same token file, train the same architecture with the same AdamW groups and clip in fp32, and log every 50
 steps. Each runs in a fresh process, in turn, round after round; a ratio compares two runs of one round. A step is the time
@@ -137,6 +138,7 @@ def step_table(results: Mapping[str, list[dict[str, Any]]], preset: Preset) -> s
         ratios = [run["cpu_us"] / base["cpu_us"] for run, base in zip(runs, raw, strict=True)]
         extra = [run["cpu_us"] - base["cpu_us"] for run, base in zip(runs, raw, strict=True)]
         wall = [run["wall_us"] / base["wall_us"] for run, base in zip(runs, raw, strict=True)]
+        quick = [run["cpu_us_quick"] - base["cpu_us_quick"] for run, base in zip(runs, raw, strict=True)]
         mean = [run["cpu_us_mean"] / base["cpu_us_mean"] for run, base in zip(runs, raw, strict=True)]
         rows.append(
             [
@@ -145,6 +147,7 @@ def step_table(results: Mapping[str, list[dict[str, Any]]], preset: Preset) -> s
                 f"{statistics.median(run['wall_us'] for run in runs):.0f}",
                 median_and_range(ratios, ".3f"),
                 median_and_range(extra, "+.0f"),
+                f"{statistics.median(quick):+.0f}",
                 median_and_range(wall, ".3f"),
                 f"{statistics.median(mean):.3f}",
                 bar_verdict(preset, variant, statistics.median(ratios), statistics.median(extra)),
@@ -156,6 +159,7 @@ def step_table(results: Mapping[str, list[dict[str, Any]]], preset: Preset) -> s
         "wall us/step",
         "CPU / raw",
         "CPU - raw, us",
+        "quickest tenth - raw, us",
         "wall / raw",
         "mean CPU / raw, with log steps",
         "bar",

@@ -14,7 +14,7 @@ import pytest
 import accel_train
 from accel_train.observe import RunFolder, read_events, read_metrics, read_summary
 
-HOLD_THE_FOLDER = """
+HOLD_THE_FOLDER = r"""
 import os, sys, time
 from pathlib import Path
 from accel_train.observe import RunFolder
@@ -22,10 +22,10 @@ from accel_train.observe import RunFolder
 with RunFolder(Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:
         os.setsid()
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\n" % os.getpid())
         time.sleep(60)
         os._exit(0)
-    print("held", flush=True)
+    os.write(1, b"held\n")  # one write: the two processes share the pipe
     time.sleep(60)
 """
 
@@ -162,6 +162,7 @@ def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path)
         with pytest.raises(ValueError, match=f"process {os.getpid()} on"):
             RunFolder(tmp_path).open()
         assert folder.lock.value
+    assert not (tmp_path / ".lock.holder").exists()
     with RunFolder(tmp_path):
         pass
 

@@ -173,6 +173,7 @@ progress.close()
 print("trained to the end", file=sys.stderr)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(accel_train.__file__).parents[1])}
+    environment.pop("PYTHONUNBUFFERED", None)  # it is the buffer, flushed at exit, that changes the exit code
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", code], text=True, env=environment, **pipes)
     assert process.stdout is not None

@@ -112,6 +112,7 @@ def test_the_report_is_one_file_that_needs_no_network(html: str) -> None:
     assert all(target.startswith("#") for target in page.fetched)
     assert not {"script", "link", "iframe", "img", "base"} & set(page.tags)
     assert "@import" not in html
+    assert page.tags.count("style") == 1  # those of the charts would hold for the whole page
     assert set(re.findall(r"url\(([^)]*)\)", html)) <= {f"#{name}" for name in page.ids}
     assert "https://example.org/recipes" in page.text  # as text of the recipe, only
     assert len(page.ids) == len(set(page.ids))
@@ -152,9 +153,10 @@ def test_the_headline_numbers_of_the_summary_are_on_the_page(html: str) -> None:
         "Model FLOP utilisation 41.2 %",
         "Peak memory 3.0 GiB per device",
         "this run 1.203 xz -9 2.247 byte frequencies 4.512",
-        "The bridge <b>was</b>",
+        "What it writes The bridge <b>was</b> & is",
         "bf16 (it is supported)",
         "torch.version 2.9.1",
+        "num_targets 9,000",
         "77 skip the loss is NaN (process 1)",
     ):
         assert shown in text, shown

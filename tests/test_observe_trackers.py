@@ -131,7 +131,7 @@ def test_a_tracker_that_raises_is_switched_off_and_reported_once_and_the_others_
     accelerator, trackers = make_trackers(("failing", "recorder"), tmp_path)
     trackers.start(failures.append)
     for step in (1, 2):
-        trackers.log({"train/loss": float(step)}, step)
+        trackers.log({"train/loss": float(step), "train/mfu": None}, step)
     trackers.finish()
     trackers.finish()
     [recorder] = [tracker for tracker in Recorder.made if type(tracker) is Recorder]

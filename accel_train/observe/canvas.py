@@ -94,7 +94,7 @@ def draw_legend(figure: Figure, entries: Sequence[tuple[Line2D, str]]) -> None:
 def _for_page(svg: str, title: str) -> str:
     """The SVG without what a page has already (declaration, style, fonts, size), its colours as CSS variables."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # nothing refers to a group; the page holds several figures
     width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]

@@ -41,7 +41,6 @@ class Chart:
     """One chart in every form: `svg` for the page, `narrow` for phones if that needs another, `png` for elsewhere."""
 
     name: str
-    size: Size
     svg: str
     narrow: str | None
     png: bytes
@@ -105,7 +104,7 @@ def draw_charts(runs: Sequence[Curves]) -> list[Chart]:
         size = WIDE if kind.across else beside
         drawing = _draw(kind, runs, size)
         narrow = _draw(kind, runs, PHONE, png=False).svg if kind.across else None
-        charts.append(Chart(kind.name, size, drawing.svg, narrow, drawing.png))
+        charts.append(Chart(kind.name, drawing.svg, narrow, drawing.png))
     return charts
 
 

@@ -166,7 +166,7 @@ def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
     """What is worth a look but not a headline: choices, evaluation, memory, environment."""
     memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in (summary.get("peak_memory_bytes") or {}).items()}
     evaluation = {
-        name: f"{value:.6g}" if isinstance(value, float) else value
+        name: f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
         for name, value in (summary.get("eval") or {}).items()
     }
     best = {"best loss": summary.get("best_eval_loss"), "best loss at step": summary.get("best_step")}

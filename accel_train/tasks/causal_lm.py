@@ -100,7 +100,7 @@ class CausalLM:
         scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         facts = data.facts
         if facts.get("eval_bytes"):
-            scores["bits_per_byte"] = loss / math.log(2) * facts["eval_tokens"] / facts["eval_bytes"]
+            scores["bits_per_byte"] = loss / math.log(2) * (facts["eval_tokens"] - 1) / facts["eval_bytes"]
         return scores
 
     def baselines(self, data: TaskData) -> dict[str, float]:
