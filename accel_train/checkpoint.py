@@ -140,7 +140,7 @@ def newest_valid(root: Path) -> tuple[Path | None, list[CheckpointStatus]]:
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
     """
-    broken = []
+    broken: list[CheckpointStatus] = []
     for folder in reversed(checkpoint_folders(root)):
         status = check(folder)
         if status.problem is None:

@@ -114,15 +114,15 @@ def _dispatch(arguments: list[str]) -> int:
         parser.print_help()
         return 0
     if command is not None and command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, n=1)
-        raise UserError(
-            f"unknown command {command!r}; "
-            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}")
-        )
+        near = get_close_matches(command, [*COMMANDS, "train"], n=1)
+        meant = f"did you mean {near[0].replace('train', 'run')}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {command!r}; {meant}")
     settings: list[str] = []
     if command in RECIPE_COMMANDS:
         arguments, settings = split_settings(arguments, RECIPE_COMMANDS[command])
     parsed = parser.parse_args(arguments)
+    if parsed.command != "run" and os.environ.get("RANK", "0") != "0":
+        return 0  # only training takes several processes
     return COMMANDS[parsed.command](parsed, settings)
 
 
@@ -270,8 +270,7 @@ def _doctor(_: argparse.Namespace, __: Sequence[str]) -> int:
     from accel_train.doctor import examine, format_findings
 
     findings = examine()
-    if os.environ.get("RANK", "0") == "0":
-        print(format_findings(findings))
+    print(format_findings(findings))
     return 2 if any(finding.status == "bad" for finding in findings) else 0
 
 

@@ -81,7 +81,10 @@ def finish_run(run: Run) -> dict[str, Any]:
     save_model(run)
     summary = summarise(run)
     run.observer.finish(summary)
-    report = write_report([run.output_dir])
+    try:
+        report: Path | str = write_report([run.output_dir])
+    except OSError as error:  # the weights are saved; a full disk should not make a finished run fail
+        report = f"could not be written ({error}); accel-train report {run.output_dir} tries again"
     _say(run, summary, report)
     run.accelerator.wait_for_everyone()
     return summary
@@ -139,9 +142,15 @@ def environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def _say(run: Run, summary: dict[str, Any], report: Path) -> None:
+def _say(run: Run, summary: dict[str, Any], report: Path | str) -> None:
+    """The end of a run for whoever watched it: a sample, the numbers, and where everything lies."""
     if summary["sample"]:
-        print(f"\n--- a sample, after {summary['sample']['prompt']!r} ---\n{summary['sample']['text']}\n---\n")
+        run.observer.note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
+    run.observer.note("Evaluation on all held-out data, and what it takes without a model:")
     for name, value in {**summary["eval"], **summary["baselines"]}.items():
-        print(f"{name:>24}: {value:,.4f}" if isinstance(value, float) else f"{name:>24}: {value:,}")
-    print(f"{'report':>24}: {report}")
+        run.observer.note(
+            f"  {name.replace('_', ' '):24}{value:>14,.4f}"
+            if isinstance(value, float)
+            else f"  {name.replace('_', ' '):24}{value:>14,}"
+        )
+    run.observer.note(f"weights: {run.output_dir / 'model'}\nreport:  {report}")

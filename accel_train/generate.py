@@ -22,7 +22,9 @@ def generate_from_run(
         raise ValueError(f"{run_folder} {what}; give the output_dir of a finished run")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)

@@ -52,6 +52,4 @@ def judge(result: StepResult, state: TrainState, guard: Guard) -> Verdict:
             "stop",
             f"{said}: {len(state.recent_skips)} in {WINDOW_STEPS} steps, and guard.max_skips_per_1000_steps allows {guard.max_skips_per_1000_steps}",
         )
-    return Verdict(
-        "skip", f"{said} (skip {state.consecutive_skips} in a row, {guard.max_consecutive_skips} allowed)"
-    )
+    return Verdict("skip", f"{said} (skip {state.consecutive_skips} in a row, {guard.max_consecutive_skips} allowed)")

@@ -75,7 +75,7 @@ def read_batches(
 ) -> Iterator[MicroBatch]:
     """Samples by lists of indices, as micro-batches on the device, in the order asked for."""
     if num_workers == 0:
-        batches = (collate(fetch(dataset, indices)) for indices in index_lists)
+        batches: Iterator[dict[str, Any]] = (collate(fetch(dataset, indices)) for indices in index_lists)
     else:
         loader = DataLoader(
             dataset,

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from accel_train.recipe import Recipe
-from accel_train.task import Task
+from accel_train.recipe_file import pretrained_config
+from accel_train.task import Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """CUDA context, kernels and cuBLAS workspaces of one process: 0.5 to 0.7 GiB with recent drivers."""
@@ -34,6 +35,23 @@ class MemoryPart:
     num_bytes: int | None
     kind: Literal["arithmetic", "estimate"]
     how: str
+
+
+def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Module:
+    """The model that a run would build, on the meta device; of a pretrained one only the configuration is loaded.
+
+    Raises:
+        ValueError: the model cannot be built from its configuration.
+    """
+    if recipe.model.pretrained is not None and recipe.task == "causal-lm":
+        fields = pretrained_config(recipe)
+        multiple = recipe.model.pad_vocab_to_multiple_of or 1
+        rows = -(-data.source.vocab_size // multiple) * multiple
+        fields["vocab_size"] = max(fields["vocab_size"], rows)
+        model = recipe.model.model_copy(update={"pretrained": None, "config": fields})
+        recipe = recipe.model_copy(update={"model": model})
+    with torch.device("meta"):
+        return task.build_model(recipe, data)
 
 
 def estimate_memory(
@@ -86,7 +104,7 @@ def simulate_step(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _take_shapes_only(model)
         inputs = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
-        with PeakTracker(_vocabulary_rows(model)) as tracker, _like_cuda() if like_cuda else nullcontext():
+        with PeakTracker(vocabulary_rows(model)) as tracker, _like_cuda() if like_cuda else nullcontext():
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
                 loss = task.loss_sum(model.train(), inputs)
             loss.backward()
@@ -108,15 +126,15 @@ def _take_shapes_only(model: nn.Module) -> None:
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
 
 
-def _vocabulary_rows(model: nn.Module) -> int:
-    """Rows of the largest embedding: what is as wide as this is logits."""
-    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=-1)
+def vocabulary_rows(model: nn.Module) -> int | None:
+    """Rows of the first embedding, which is that of the tokens in the models of transformers; None without one."""
+    return next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
 class PeakTracker(TorchDispatchMode):
     """Adds up the storages that operators make and that are still alive; `peak` holds the worst moment, by kind."""
 
-    def __init__(self, vocabulary_rows: int) -> None:
+    def __init__(self, vocabulary_rows: int | None) -> None:
         super().__init__()
         self.vocabulary_rows = vocabulary_rows
         self.now: Counter[str] = Counter()

@@ -13,16 +13,16 @@ from torch import nn
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.checkpoint import checkpoint_folders
 from accel_train.loading import fetch
-from accel_train.memory_estimate import MemoryPart, estimate_memory
+from accel_train.memory_estimate import MemoryPart, build_without_weights, estimate_memory, vocabulary_rows
 from accel_train.observe.progress import format_seconds
 from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.precision import choose_mixed_precision
 from accel_train.recipe import Precision, Recipe
-from accel_train.recipe_file import check_model_config, pretrained_config, recipe_names, redact, setting_lines
+from accel_train.recipe_file import check_model_config, recipe_names, redact, setting_lines
 from accel_train.schedule import StepPlan, resolve_steps
 from accel_train.state import Choice
-from accel_train.task import Task, TaskData, load_task
+from accel_train.task import TaskData, load_task
 
 ASSUMED_MFU = 0.35
 """Of a GPU's peak: what GPT-like models of 100M parameters and more reach, compiled; small models reach less."""
@@ -151,23 +151,6 @@ def resolve_plan(
     )
 
 
-def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Module:
-    """The model that a run would build, on the meta device; of a pretrained one only the configuration is loaded.
-
-    Raises:
-        ValueError: the model cannot be built from its configuration.
-    """
-    if recipe.model.pretrained is not None and recipe.task == "causal-lm":
-        fields = pretrained_config(recipe)
-        multiple = recipe.model.pad_vocab_to_multiple_of or 1
-        rows = -(-data.source.vocab_size // multiple) * multiple
-        fields["vocab_size"] = max(fields["vocab_size"], rows)
-        model = recipe.model.model_copy(update={"pretrained": None, "config": fields})
-        recipe = recipe.model_copy(update={"model": model})
-    with torch.device("meta"):
-        return task.build_model(recipe, data)
-
-
 def _local_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -202,7 +185,7 @@ def _peak_dtype(section: Precision, mixed_precision: str) -> str:
 
 def _vocabulary(model: nn.Module, data: TaskData) -> tuple[int, int] | None:
     tokens = getattr(data.source, "vocab_size", None)
-    rows = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+    rows = vocabulary_rows(model)
     return None if tokens is None or rows is None else (tokens, rows)
 
 

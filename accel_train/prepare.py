@@ -227,7 +227,7 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
         broadcast_object_list(found)
     if found[1] is not None:
         raise found[1]
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Path | None:
@@ -259,10 +259,10 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Path | None:
 
 def set_aside(run_folder: Path) -> None:
     """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing."""
-    names = ("checkpoints", "metrics.jsonl", "events.jsonl", "summary.json", "model", "report.html", "recipe.yaml")
-    left = [run_folder / name for name in names if (run_folder / name).exists()]
     if not (run_folder / "checkpoints").exists():
         return
+    names = ("checkpoints", "metrics.jsonl", "events.jsonl", "summary.json", "model", "report.html", "recipe.yaml")
+    left = [run_folder / name for name in names if (run_folder / name).exists()] + list(run_folder.glob("report-*.png"))
     number = 1 + sum(1 for entry in run_folder.iterdir() if entry.name.startswith("previous-"))
     target = run_folder / f"previous-{number}"
     target.mkdir(mode=0o700)
@@ -307,12 +307,15 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
 def introduce(run: Run, folder: RunFolder) -> None:
     """Say what was decided, and why; write the resolved recipe; note the start or the resume."""
     write_recipe(run.recipe, folder.path / "recipe.yaml", run.choices)
+    width = max(map(len, run.choices))
     for name, choice in run.choices.items():
-        run.observer.note(f"{name}: {choice}")
+        value = f"{choice.value:g}" if isinstance(choice.value, float) else str(choice.value)
+        run.observer.note(f"{name.ljust(width)}  {value}  ({choice.reason})")
     num_parameters = sum(parameter.numel() for parameter in run.parameters)
-    run.observer.note(
-        f"model: {num_parameters:,} trainable parameters on {run.sizes.world_size} x {run.accelerator.device.type}"
-    )
+    where = f"{run.sizes.world_size} x {run.accelerator.device.type}"
+    run.observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
+    if not folder.lock.value:
+        run.observer.note(f"output_dir is not locked: {folder.lock.reason}")
     _, broken = newest_valid(folder.path / "checkpoints") if run.checkpoint is not None else (None, [])
     for status in broken:
         run.observer.on_event("checkpoint_invalid", status.step, f"{status.path.name} is not used: {status.problem}")

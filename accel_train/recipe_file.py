@@ -119,9 +119,6 @@ class _CoreDumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
 
 for _name, _pattern, _first in _CORE_SCALARS:
     for _class in (_CoreLoader, _CoreDumper):
@@ -429,6 +426,8 @@ def _nearness(name: str, candidates: Iterable[str]) -> dict[str, float]:
         last.set_seq1(other_leaf)
         # quick_ratio is an upper bound, ten times cheaper
         ratios = [m.ratio() for m in (whole, last) if m.quick_ratio() >= LEAST_NEARNESS]
+        if len(leaf) > 3 and other_leaf.startswith(leaf):
+            ratios.append(0.9)  # an abbreviation
         scores[candidate] = max(ratios, default=0.0) + (0.05 if section == other_section else 0.0)
     return scores
 
@@ -761,11 +760,19 @@ def check_model_config(recipe: Recipe) -> None:
         )
     if problems:
         raise ValueError("\n".join(sorted(problems)))
+    unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}  # a run takes the tokenizer's
     try:
-        config = config_class(**fields)
+        config = config_class(**unset | fields)
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model.config {at} is not accepted by {model_type}: {reason}") from error
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    heads_have_own_size = any(name in field for field in known for name in ("head_dim", "d_kv", "kv_channels"))
+    if isinstance(hidden, int) and isinstance(heads, int) and not heads_have_own_size and (heads < 1 or hidden % heads):
+        names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
+        raise ValueError(
+            f"model.config {at}: {names[0]}={hidden} is not divisible by {names[1]}={heads}; change one of them"
+        )
     rotary = getattr(config, "rope_parameters", None) is not None
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and not rotary and recipe.data.sequence_length > positions:

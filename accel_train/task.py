@@ -98,7 +98,7 @@ def load_task(name: str) -> Task:
     missing = [method for method in _PROTOCOL_METHODS if not callable(getattr(task, method, None))]
     if missing:
         raise ValueError(f"task={name!r} lacks {', '.join(missing)}; see accel_train/task.py for what a task provides")
-    return task  # type: ignore[no-any-return]
+    return task
 
 
 _PROTOCOL_METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))

@@ -74,13 +74,13 @@ def command(recipe: Path, *flags: str, processes: int = 1) -> list[str]:
     launcher = (
         [] if processes == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     )
-    return [sys.executable, *launcher, "-m", "shim_main", "run", str(recipe), *flags]
+    return [sys.executable, *launcher, "-m", "accel_train", "run", str(recipe), *flags]
 
 
 def environment(**extra: str) -> dict[str, str]:
     """One thread per process, and the tests' own modules importable."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PYTEST_"))}
-    return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)+":/tmp/shimmod", "HF_HUB_OFFLINE": "1", **extra}
+    return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", **extra}
 
 
 def run(

@@ -49,12 +49,9 @@ def test_the_four_loops_train_the_same_model_and_accel_train_reads_no_tensor(tmp
     assert saved["machine"]["cores"] >= 1
     assert saved["versions"]["torch"] == torch.__version__
     runs = {variant: rounds[0] for variant, rounds in saved["runs"].items()}
-    assert len({run["num_parameters"] for run in runs.values()}) == 1
-    weights = {variant: run["weights_l1"] for variant, run in runs.items()}
-    assert weights["accelerate"] == pytest.approx(weights["raw"], rel=1e-6)
-    assert weights["hf_trainer"] == pytest.approx(weights["raw"], rel=1e-6)
-    # Its warm-up begins one step further on, so not to the last digit.
-    assert weights["accel_train"] == pytest.approx(weights["raw"], rel=1e-3)
+    assert len({figures["num_parameters"] for figures in runs.values()}) == 1
+    for variant, figures in runs.items():  # same start, same batches, same learning rates: the same end
+        assert figures["weights_l1"] == pytest.approx(runs["raw"]["weights_l1"], rel=1e-6), variant
 
 
 def test_overhead_prints_one_row_per_variant_and_judges_accel_train_alone() -> None:
@@ -236,7 +233,7 @@ def test_the_clock_leaves_out_the_warm_up_and_the_median_leaves_out_a_slow_step(
     clock.wall_ns = [0, 90_000, 91_000, 92_000, 93_000, 99_000]
     clock.cpu_ns = [0, 45_000, 45_500, 46_000, 46_500, 49_500]
     summary = clock.summary(warmup_steps=1, num_steps=6)
-    assert summary == {"wall_us": 1.0, "wall_us_mean": 2.25, "cpu_us": 0.5, "cpu_us_mean": 1.125}
+    assert summary == {"wall_us": 1.0, "wall_us_mean": 2.25, "cpu_us": 0.5, "cpu_us_mean": 1.125, "cpu_us_quick": 0.5}
 
 
 def test_bars_are_judged_by_ratio_or_by_microseconds() -> None:

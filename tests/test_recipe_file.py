@@ -494,7 +494,7 @@ def test_a_model_config_that_transformers_would_take_in_silence_is_refused(
 @pytest.mark.parametrize(
     "config",
     [
-        "{model_type: gpt2, n_layer: 2, hidden_size: 8, attn_pdrop: 0.0, tie_word_embeddings: false, vocab_size: 512}",
+        "{model_type: gpt2, n_layer: 2, n_head: 2, hidden_size: 8, attn_pdrop: 0.0, tie_word_embeddings: false, vocab_size: 512}",
         "{model_type: llama, rope_theta: 5e5, max_position_embeddings: 8, num_key_value_heads: 4, dtype: float32}",
         "{model_type: bloom, n_head: 2}",
         "{model_type: mixtral, num_experts: 2}",

@@ -152,7 +152,7 @@ def _documents(sources: Sequence[Source], inputs: Inputs, title: str = "") -> It
 
 def byte_bar(title: str, total_bytes: float, shown: bool) -> "tqdm[Any]":
     """A progress bar of bytes on standard error."""
-    return tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=not shown, leave=False)
+    return tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None if shown else True, leave=False)
 
 
 def _copy_training_tokens(

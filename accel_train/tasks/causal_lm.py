@@ -70,7 +70,7 @@ class CausalLM:
             # transformers renamed it in 5.23
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-        return model  # type: ignore[no-any-return]
+        return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Cross-entropy summed over the labels that are not -100, in fp32.
@@ -185,7 +185,7 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
             f"data.sequence_length={recipe.data.sequence_length} is longer than the {positions} positions of the model; "
             f"lower it to {positions}, or raise n_positions or max_position_embeddings in model.config"
         )
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:

@@ -1,0 +1,245 @@
+"""Every mistake a user can make in a recipe, its data or the flags: one line that names it and the remedy, before a model exists."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from accel_train.cli import main
+
+GOOD: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 32}},
+    "data": {"train": "text.txt", "eval_fraction": 0, "sequence_length": 16, "cache_dir": "cache"},
+    "batch": {"global_batch_size": 4},
+    "schedule": {"max_steps": 2},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+    "log": {"progress": False},
+}
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def setting(name: str, value: Any) -> Edit:
+    """An edit that sets one setting, by its dotted name."""
+
+    def edit(recipe: dict[str, Any]) -> None:
+        *sections, leaf = name.split(".")
+        for section in sections:
+            recipe = recipe.setdefault(section, {})
+        recipe[leaf] = value
+
+    return edit
+
+
+def without(section: str, leaf: str) -> Edit:
+    return lambda recipe: recipe[section].pop(leaf)
+
+
+def both(*edits: Edit) -> Edit:
+    return lambda recipe: [edit(recipe) for edit in edits]
+
+
+# What is wrong, and what the one line must say: the name of the thing, and what to do.
+RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
+    "typo in a section": (setting("optimzer.eps", 1), ("optimzer", "did you mean optimizer?")),
+    "typo in a setting": (setting("optimizer.learning_rat", 1), ("r.yaml:", "did you mean optimizer.learning_rate?")),
+    "setting in the wrong section": (setting("schedule.learning_rate", 1), ("did you mean optimizer.learning_rate?",)),
+    "setting at the top": (setting("learning_rate", 1), ("did you mean optimizer.learning_rate?",)),
+    "wrong type": (setting("schedule.max_steps", "many"), ("schedule.max_steps=many", "a whole number")),
+    "number in quotes": (setting("optimizer.learning_rate", "0.5"), ("optimizer.learning_rate='0.5'", "without quotes")),
+    "true for a number": (setting("batch.global_batch_size", True), ("batch.global_batch_size=true", "a whole number")),
+    "negative learning rate": (setting("optimizer.learning_rate", -1), ("optimizer.learning_rate=-1", "greater than 0")),
+    "learning rate 0": (setting("optimizer.learning_rate", 0), ("optimizer.learning_rate=0", "greater than 0")),
+    "learning rate NaN": (setting("optimizer.learning_rate", float("nan")), ("optimizer.learning_rate=.nan", "greater than 0")),
+    "weight decay infinite": (setting("optimizer.weight_decay", float("inf")), ("optimizer.weight_decay=.inf", "at least 0")),
+    "batch of 0": (setting("batch.per_device_batch_size", 0), ("batch.per_device_batch_size=0", "at least 1")),
+    "batch that does not divide": (setting("batch", {"global_batch_size": 7, "per_device_batch_size": 2}), ("global_batch_size=7", "try 6 or 8")),
+    "batch that contradicts itself": (
+        setting("batch", {"global_batch_size": 8, "per_device_batch_size": 2, "gradient_accumulation_steps": 2}),
+        ("global_batch_size=8", "set global_batch_size to 4"),
+    ),
+    "both lengths": (setting("schedule.num_epochs", 1), ("exactly one of schedule.max_steps and schedule.num_epochs", "r.yaml:")),
+    "no length": (setting("schedule", {"type": "cosine"}), ("exactly one of schedule.max_steps and schedule.num_epochs",)),
+    "both warmups": (setting("schedule", {"max_steps": 9, "warmup_steps": 1, "warmup_ratio": 0.1}), ("warmup_steps and schedule.warmup_ratio", "not both")),
+    "warmup longer than training": (setting("schedule.warmup_steps", 9), ("schedule.warmup_steps=9", "lower warmup_steps")),
+    "warmup longer than the epochs": (setting("schedule", {"num_epochs": 1e-9, "warmup_steps": 9}), ("schedule.warmup_steps=9", "lower warmup_steps")),
+    "both sources of weights": (setting("model.pretrained", "gpt2"), ("exactly one of model.pretrained", "model.config")),
+    "no training data": (without("data", "train"), ("data.train is missing", "add `train: python-stdlib`")),
+    "unknown task": (setting("task", "causal-llm"), ("causal-llm", "did you mean 'causal-lm'?")),
+    "unknown module of a task": (setting("task", "no_such_module:Task"), ("no_such_module:Task", "PYTHONPATH")),
+    "unknown model type": (setting("model.config.model_type", "gpt22"), ("model.config.model_type=gpt22", "did you mean gpt2")),
+    "no model type": (setting("model.config", {"n_layer": 2}), ("model.config needs a model_type",)),
+    "unknown field of the model": (setting("model.config.n_layr", 2), ("model.config.n_layr", "did you mean n_layer?")),
+    "field of the model of the wrong type": (setting("model.config.n_layer", "two"), ("n_layer", "expected int")),
+    "heads that do not divide": (setting("model.config.n_head", 3), ("n_embd=8", "not divisible by n_head=3")),
+    "model that is no language model": (setting("model.config", {"model_type": "vit"}), ("vit", "causal")),
+    "vocabulary smaller than the tokenizer's": (setting("model.config.vocab_size", 100), ("model.config.vocab_size=100", "257")),
+    "missing pretrained model": (both(without("model", "config"), setting("model.pretrained", "./nowhere")), ("model.pretrained", "./nowhere")),
+    "unknown schedule": (setting("schedule.type", "cosin"), ("schedule.type=cosin", "did you mean cosine?")),
+    "unknown precision": (setting("precision.mixed_precision", "fp61"), ("precision.mixed_precision=fp61", "did you mean fp16?")),
+    "unknown tracker": (setting("log.trackers", ["tensorbord"]), ("tensorbord", "tensorboard")),
+    "missing file": (setting("data.train", "txt.txt"), ("data.train", "txt.txt", "text.txt")),
+    "glob without a match": (setting("data.train", "*.nothing"), ("data.train", "*.nothing", "check")),
+    "no file named": (setting("data.train", []), ("data.train", "name a file")),
+    "unknown data set": (setting("data.train", "no-such/data-set"), ("data.train", "no-such/data-set")),
+    "unknown kind of file": (setting("data.train", "text.xyz"), ("text.xyz", ".jsonl")),
+    "missing column": (both(setting("data.train", "rows.jsonl"), setting("data.text_column", "txt")), ("txt", "text_column")),
+    "file that is not UTF-8": (setting("data.train", "latin.txt"), ("latin.txt", "encoding_errors")),
+    "broken line of jsonl": (setting("data.train", "broken.jsonl"), ("broken.jsonl", "line 2")),
+    "corpus without text": (setting("data.train", "empty.txt"), ("empty.txt",)),
+    "samples longer than the corpus": (both(setting("data.sequence_length", 5000), setting("model.config.n_positions", 5000)), ("sequence_length=5000",)),
+    "samples longer than the model's positions": (setting("data.sequence_length", 64), ("data.sequence_length=64", "raise model.config.n_positions")),
+    "bad name of a tokenizer": (setting("tokenizer", "no-such/tokenizer"), ("tokenizer", "no-such/tokenizer")),
+    "run folder is a file": (setting("output_dir", "text.txt"), ("output_dir=text.txt", "give a folder")),
+}  # fmt: skip
+
+TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "key set twice": ("a: 1\noptimizer:\n  eps: 1\n  eps: 2\n", ("r.yaml:4", "optimizer.eps is set twice, on lines 3 and 4", "remove one")),
+    "tab": ("model:\n\tconfig: 1\n", ("r.yaml:2:1", "indent with spaces")),
+    "bracket that is not closed": ("a: [1, 2\nb: 3\n", ("r.yaml:2", "'b: 3'")),
+    "list": ("- a\n- b\n", ("r.yaml", "not a mapping")),
+    "word": ("hello\n", ("r.yaml", "not a mapping")),
+    "empty": ("", ("r.yaml is empty", "output_dir:")),
+    "only comments": ("# nothing\n", ("r.yaml is empty",)),
+    "object of Python": ("a: !!python/object/apply:os.system [ls]\n", ("r.yaml:1", "plain values only")),
+}  # fmt: skip
+
+FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "unknown": (("run", "r.yaml", "--zzz", "1"), ("unknown flag --zzz", "a recipe has task")),
+    "typo": (("run", "r.yaml", "--optimizer.learning_rat", "1"), ("did you mean --optimizer.learning_rate?",)),
+    "abbreviated": (("run", "r.yaml", "--optimizer.learn", "1"), ("unknown flag --optimizer.learn", "--optimizer.learning_rate?")),
+    "without its section": (("run", "r.yaml", "--learning_rate", "1"), ("did you mean --optimizer.learning_rate?",)),
+    "without a value": (("run", "r.yaml", "--seed"), ("--seed needs a value",)),
+    "followed by a flag": (("run", "r.yaml", "--seed", "--optimizer.eps", "1"), ("--seed needs a value",)),
+    "of the wrong type": (("run", "r.yaml", "--seed", "x"), ("seed=x (--seed)", "a whole number")),
+    "NaN": (("run", "r.yaml", "--optimizer.learning_rate", ".nan"), ("optimizer.learning_rate=.nan (--optimizer.learning_rate)",)),
+    "section": (("run", "r.yaml", "--optimizer", "adamw"), ("optimizer=adamw (--optimizer)", "a mapping of name")),
+    "contradiction": (("run", "r.yaml", "--model.pretrained", "x", "--model.config", "{model_type: gpt2}"), ("exactly one of model.pretrained",)),
+    "of the command, mistyped": (("plan", "r.yaml", "--world-siz", "2"), ("did you mean --world-size?",)),
+    "world size of 0": (("plan", "r.yaml", "--world-size", "0"), ("--world-size=0", "at least 1")),
+    "world size that is no number": (("plan", "r.yaml", "--world-size", "two"), ("--world-size", "'two'")),
+    "one argument too many": (("run", "r.yaml", "s.yaml"), ("s.yaml",)),
+    "no recipe": (("run",), ("RECIPE", "accel-train run --help")),
+    "missing recipe": (("run", "s.yaml"), ("s.yaml: no such recipe file", "did you mean r.yaml?")),
+    "folder for a recipe": (("run", "."), (". is a folder", "it holds r.yaml")),
+    "unknown command": (("rnu", "r.yaml"), ("unknown command 'rnu'", "did you mean run?")),
+    "command of another trainer": (("train", "r.yaml"), ("unknown command 'train'", "did you mean run?")),
+    "flag without a command": (("--seed",), ("--seed", "name a command")),
+    "verify without a run": (("verify", "nowhere"), ("nowhere", "output_dir")),
+    "report without a run": (("report", "nowhere"), ("nowhere", "output_dir")),
+    "generate without a run": (("generate", "nowhere"), ("nowhere does not exist", "output_dir")),
+    "generate before the end": (("generate", "."), ("no trained model yet", "finished run")),
+    "generate nothing": (("generate", ".", "--max-new-tokens", "0"), ("max_new_tokens=0", "at least 1")),
+    "negative temperature": (("generate", ".", "--temperature", "-1"), ("temperature=-1", "at least 0")),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a good recipe and data of every kind of badness; building a model in it is a failure."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    Path("r.yaml").write_text(yaml.safe_dump(GOOD))
+    Path("text.txt").write_text("one two three " * 40)
+    Path("text.xyz").write_text("text")
+    Path("empty.txt").write_text("")
+    Path("latin.txt").write_bytes("schön".encode("latin-1") * 20)
+    Path("rows.jsonl").write_text('{"text": "a"}\n' * 9)
+    Path("broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    return tmp_path
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Building a model is noted, by the name of its builder."""
+    from transformers import AutoModelForCausalLM
+
+    built: list[str] = []
+
+    def note(name: str) -> Callable[..., Any]:
+        original = getattr(AutoModelForCausalLM, name)
+
+        def build(*args: Any, **kwargs: Any) -> Any:
+            built.append(name)
+            return original(*args, **kwargs)
+
+        return build
+
+    for name in ("from_config", "from_pretrained"):
+        monkeypatch.setattr(AutoModelForCausalLM, name, note(name))
+    return built
+
+
+def assert_one_line(arguments: list[str], said: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("error:")]
+    assert code == 2, captured.err
+    assert len(lines) == 1, captured.err
+    assert all(text in lines[0] for text in said), lines[0]
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_bad_recipe_is_one_line(name: str, no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    edit, said = RECIPES[name]
+    recipe = copy.deepcopy(GOOD)
+    edit(recipe)
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    assert_one_line(["run", "r.yaml"], said, capsys)
+    assert no_model == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_bad_yaml_is_one_line(name: str, no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = TEXTS[name]
+    Path("r.yaml").write_text(text)
+    assert_one_line(["run", "r.yaml"], said, capsys)
+    assert no_model == []
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_bad_flag_is_one_line(name: str, no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, said = FLAGS[name]
+    assert_one_line(list(arguments), said, capsys)
+    assert no_model == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fp16 is fine on CUDA")
+def test_fp16_without_cuda_is_one_line(no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = ("precision.mixed_precision=fp16", "CUDA", "use auto, bf16 or no")
+    assert_one_line(["run", "r.yaml", "--precision.mixed_precision", "fp16"], said, capsys)
+    assert no_model == []
+
+
+@pytest.mark.parametrize("name", ["missing file", "samples longer than the model's positions", "unknown tracker"])
+def test_plan_refuses_what_run_refuses(name: str, no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    edit, said = RECIPES[name]
+    recipe = copy.deepcopy(GOOD)
+    edit(recipe)
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    assert_one_line(["plan", "r.yaml"], said, capsys)
+    assert no_model == []
+
+
+def test_several_problems_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r.yaml").write_text(yaml.safe_dump({**GOOD, "optimzer": {}, "sed": 1}))
+    assert main(["run", "r.yaml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "error: unknown setting optimzer",
+        "error: unknown setting sed",
+    ]
+
+
+def test_the_good_recipe_is_good(no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "r.yaml"]) == 0
+    assert no_model == ["from_config"]
+    assert "Memory of each process" in capsys.readouterr().out

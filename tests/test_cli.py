@@ -1,0 +1,256 @@
+"""The command line: what each command prints, and what each kind of failure exits with."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from accel_train import __version__
+from accel_train.cli import COMMANDS, main, split_settings
+from accel_train.state import CheckpointError, Preempted, TrainingStopped
+
+ROOT = Path(__file__).resolve().parent.parent
+GOOD: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}},
+    "data": {"train": "text.txt", "eval_fraction": 0, "sequence_length": 16, "cache_dir": "cache"},
+    "batch": {"global_batch_size": 4},
+    "schedule": {"max_steps": 3},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 2},
+    "log": {"every_steps": 1, "progress": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a good recipe and its data, in no launch."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    Path("r.yaml").write_text(yaml.safe_dump(GOOD))
+    Path("text.txt").write_text("one two three " * 40)
+    return tmp_path
+
+
+def failing(error: BaseException) -> Callable[..., int]:
+    def command(*_: Any) -> int:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (TrainingStopped("6 skips in a row"), 3, "error: 6 skips in a row\n"),
+        (CheckpointError("no checkpoint is valid"), 4, "error: no checkpoint is valid\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 4, "error: [Errno 28] No space left on device\n"),
+        (torch.distributed.DistBackendError("peer gone"), 5, "error: peer gone\n"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), 5, "closed by peer"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 6, "error: out of memory: CUDA out of memory.; lower batch."),
+        (torch.AcceleratorError("CUDA error: out of memory"), 6, "set precision.gradient_checkpointing"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 6, "out of memory"),
+        (Preempted("saved at step 7; run again"), 75, "preempted: saved at step 7; run again\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+    ],
+)  # fmt: skip
+def test_each_failure_has_its_exit_code_and_one_line(
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(COMMANDS, "doctor", failing(error))
+    assert main(["doctor"]) == code
+    captured = capsys.readouterr().err
+    assert said in captured
+    assert captured.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("ours"), RuntimeError("ours"), OSError(errno.EPERM, "ours"), KeyError("ours")]
+)
+def test_a_fault_that_nobody_foresaw_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "doctor", failing(error))
+    with pytest.raises(type(error), match="ours"):
+        main(["doctor"])
+
+
+def test_a_value_error_while_training_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    import accel_train.loop
+
+    def break_down(run: Any) -> None:
+        run.resources.close()
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(accel_train.loop, "train_run", break_down)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        main(["run", "r.yaml"])
+
+
+def test_a_value_error_while_preparing_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "r.yaml", "--data.train", "nowhere.txt"]) == 2
+    assert "error: data.train: there is no file or folder 'nowhere.txt'" in capsys.readouterr().err
+
+
+def test_debug_shows_where_a_mistake_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_DEBUG", "1")
+    assert main(["run", "nowhere.yaml"]) == 2
+    captured = capsys.readouterr().err
+    assert "Traceback" in captured
+    assert captured.splitlines()[-1].startswith("error: nowhere.yaml: no such recipe file")
+
+
+@pytest.mark.parametrize("error", [TrainingStopped("s"), CheckpointError("c"), Preempted("p")])
+def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setitem(COMMANDS, "run", failing(error))
+    main(["run", "r.yaml"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_mistake_that_only_another_process_sees_is_still_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("accel_train.cli.WAIT_FOR_RANK_0_SECONDS", 0.0)
+    assert main(["run", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("error: rank 3: nowhere.yaml")
+
+
+def test_what_is_not_training_is_done_by_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_two_processes_say_a_mistake_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "accel_train", "run", "no.yaml"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
+        "error: no.yaml: no such recipe file; did you mean r.yaml?"
+    ]
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: accel-train {command}")
+
+
+def test_the_module_is_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_train", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"accel-train {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, ours, settings",
+    [
+        (["run", "r", "--a.b", "1"], ["run", "r"], ["--a.b", "1"]),
+        (["run", "--a.b", "1", "r"], ["run", "r"], ["--a.b", "1"]),
+        (["run", "--a.b=1", "r"], ["run", "r"], ["--a.b=1"]),
+        (["run", "r", "--a.b", "-1"], ["run", "r"], ["--a.b", "-1"]),
+        (["run", "--gpu", "H200", "r", "--a.b", "1"], ["run", "--gpu", "H200", "r"], ["--a.b", "1"]),
+        (["run", "--gpu=H200", "r"], ["run", "--gpu=H200", "r"], []),
+        (["run", "r", "--a.b", "--help"], ["run", "r", "--help"], ["--a.b"]),
+    ],
+)
+def test_the_recipes_settings_are_told_from_the_commands_own_flags(
+    arguments: list[str], ours: list[str], settings: list[str]
+) -> None:
+    assert split_settings(arguments, ("--gpu",)) == (ours, settings)
+
+
+def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--schedule.max_steps", "4", "r.yaml", "--seed=5"]) == 0
+    assert json.loads(Path("out/summary.json").read_text())["steps"] == 4
+    written = Path("out/recipe.yaml").read_text()
+    assert "max_steps: 4  # --schedule.max_steps" in written
+    assert "seed: 5  # --seed" in written
+    assert "per_device_batch_size: auto  # default" in written
+    capsys.readouterr()
+
+    assert main(["verify", "out"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split() for row in rows[1:3]] == [["step-00000002", "2", "ok"], ["step-00000004", "4", "ok"]]
+    assert rows[3] == "a resume would use step-00000004"
+
+    assert main(["report", "out", "--out", "r.html"]) == 0
+    assert capsys.readouterr().out == "r.html\n"
+    assert Path("r.html").read_text().startswith("<!")
+
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", "out", "--prompt", "one ", "--max-new-tokens", "40", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("one ")
+    assert len(texts[0]) > 16  # goes on past the model's 16 positions
+    assert texts[0] == texts[1] != texts[2]
+
+    damaged = next(Path("out/checkpoints/step-00000004").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    assert main(["verify", "out"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert f"{damaged.name} differs from its digest" in rows[2]
+    assert rows[3] == "a resume would use step-00000002"
+
+    (Path("out/checkpoints/step-00000002") / "manifest.json").unlink()
+    assert main(["verify", "out"]) == 4
+    captured = capsys.readouterr()
+    assert "manifest.json is missing" in captured.out
+    assert captured.err.startswith("error: out has no valid checkpoint")
+
+
+def test_the_recipe_in_the_run_folder_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "r.yaml"]) == 0
+    assert main(["run", "out/recipe.yaml", "--output_dir", "again"]) == 0
+    first, again = (json.loads(Path(run, "summary.json").read_text()) for run in ("out", "again"))
+    assert first["steps"] == again["steps"] == 3
+
+
+def test_padding_rows_of_the_vocabulary_are_never_sampled() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from accel_train.data import byte_tokenizer
+    from accel_train.generate import generate_text
+
+    tokenizer = byte_tokenizer()
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=8, vocab_size=320, bos_token_id=256, eos_token_id=256)
+    )
+    with torch.no_grad():
+        model.transformer.wte.weight.zero_()
+        model.transformer.wte.weight[300] = 100.0  # a padding row that would win every time
+        model.transformer.ln_f.bias.fill_(1.0)
+    model.train()
+    before = torch.random.get_rng_state()
+    text = generate_text(model, tokenizer, "", max_new_tokens=30, temperature=1.0, seed=0)
+    assert text
+    assert model.training
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,159 @@
+"""The doctor says what is wrong with a machine or a launch, and a run refuses a launcher that trains fewer processes than asked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_train.cli import main
+from accel_train.doctor import (
+    Finding,
+    check_environment,
+    check_folder,
+    check_host,
+    check_launcher,
+    check_versions,
+    examine,
+    format_findings,
+)
+
+JOIN_AND_CHECK = """\
+from accelerate import PartialState
+from accel_train.doctor import check_launcher
+
+try:
+    check_launcher(PartialState(cpu=True).num_processes)
+    print("passed")
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+def launch(tmp_path: Path, *launcher: str) -> str:
+    """The output of a real launch of a program that joins and checks, on the CPU."""
+    program = tmp_path / "program.py"
+    program.write_text(JOIN_AND_CHECK)
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WORLD_", "RANK"))}
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, str(program)],
+        env={**keep, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+ACCELERATE = ("accelerate.commands.accelerate_cli", "launch")
+
+
+def test_accelerate_launch_on_the_cpu_that_starts_one_process_of_two_is_refused(tmp_path: Path) -> None:
+    said = launch(tmp_path, *ACCELERATE, "--cpu", "--num_processes", "2")
+    assert said.startswith("refused: `accelerate launch` was asked for 2 processes and started 1")
+    assert "torchrun --nproc_per_node 2 -m accel_train run" in said
+    assert "accelerate launch --multi_gpu --num_processes 2" in said
+
+
+def test_a_configuration_file_that_asks_for_two_processes_and_gets_one_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "cpu.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\nuse_cpu: true\n"
+        "num_machines: 1\nnum_processes: 2\n"
+    )
+    assert "asked for 2 processes and started 1" in launch(tmp_path, *ACCELERATE, "--config_file", str(config))
+
+
+def test_what_the_refusal_recommends_passes(tmp_path: Path) -> None:
+    assert (
+        launch(tmp_path, *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+        == "passed\npassed\n"
+    )
+
+
+def test_one_process_that_was_asked_for_passes(tmp_path: Path) -> None:
+    assert launch(tmp_path, *ACCELERATE, "--cpu", "--num_processes", "1") == "passed\n"
+
+
+def test_a_world_size_that_accelerate_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_launcher(4)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=4, but Accelerate sees 1 process.*torchrun --nproc_per_node 4"):
+        check_launcher(1)
+
+
+def test_no_launcher_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    check_launcher(1)
+
+
+def test_versions_are_held_against_the_ranges() -> None:
+    findings = {
+        f.subject: f
+        for f in check_versions(["torch>=1", "numpy>=99", "no-such-package>=1", "wandb>=1; extra == 'wandb'"])
+    }
+    assert findings["python"].status == "ok"
+    assert findings["torch"].status == "ok"
+    assert (findings["numpy"].status, findings["numpy"].remedy) == ("bad", "pip install 'numpy>=99'")
+    assert (findings["no-such-package"].status, findings["no-such-package"].text) == ("bad", "is missing (>=1)")
+    assert "wandb" not in findings
+
+
+def statuses(variables: dict[str, str]) -> dict[str, str]:
+    return {finding.subject: finding.status for finding in check_environment(variables)}
+
+
+def test_variables_that_change_accelerate_but_not_a_run_are_named_with_the_setting_that_decides() -> None:
+    variables = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    findings = {finding.subject: finding for finding in check_environment(variables)}
+    assert findings["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"].status == "warn"
+    assert "batch.gradient_accumulation_steps decides" in findings["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"].text
+    assert "set precision.mixed_precision in the recipe" in findings["ACCELERATE_MIXED_PRECISION"].remedy
+    # What every `accelerate launch` sets is nothing to warn of.
+    assert statuses({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}) == {"environment": "ok"}
+
+
+def test_a_world_size_without_a_rank_is_bad() -> None:
+    assert statuses({"WORLD_SIZE": "2"})["WORLD_SIZE"] == "bad"
+    assert statuses({"WORLD_SIZE": "2", "RANK": "1"}) == {"environment": "ok"}
+
+
+def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (finding,) = check_folder("cache", tmp_path / "file" / "cache")
+    assert finding.status == "bad"
+    assert "ACCEL_TRAIN_CACHE" in finding.remedy
+    (finding,) = check_folder("cache", tmp_path / "not" / "yet" / "there")
+    assert finding.status in ("ok", "warn")
+    assert not (tmp_path / "not").exists()
+
+
+def test_the_host_has_cores_and_memory() -> None:
+    assert next(iter(check_host())).text.endswith("free")
+
+
+def test_findings_are_lines_with_the_remedy_below() -> None:
+    text = format_findings([Finding("ok", "torch", "2.9"), Finding("bad", "numpy", "1.0 (>=2)", "pip install numpy")])
+    assert text.splitlines() == [
+        "ok    torch         2.9",
+        "bad   numpy         1.0 (>=2)",
+        "                    -> pip install numpy",
+    ]
+
+
+def test_doctor_exits_with_0_unless_something_is_bad(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path))
+    expected = 2 if any(finding.status == "bad" for finding in examine()) else 0
+    assert main(["doctor"]) == expected
+    assert "python" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "file"))
+    assert main(["doctor"]) == 2
+    assert "bad   cache" in capsys.readouterr().out

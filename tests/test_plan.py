@@ -1,0 +1,274 @@
+"""A plan says what a run will be, in the run's own numbers, without weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from accel_train.cli import main
+from accel_train.loading import fetch
+from accel_train.memory_estimate import build_without_weights, estimate_memory, simulate_step
+from accel_train.plan import ASSUMED_MFU, Plan, format_plan, resolve_plan
+from accel_train.recipe_file import load_recipe
+from accel_train.task import load_task
+
+GOOD: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {"config": {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 1024}},
+    "data": {"train": "text.txt", "eval_fraction": 0, "sequence_length": 64, "cache_dir": "cache"},
+    "batch": {"global_batch_size": 16, "per_device_batch_size": 2},
+    "optimizer": {"learning_rate": 1e-3, "lr_scaling": {"rule": "linear", "base_batch_size": 4}},
+    "schedule": {"max_steps": 10, "warmup_ratio": 0.25},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+    "log": {"progress": False},
+}
+GPT2 = "{model_type: gpt2, vocab_size: 50304}"
+LLAMA = "{model_type: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 2, intermediate_size: 128}"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a good recipe and its data, in no launch."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    Path("r.yaml").write_text(yaml.safe_dump(GOOD, sort_keys=False))
+    Path("text.txt").write_text("one two three " * 400)
+    return tmp_path
+
+
+def plan(*flags: str, world_size: int | None = 1, gpu: str | None = None) -> Plan:
+    return resolve_plan(load_recipe("r.yaml", arguments=flags), world_size, gpu)
+
+
+def parts(of: Plan) -> dict[str, int | None]:
+    return {part.name: part.num_bytes for part in of.memory}
+
+
+def test_the_numbers_of_a_run_are_those_of_its_parts() -> None:
+    resolved = plan(world_size=4)
+    assert (resolved.sizes.global_batch_size, resolved.sizes.gradient_accumulation_steps) == (16, 2)
+    assert resolved.learning_rate.value == pytest.approx(1e-3 * 16 / 4)
+    assert (resolved.steps.max_steps, resolved.steps.warmup_steps) == (10, 3)
+    tokens = resolved.data_facts["train_tokens"]
+    assert tokens == 14 * 400 + 1  # bytes, and the separator of the one document
+    assert resolved.num_samples == -(-(tokens - 1) // 64)
+    assert resolved.num_targets == pytest.approx(10 * 16 * 64, rel=0.02)
+
+
+def test_flops_of_gpt2_are_those_of_the_convention() -> None:
+    resolved = plan("--model.config", GPT2, "--data.sequence_length", "1024")
+    assert resolved.num_parameters == 124_475_904  # 124,439,808 with the 50,257 rows of GPT-2, and 47 more of 768
+    # 6 N + 12 L D T with N without position embeddings (nanoGPT's estimate_mfu)
+    expected = 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert resolved.flops_per_target == expected
+    assert resolved.total_flops == expected * resolved.num_targets
+
+
+def test_time_follows_from_the_peak_and_the_assumed_share_of_it() -> None:
+    resolved = plan(world_size=8, gpu="NVIDIA H200")
+    assert resolved.total_flops is not None
+    assert resolved.peak_flops == pytest.approx(989.4e12)
+    assert resolved.train_seconds == pytest.approx(resolved.total_flops / (8 * 989.4e12 * ASSUMED_MFU))
+    assert f"at an assumed MFU of {ASSUMED_MFU:.0%} of 8 x 989.4 TFLOP/s" in format_plan(resolved)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here a peak may be known")
+def test_time_is_unknown_where_the_peak_is() -> None:
+    resolved = plan()
+    assert (resolved.device, resolved.peak_flops, resolved.train_seconds) == ("cpu", None, None)
+    assert "unknown: no peak is known for cpu" in format_plan(resolved)
+
+
+@pytest.mark.parametrize(
+    "gpu, asked, precision",
+    [("H200", "auto", "bf16"), ("Tesla V100-SXM2-16GB", "auto", "fp16"), ("H200", "no", "no"), ("Acme 1", "auto", "bf16"), ("T4", "fp16", "fp16")],
+)  # fmt: skip
+def test_precision_is_that_of_the_planned_gpu(gpu: str, asked: str, precision: str) -> None:
+    assert plan("--precision.mixed_precision", asked, gpu=gpu).precision.value == precision
+
+
+def test_bf16_on_a_gpu_without_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="mixed_precision=bf16 is only emulated, slowly, by V100; use fp16 or auto"):
+        plan("--precision.mixed_precision", "bf16", gpu="V100")
+
+
+def test_an_unknown_gpu_is_said_with_the_nearest() -> None:
+    resolved = plan(gpu="H20O")
+    assert any(
+        "--gpu H20O is not among the GPUs whose peak is known; did you mean H20" in note for note in resolved.notes
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer, moments", [("{name: adamw}", 2), ("{name: sgd}", 1), ("{name: sgd, momentum: 0}", 0)]
+)
+def test_weights_gradients_and_optimizer_are_arithmetic(optimizer: str, moments: int) -> None:
+    resolved = plan("--optimizer", optimizer)
+    weights = 4 * resolved.num_parameters
+    sizes = parts(resolved)
+    assert (sizes["parameters"], sizes["gradients"], sizes["optimizer"]) == (weights, weights, moments * weights)
+    assert resolved.checkpoint_bytes == (1 + moments) * weights
+    assert {part.name: part.kind for part in resolved.memory}["activations"] == "estimate"
+
+
+def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
+    """Bytes beyond parameters and gradients that torch's own profiler saw at the worst moment of a real step."""
+    recipe = load_recipe("r.yaml", arguments=recipe_flags)
+    task = load_task(recipe.task)
+    data = task.load_data(recipe, progress=False)
+    model = task.build_model(recipe, data).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    batch = data.collate(fetch(data.train, [0, 0]))
+    batch.pop("num_targets")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    for _ in range(2):  # the second is profiled: the first makes what stays
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed_precision == "bf16"):
+                loss = task.loss_sum(model, batch)
+            loss.backward()
+        del loss
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = worst = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        worst = max(worst, total)
+    return worst
+
+
+@pytest.mark.parametrize("config", [GPT2.replace("50304", "4096, n_layer: 2, n_embd: 64, n_head: 2"), LLAMA])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_activations_are_what_a_real_step_takes(config: str, mixed_precision: str, checkpointing: str) -> None:
+    flags = ["--model.config", config, "--precision.gradient_checkpointing", checkpointing]
+    flags += ["--precision.mixed_precision", mixed_precision]
+    sizes = parts(plan(*flags))
+    estimated = (sizes["activations"] or 0) + (sizes["logits"] or 0)
+    assert estimated == pytest.approx(peak_by_profiler(flags, mixed_precision), rel=0.03)
+
+
+def test_checkpointing_lowers_the_activations_and_half_precision_too() -> None:
+    plain, checkpointed, half = (
+        parts(plan("--model.config.n_layer", "8", *flags))["activations"] or 0
+        for flags in ((), ("--precision.gradient_checkpointing", "true"), ("--precision.mixed_precision", "bf16"))
+    )
+    assert checkpointed < 0.5 * plain
+    assert half < plain
+
+
+def test_attention_on_a_gpu_keeps_no_scores_and_a_process_has_a_context() -> None:
+    flags = ("--data.sequence_length", "1024", "--precision.mixed_precision", "no")
+    on_cpu, on_gpu = parts(plan(*flags)), parts(plan(*flags, gpu="H200"))
+    scores = 2 * 2 * 2 * 1024 * 1024 * 4  # layers, samples, heads, pairs of positions, bytes
+    assert (on_cpu["activations"] or 0) - (on_gpu["activations"] or 0) > scores
+    assert on_cpu["logits"] == on_gpu["logits"] == 3 * 4 * 2 * 1024 * 320  # themselves, their logarithms, a gradient
+    assert "CUDA context" in on_gpu
+    assert "CUDA context" not in on_cpu
+
+
+def test_a_plan_of_billions_of_parameters_needs_no_memory_for_them() -> None:
+    plan()  # imports, and tokenises
+    before = psutil.Process().memory_info().rss
+    resolved = plan("--model.config", "{model_type: gpt2, n_embd: 8192, n_head: 64, n_layer: 4, n_positions: 64}")
+    assert resolved.num_parameters > 3e9
+    assert psutil.Process().memory_info().rss - before < 300 * 2**20
+
+
+def test_the_planned_checkpoint_is_the_size_of_a_real_one() -> None:
+    resolved = plan("--schedule.max_steps", "1", "--model.config.n_embd", "128")
+    assert main(["run", "r.yaml", "--schedule.max_steps", "1", "--model.config.n_embd", "128"]) == 0
+    written = sum(path.stat().st_size for path in Path("out/checkpoints/step-00000001").iterdir())
+    assert written == pytest.approx(resolved.checkpoint_bytes, rel=0.02)
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert summary["parameters"] == resolved.num_parameters
+    assert "step-00000001: if it is valid" in " ".join(plan().notes)
+
+
+def test_a_pretrained_model_is_planned_from_its_configuration_alone() -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=100, bos_token_id=0, eos_token_id=0).save_pretrained("small")
+    resolved = plan("--model.pretrained", "small", "--tokenizer", "bytes", "--model.pad_vocab_to_multiple_of", "128")
+    assert resolved.vocabulary == (257, 384)  # grown to the tokenizer's, and padded
+    assert "257 tokens in 384 rows, 127 never used" in format_plan(resolved)
+
+
+def test_the_model_has_no_storage() -> None:
+    recipe = load_recipe("r.yaml")
+    task = load_task(recipe.task)
+    model = build_without_weights(recipe, task, task.load_data(recipe, progress=False))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+class ReadsValues:
+    """A task whose loss depends on values."""
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(batch["x"]).sum()
+        return loss * loss.item()
+
+
+def test_a_model_that_needs_values_has_unknown_activations() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    task: Any = ReadsValues()
+    recipe = load_recipe("r.yaml")
+    found = estimate_memory(recipe, task, model, {"x": torch.ones(2, 4)}, mixed_precision="no", device_type="cpu")
+    assert [(part.name, part.num_bytes) for part in found][-1] == ("activations", None)
+    assert "does not run without values" in found[-1].how
+
+
+class Two:
+    """A task whose memory can be counted by hand."""
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(batch["x"]).relu().sum()
+        return loss
+
+
+def test_a_step_counted_by_hand() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(256, 512, bias=False)
+    task: Any = Two()
+    peak = simulate_step(task, model, {"x": torch.ones(1024, 256)})
+    output, weight_gradient = 4 * 1024 * 512, 4 * 512 * 256
+    # Backward of relu holds its output and the gradient it makes; then that gradient, and the weight's before it is added.
+    assert peak["activations"] == pytest.approx(max(2 * output, output + weight_gradient), abs=16)
+
+
+def test_the_world_size_comes_from_the_launcher_or_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert plan(world_size=None).world_size == 2
+    assert plan(world_size=8).world_size == 8
+
+
+def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "r.yaml", "--world-size", "2", "--seed", "3"]) == 0
+    captured = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in captured.out.splitlines()]
+    assert "seed 3 <- --seed" in lines
+    line = 1 + Path("r.yaml").read_text().splitlines().index("  learning_rate: 0.001")
+    assert f"learning_rate 0.001 <- r.yaml:{line}" in lines
+    assert "weight_decay 0.1 <- default" in lines
+    assert any("16 = 2 per device x 4 accumulation x 2 processes" in line for line in lines)
+    assert any("linear: 0.001 x (2 per device x 4 accumulation x 2 processes) / 4 = 0.004" in line for line in lines)
+    assert any(line.startswith("vocabulary 257 tokens in 320 rows, 63 never used") for line in lines)
+    assert "\x1b" not in captured.out
+    assert "text is tokenised once" in captured.err
+    assert not Path("out").exists()
+
+
+def test_colour_is_for_terminals() -> None:
+    assert "\x1b[2m" in format_plan(plan(), colour=True)
+
+
+def test_secrets_stay_out_of_the_plan() -> None:
+    text = format_plan(plan("--options.hub_token", "s3cr3t", "--log.project", "https://me:s3cr3t@host/"))
+    assert "s3cr3t" not in text
