@@ -191,6 +191,8 @@ def _load(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe":
 
 
 def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    # Read when torch is imported. On a busy CPU, OpenMP threads that spin for long made steps ten times slower.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     with users_mistakes():
         recipe = _load(arguments, settings)
         from accel_train.prepare import prepare_run

@@ -52,7 +52,7 @@ def run_steps(run: Run, stop: StopRequest) -> None:
     The host queues work and does not wait for it: it reads what came of a step while the device computes the next one, and
     waits only where something else is due (an evaluation, a checkpoint, the end).
     """
-    recipe, state = run.recipe, run.state
+    recipe, state, scaler = run.recipe, run.state, run.accelerator.scaler
     agreement = Agreement(run.accelerator)
     last: StepOutcome | None = None
     for step, micro_batches in enumerate(batches_from(run, state.step), start=state.step):
@@ -61,12 +61,10 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         # One collective a step, under way while the first forward runs.
         agreement.begin(sum(num_targets for _, num_targets in micro_batches), stop.requested, last)
         loss_sum = forward_backward(run.accelerator, run.module, micro_batches, agreement)
-        grad_norm, skipped, loss_scale = update_unless_nonfinite(
-            run.optimizer, run.parameters, recipe.optimizer.max_grad_norm, run.accelerator.scaler
-        )
+        numbers = update_unless_nonfinite(run.optimizer, run.parameters, recipe.optimizer.max_grad_norm, scaler)
         state.step = step + 1
         previous = agreement.read_last()
-        last = StepOutcome(state.step, agreement.sums, loss_sum, grad_norm, skipped, loss_scale)
+        last = StepOutcome(state.step, agreement.sums, loss_sum, numbers, scaler is not None)
         if previous is not None:
             account(run, previous)
         stopping = previous is not None and previous.stop_requested

@@ -61,7 +61,7 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
     if section.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first handle is made
         torch.use_deterministic_algorithms(True)
-        choices["deterministic"] = Choice(
+        choices["precision.deterministic"] = Choice(
             True, "precision.deterministic: the same bits each time, at some cost in speed"
         )
     if device.type == "cuda":
@@ -69,12 +69,12 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
         why = "as the recipe says" if section.tf32 != "auto" else f"mixed_precision is {mixed_precision}"
-        choices["tf32"] = Choice(tf32, why)
+        choices["precision.tf32"] = Choice(tf32, why)
         benchmark = section.cudnn_benchmark if section.cudnn_benchmark != "auto" else not section.deterministic
         torch.backends.cudnn.benchmark = benchmark
         torch.backends.cudnn.deterministic = section.deterministic
         why = "as the recipe says" if section.cudnn_benchmark != "auto" else f"deterministic is {section.deterministic}"
-        choices["cudnn_benchmark"] = Choice(benchmark, why)
+        choices["precision.cudnn_benchmark"] = Choice(benchmark, why)
     if device.type == "cpu" and keep_freed_memory():
         choices["malloc"] = Choice(
             "keeps freed memory", "handing it back costs thousands of page faults a step on a CPU"

@@ -36,7 +36,7 @@ from accel_train.observe import (
 from accel_train.optim import build_optimizer
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
-from accel_train.recipe_file import check_model_config, write_recipe
+from accel_train.recipe_file import check_model_config, redact, write_recipe
 from accel_train.sampling import DataOrder
 from accel_train.schedule import StepPlan, make_schedule, resolve_steps
 from accel_train.snapshot import identity_changes, read_trainer, restore
@@ -277,7 +277,7 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
     peak = None
     if device.type == "cuda":
         precision = run.choices["precision.mixed_precision"].value
-        dtype = precision if precision != "no" else ("tf32" if run.choices["tf32"].value else "fp32")
+        dtype = precision if precision != "no" else ("tf32" if run.choices["precision.tf32"].value else "fp32")
         per_device = peak_flops(torch.cuda.get_device_name(device), dtype)
         peak = per_device and per_device * run.sizes.world_size
     return RunObserver(
@@ -288,7 +288,7 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
             recipe.log.trackers,
             project=recipe.log.project,
             run_name=run.output_dir.name,
-            config=recipe.model_dump(),
+            config=redact(recipe.model_dump()),
             logging_dir=run.output_dir,
             initial_step=state.step,
         ),

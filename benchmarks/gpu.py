@@ -41,6 +41,7 @@ from benchmarks.gpu_watch import Measured, Phases, StepWatch, synchronizing_line
 
 SHORTEST_JOB_SECONDS = 40.0
 """With less time left than this, the next job is not begun."""
+NO_TIME = "no time left"
 
 
 # --- a child process ---------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def measure(arguments: argparse.Namespace, folder: Path, deadline: float) -> lis
                 rows.append(row)
                 left = deadline - time.monotonic()
                 if left < SHORTEST_JOB_SECONDS:
-                    row["problem"] = "no time left"
+                    row["problem"] = NO_TIME
                     continue
                 place = folder / f"{name}-{variant}-{compiled}"
                 place.mkdir()
@@ -168,6 +169,28 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(HEADERS, cells, text=("model", "compile", "variant", "host sync"))
 
 
+MFU_BARS = {"124M": 0.40, "350M": 0.45}
+TRAINER_BAR, COMPILE_BAR = 1.5, 1.3
+
+
+def bars(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What accel_train is held to, one line each, for the rows that were measured."""
+    rates = {(r["model"], r["compile"], r["variant"]): r["tokens_per_second"] for r in rows if "tokens_per_second" in r}
+    mfu = {r["model"]: r["mfu"] for r in rows if r.get("mfu") and r["compile"] and r["variant"] == "accel_train"}
+    judged = [(f"{name}: MFU of accel_train, compiled", share, MFU_BARS.get(name)) for name, share in mfu.items()]
+    for (name, compiled, variant), rate in rates.items():
+        if not compiled or variant != "accel_train":
+            continue
+        trainer, eager = rates.get((name, True, "hf_trainer")), rates.get((name, False, "accel_train"))
+        if trainer:
+            judged.append((f"{name}: accel_train / hf_trainer, both compiled", rate / trainer, TRAINER_BAR))
+        if eager:
+            judged.append((f"{name}: accel_train compiled / not", rate / eager, COMPILE_BAR))
+    return [
+        f"- {what}: {value:.3f}, bar {bar} {'met' if value >= bar else 'MISSED'}" for what, value, bar in judged if bar
+    ]
+
+
 def report(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], matmul: float | None) -> str:
     facts = provenance()
     if arguments.device == "cpu":
@@ -176,7 +199,8 @@ def report(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mat
         batches = ", ".join(f"{name}: batch {MODELS[name].batch_size}" for name in arguments.models)
         heading = f"## GPT-2 on one {facts['machine']['gpus'][0]}, bf16, T=1024 ({batches})"
     product = f"bf16 matrix product 8192^3: {matmul:.0f} TFLOP/s. " if matmul else ""
-    return "\n".join([heading, "", table(rows), "", product + provenance_line(facts)])
+    judged = [] if arguments.device == "cpu" else [*bars(rows), ""]
+    return "\n".join([heading, "", table(rows), "", *judged, product + provenance_line(facts)])
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -233,6 +257,8 @@ def main() -> None:
         record = {**provenance(), "matmul_tflops": matmul, "table_peak_flops": table_peak, "rows": rows}
         record["phases"] = asdict(arguments.phases)
         save_results(arguments.save, "gpu" if arguments.device == "cuda" else "gpu-check", record, text)
+    if any(row.get("problem", NO_TIME) != NO_TIME for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
