@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from accel_train.model_check import pretrained_config
 from accel_train.recipe import Recipe
-from accel_train.recipe_file import pretrained_config
 from accel_train.task import Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20

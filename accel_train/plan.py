@@ -14,12 +14,14 @@ from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.checkpoint import checkpoint_folders
 from accel_train.loading import fetch
 from accel_train.memory_estimate import MemoryPart, build_without_weights, estimate_memory, vocabulary_rows
+from accel_train.model_check import check_model_config
 from accel_train.observe.progress import format_seconds
 from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.precision import choose_mixed_precision
 from accel_train.recipe import Precision, Recipe
-from accel_train.recipe_file import check_model_config, recipe_names, redact, setting_lines
+from accel_train.recipe_names import recipe_names
+from accel_train.recipe_writing import redact, setting_lines
 from accel_train.schedule import StepPlan, resolve_steps
 from accel_train.state import Choice
 from accel_train.task import TaskData, load_task

@@ -22,6 +22,7 @@ from accel_train.compiling import compile_module
 from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.memory import PeakMemory
+from accel_train.model_check import check_model_config
 from accel_train.observe import (
     Meter,
     NoObserver,
@@ -36,7 +37,7 @@ from accel_train.observe import (
 from accel_train.optim import build_optimizer
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
-from accel_train.recipe_file import check_model_config, redact, write_recipe
+from accel_train.recipe_writing import redact, write_recipe
 from accel_train.sampling import DataOrder
 from accel_train.schedule import StepPlan, make_schedule, resolve_steps
 from accel_train.snapshot import identity_changes, read_trainer, restore

@@ -1,8 +1,8 @@
 """The recipe: one frozen value that says everything about a run.
 
-Sections and leaves are named once, here. YAML is the recipe's file form (`recipe_file.py` reads and writes it), Python
-its code form, with the same names. Where Accelerate or `transformers.TrainingArguments` has a name for a thing, that
-name is used. Each field's docstring is what `accel-train plan` prints.
+Sections and leaves are named once, here. YAML is the recipe's file form (`recipe_file.py` reads it, `recipe_writing.py`
+writes it), Python its code form, with the same names. Where Accelerate or `transformers.TrainingArguments` has a name
+for a thing, that name is used. Each field's docstring is what `accel-train plan` prints.
 """
 
 from collections.abc import Mapping
@@ -277,6 +277,12 @@ class Recipe(Section):
     """Free settings for a task of your own; the package's tasks take none."""
 
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """The same settings; who set them is no part of it, so a recipe equals what was written of it and read again."""
+        return self.model_dump() == other.model_dump() if isinstance(other, Recipe) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it holds mappings (model.config, options), which have no hash either
 
     @classmethod
     def from_yaml(cls, path: str, **overrides: Any) -> "Recipe":

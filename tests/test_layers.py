@@ -28,8 +28,12 @@ LAYERS = (
     ("prepare",),
     ("tasks",),
     ("services",),
-    ("recipe_file",),
     ("schedule", "guard", "batching", "sampling"),
+    ("recipe_file", "model_check"),
+    ("recipe_errors",),
+    ("recipe_writing",),
+    ("recipe_names",),
+    ("recipe_yaml",),
     ("recipe", "state"),
 )
 UPWARD_ON_PURPOSE = {
@@ -38,7 +42,8 @@ UPWARD_ON_PURPOSE = {
 PURE = ("state", "schedule", "guard", "batching", "sampling")
 MAY_KNOW_TRANSFORMERS = {
     "data.tokenizers",  # loads tokenizers
-    "recipe_file",  # checks model.config against transformers' configurations
+    "model_check",  # checks model.config against transformers' configurations
+    "generate",  # loads a finished run's model
     "hf",  # the Trainer face is about transformers' TrainingArguments
 }
 RUNS_CODE_FROM_DATA = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.package"}

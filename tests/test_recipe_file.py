@@ -9,18 +9,12 @@ from typing import Any
 
 import pytest
 
+from accel_train.model_check import check_model_config
 from accel_train.recipe import Origin, Recipe
-from accel_train.recipe_file import (
-    check_model_config,
-    format_recipe,
-    is_secret,
-    load_recipe,
-    nearest_names,
-    parse_yaml,
-    recipe_names,
-    redact,
-    write_recipe,
-)
+from accel_train.recipe_file import load_recipe
+from accel_train.recipe_names import nearest_names, recipe_names
+from accel_train.recipe_writing import format_recipe, is_secret, redact, write_recipe
+from accel_train.recipe_yaml import parse_yaml
 from accel_train.state import Choice
 
 RECIPE = """\
@@ -349,10 +343,21 @@ def test_what_is_written_loads_as_the_same_recipe(recipe_file: Path, tmp_path: P
     out = tmp_path / "out.yaml"
     write_recipe(recipe, out)
     again = load_recipe(out)
-    assert again.model_dump() == recipe.model_dump()
+    assert again == recipe
     write_recipe(again, out)
-    assert load_recipe(out).model_dump() == recipe.model_dump()
+    assert load_recipe(out) == recipe
     assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+def test_recipes_are_equal_by_their_settings_whoever_set_them(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    by_flag = load_recipe(recipe_file, arguments=["--optimizer.learning_rate", "1e-4", "--seed", "0"])
+    assert by_flag.origin("seed") != recipe.origin("seed")
+    assert by_flag == recipe
+    assert load_recipe(recipe_file, arguments=["--seed", "1"]) != recipe
+    assert recipe != recipe.model_dump()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(recipe)
 
 
 def test_a_written_recipe_says_who_set_each_value_and_what_auto_chose(recipe_file: Path) -> None:

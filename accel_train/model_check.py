@@ -1,0 +1,84 @@
+"""Whether transformers knows every field of `model.config`, and what the configuration of a pretrained model is."""
+
+from difflib import get_close_matches
+from typing import Any
+
+from accel_train.recipe import Recipe
+from accel_train.recipe_writing import show, who_set
+
+
+def check_model_config(recipe: Recipe) -> None:
+    """Refuse a `model.config` that transformers would take in silence, or only refuse once the model is built.
+
+    Raises:
+        ValueError: an unknown model_type or field, a value of the wrong type, or too few positions for the samples.
+    """
+    if recipe.model.config is None:
+        return
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    fields = dict(recipe.model.config)
+    model_type = fields.pop("model_type")
+    at = f"({who_set(recipe, 'model.config')})"
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        near = get_close_matches(str(model_type), CONFIG_MAPPING, n=3)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "gpt2 and llama are two"
+        raise ValueError(f"model.config.model_type={show(model_type)} {at} is no model type of transformers; {remedy}")
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    known = {*default.to_dict(), *config_class.attribute_map} - {"model_type", "transformers_version"}
+    if "rope_parameters" in known:
+        known |= {"rope_theta", "rope_scaling"}  # what transformers 4 called them, and 5 still reads
+    problems = []
+    for field in fields.keys() - known:
+        near = get_close_matches(field, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
+        where = recipe.origin(f"model.config.{field}")
+        problems.append(
+            f"model.config.{field} ({where}): {model_type} has no such field, and would ignore it; {remedy}"
+        )
+    if problems:
+        raise ValueError("\n".join(sorted(problems)))
+    unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}  # a run takes the tokenizer's
+    try:
+        config = config_class(**unset | fields)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.config {at} is not accepted by {model_type}: {reason}") from error
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    heads_have_own_size = any(name in field for field in known for name in ("head_dim", "d_kv", "kv_channels"))
+    if isinstance(hidden, int) and isinstance(heads, int) and not heads_have_own_size and (heads < 1 or hidden % heads):
+        names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
+        raise ValueError(
+            f"model.config {at}: {names[0]}={hidden} is not divisible by {names[1]}={heads}; change one of them"
+        )
+    rotary = getattr(config, "rope_parameters", None) is not None
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and not rotary and recipe.data.sequence_length > positions:
+        field = config_class.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        raise ValueError(
+            f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer than "
+            f"the {positions} positions of {model_type}; raise model.config.{field}, or lower data.sequence_length"
+        )
+
+
+def pretrained_config(recipe: Recipe) -> dict[str, Any]:
+    """The configuration of `model.pretrained` as a `model.config`; no weights are loaded.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    name = recipe.model.pretrained
+    assert name is not None, "the recipe names a pretrained model"
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
+        ) from error
+    fields: dict[str, Any] = config.to_dict()
+    return fields

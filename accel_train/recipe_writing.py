@@ -1,0 +1,136 @@
+"""A recipe as YAML that can be run again: each value with who set it, and no secrets."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from accel_train.recipe import Recipe, Section
+from accel_train.recipe_names import recipe_names, value_of
+from accel_train.recipe_yaml import one_line
+from accel_train.state import Choice
+
+
+def format_recipe(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> str:
+    """The recipe as YAML that can be run again as it is; each line ends with who set its value, and what auto chose.
+
+    `choices` are by dotted name. What is `auto` stays so: elsewhere it may choose otherwise. Secrets are redacted.
+    """
+    lines = ["# A resolved recipe: `accel-train run` trains it again as it is. Behind each value: who set it."]
+    for depth, field, value, who in setting_lines(recipe, choices):
+        lines.append("  " * depth + f"{field}: {value}".rstrip() + (f"  # {who}" if who else ""))
+    return "\n".join(lines) + "\n"
+
+
+def write_recipe(recipe: Recipe, path: Path, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> None:
+    """Write `format_recipe` to a file, whole or not at all, readable by its owner alone.
+
+    Raises:
+        ValueError: the recipe holds an object of Python that YAML has no form for.
+    """
+    text = format_recipe(recipe, choices)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.touch(mode=0o600)  # as all of a run folder: for its owner alone
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def who_set(recipe: Recipe, name: str) -> str:
+    """Who set a setting, by its dotted name; what a recipe built in Python differs from the defaults in, Python set."""
+    origin, info = recipe.origin(name), recipe_names()[name]
+    is_default = isinstance(info, FieldInfo) and info.default == value_of(recipe, name)
+    return "python" if origin.kind == "default" and not is_default else str(origin)
+
+
+class SettingLine(NamedTuple):
+    """One line of a recipe for people: texts; a section has no value."""
+
+    depth: int
+    field: str
+    value: str
+    who: str
+
+
+def setting_lines(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> Iterator[SettingLine]:
+    """Every section and setting of a recipe in the order of the schema, with who set it, secrets redacted."""
+    yield from _setting_lines(recipe, recipe, "", choices)
+
+
+def _setting_lines(
+    recipe: Recipe, section: Section, prefix: str, choices: Mapping[str, Choice[Any]]
+) -> Iterator[SettingLine]:
+    depth = prefix.count(".")
+    for field in type(section).model_fields:
+        name, value = prefix + field, getattr(section, field)
+        if isinstance(value, Section):
+            yield SettingLine(depth, field, "", _comment(choices[name]) if name in choices else "")
+            yield from _setting_lines(recipe, value, f"{name}.", choices)
+            continue
+        who = who_set(recipe, name)
+        if name in choices and choices[name].value != value:
+            who += f"; {'auto chose' if value == 'auto' else 'becomes'} {choices[name]}"
+        if not (isinstance(value, Mapping) and value):
+            yield _setting_line(depth, field, value, who)
+            continue
+        yield SettingLine(depth, field, "", _comment(who))
+        for key, item in value.items():
+            origin = recipe.origin(f"{name}.{key}")
+            yield _setting_line(depth + 1, key, item, who if origin.kind == "default" else str(origin))
+
+
+def _setting_line(depth: int, key: Any, value: Any, who: str) -> SettingLine:
+    shown = redact(value, str(key))
+    who += "; redacted" if shown != value else ""
+    return SettingLine(depth, one_line(key), one_line(shown), _comment(who))
+
+
+def _comment(text: object) -> str:
+    return "".join(c if c.isprintable() else " " for c in redact(str(text)))
+
+
+def show(value: Any) -> str:
+    """A value for a message: on one line, without secrets, cut to 80 characters."""
+    text = one_line(redact(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_SECRET_WORDS = re.compile(
+    r"secret|passw(or)?d|passphrase|credential|api_?key|access_?key|private_?key|(^|_)auth$|_key$"
+)
+_TOKEN = re.compile(r"(^|_)token$")
+_MODEL_TOKEN = re.compile(
+    r"^(bos|eos|pad|unk|cls|sep|mask|image|video|audio|boi|eoi|boa|eoa|start|end|stop|decoder_start)_token$"
+)
+_SECRETS_IN_TEXT = (
+    re.compile(r"(?<=://)[^\s/@]+(?=@)"),  # user:password, or a token, in front of a host
+    re.compile(r"(?i)(?<=[?&])((?:[\w-]*(?:token|secret|password|key|signature|sig))=)[^&#\s]+"),
+    re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,})"),
+)
+REDACTED = "REDACTED"
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """The value without its secrets: what stands under a name like `hub_token` or `WANDB_API_KEY`, and passwords in URLs.
+
+    `pad_token`, `num_tokens` and `tokenizer` are no secrets. Works through mappings and lists.
+    """
+    if is_secret(name) and value not in (None, "", REDACTED) and not isinstance(value, bool):
+        return REDACTED
+    if isinstance(value, Mapping):
+        return {key: redact(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(redact(item) for item in value)
+    if isinstance(value, str):
+        for pattern in _SECRETS_IN_TEXT:
+            value = pattern.sub(lambda found: (found.group(1) if found.lastindex else "") + REDACTED, value)
+    return value
+
+
+def is_secret(name: str) -> bool:
+    """Whether what is kept under this name is a secret: `HF_TOKEN`, `apiKey`, `db-password`; not `pad_token_id`."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2]).replace("-", "_").lower()
+    return bool(_SECRET_WORDS.search(snake) or (_TOKEN.search(snake) and not _MODEL_TOKEN.search(snake)))
