@@ -61,10 +61,12 @@ def run_steps(run: Run, stop: StopRequest) -> None:
         # One collective a step, under way while the first forward runs.
         agreement.begin(sum(num_targets for _, num_targets in micro_batches), stop.requested, last)
         loss_sum = forward_backward(run.accelerator, run.module, micro_batches, agreement)
-        numbers = update_unless_nonfinite(run.optimizer, run.parameters, recipe.optimizer.max_grad_norm, scaler)
+        grad_norm, skipped, loss_scale = update_unless_nonfinite(
+            run.optimizer, run.parameters, recipe.optimizer.max_grad_norm, scaler
+        )
         state.step = step + 1
         previous = agreement.read_last()
-        last = StepOutcome(state.step, agreement.sums, loss_sum, numbers, scaler is not None)
+        last = agreement.outcome(state.step, loss_sum, grad_norm, skipped, loss_scale)
         if previous is not None:
             account(run, previous)
         stopping = previous is not None and previous.stop_requested

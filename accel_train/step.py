@@ -41,15 +41,13 @@ class TrainingModule(nn.Module):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step left on the device, not yet read by the host."""
+    """What a step left behind, not yet read by the host."""
 
     step: int
-    agreed: Tensor
-    """[targets, stop requests, ...] of this step over all processes."""
-    loss_sum: Tensor
-    """This process's share; the sum over processes travels with the next step's agreement."""
     numbers: Tensor
-    """What `update_unless_nonfinite` returns: [gradient norm, 1 where skipped, loss scale], the same on all processes."""
+    """On the device: [loss sum of this process, gradient norm, 1 where skipped, loss scale]; all but the first are shared."""
+    counts: Tensor | tuple[int, bool]
+    """[targets, stop requests, ...] over all processes: on the device, or known to the host where it is alone."""
     has_loss_scale: bool
 
 
@@ -57,7 +55,8 @@ class Agreement:
     """The one collective of a step: every process sends a packed vector, every process gets the sum.
 
     It carries the targets of the step that begins, requests to stop, and the loss of the step before. So it needs no second
-    round trip, runs while the first forward does, and lets the host read a step's outcome while the next one computes.
+    round trip, runs while the first forward does, and lets the host read a step's outcome while the next one computes. A
+    process that is alone agrees with itself, and sends nothing.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -65,69 +64,78 @@ class Agreement:
         self.device = accelerator.device
         # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self._last: StepOutcome | None = None
-        self._num_targets = 0
-        self.sums = torch.zeros(3, dtype=self.dtype, device=self.device)
-        """Over all processes, on the device: [targets, stop requests, loss sum of the last step]; complete after `wait`."""
+        self._here: tuple[int, bool] = (0, False)
+        self._sums: Tensor | None = None
         self._work: Any = None
-        self._unread: tuple[StepOutcome, tuple[Tensor, ...], Any] | None = None
+        self._last: StepOutcome | None = None
+        self._unread: tuple[StepOutcome, Tensor, Any] | None = None
 
     def begin(self, num_targets: int, stop_requested: bool, last: StepOutcome | None) -> None:
         """Send this process's share: targets of this step, wish to stop, loss sum of the last step."""
+        self._here, self._last = (num_targets, stop_requested), last
+        if self.world_size == 1:
+            return
         packed = torch.tensor([num_targets, stop_requested, 0.0], dtype=self.dtype)
         if self.device.type == "cuda":
             packed = packed.pin_memory()
-        packed = packed.to(self.device, non_blocking=True)
+        self._sums = packed.to(self.device, non_blocking=True)
         if last is not None:
-            packed[2] = last.loss_sum
-        self.sums, self._last, self._num_targets = packed, last, num_targets
-        if self.world_size > 1:
-            self._work = dist.all_reduce(packed, async_op=True)
-
-    def wait(self) -> Tensor:
-        """The sums, once they are there; further work on the device waits for them, the host does not."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._last is not None:
-            self._queue_copy(self._last)
-            self._last = None
-        return self.sums
+            self._sums[2] = last.numbers[0]
+        self._work = dist.all_reduce(self._sums, async_op=True)
 
     def share_of_a_target(self) -> Tensor:
         """1 / targets of the global batch, 0-dim fp32: what each target's loss weighs in the gradient.
 
         Times the world size, because DDP averages gradients over processes and we want their sum.
         """
-        sums = self.wait()
-        if self.world_size == 1:  # the host knows the count already
-            return torch.full((), 1 / max(self._num_targets, 1), device=self.device)
-        return (self.world_size / sums[0].clamp(min=1)).float()
+        self._receive()
+        if self._sums is None:
+            return torch.full((), 1 / max(self._here[0], 1), device=self.device)
+        return (self.world_size / self._sums[0].clamp(min=1)).float()
 
-    def _queue_copy(self, last: StepOutcome) -> None:
-        # Queued ahead of this step's backward, so that it has arrived when the host, a step's worth of launches later, reads it.
-        parts = (self.sums[2:], last.agreed[:2], last.numbers)
-        if self.device.type != "cuda":
-            self._unread = (last, parts, None)
+    def _receive(self) -> None:
+        """Let further work on the device wait for the sums (the host does not), and send the last step's outcome on its way."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        last, self._last = self._last, None
+        if last is None:
             return
-        packed = torch.cat([part.to(self.dtype) for part in parts])
-        host = torch.empty(packed.shape, dtype=self.dtype, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
+        # Queued ahead of this step's backward, so that it has arrived when the host, a step's worth of launches later, reads it.
+        numbers = last.numbers
+        if isinstance(last.counts, Tensor):
+            assert self._sums is not None, "counts come from a collective"
+            numbers = torch.cat((numbers.to(self.dtype), last.counts[:2], self._sums[2:]))
+        if self.device.type != "cuda":
+            self._unread = (last, numbers.cpu(), None)
+            return
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._unread = (last, (host,), event)
+        self._unread = (last, host, event)
+
+    def outcome(
+        self, step: int, loss_sum: Tensor, grad_norm: Tensor, skipped: Tensor, loss_scale: Tensor | None
+    ) -> StepOutcome:
+        """What the step that began with `begin` left behind, to be given to the next `begin`."""
+        scale = skipped if loss_scale is None else loss_scale
+        counts = self._here if self._sums is None else self._sums
+        return StepOutcome(step, torch.stack((loss_sum, grad_norm, skipped, scale)), counts, loss_scale is not None)
 
     def read_last(self) -> StepResult | None:
         """The outcome of the step before the one that runs: its device work is over, so this is no wait in the steady state."""
         if self._unread is None:
             return None
-        last, parts, event = self._unread
+        last, host, event = self._unread
         self._unread = None
         if event is not None:
             event.synchronize()
-        loss_sum, num_targets, stop, grad_norm, skipped, scale = [
-            x for part in parts for x in part.cpu().numpy().tolist()
-        ]
+        loss_sum, grad_norm, skipped, scale, *agreed = host.numpy().tolist()
+        if isinstance(last.counts, Tensor):
+            num_targets, stop, loss_sum = agreed
+        else:
+            num_targets, stop = last.counts
         return StepResult(
             step=last.step,
             loss=loss_sum / max(num_targets, 1),
@@ -135,16 +143,17 @@ class Agreement:
             num_targets=int(num_targets),
             skipped=skipped != 0,
             loss_scale=scale if last.has_loss_scale else None,
-            stop_requested=stop != 0,
+            stop_requested=bool(stop),
         )
 
     def settle(self, stop_requested: bool, last: StepOutcome) -> StepResult:
         """The outcome of the last step now, at the price of a wait: before a checkpoint, an evaluation, and the end."""
         self.begin(0, stop_requested, last)
-        stop_now = self.wait()[1]
+        self._receive()
         result = self.read_last()
         assert result is not None, "a last step was given"
-        return replace(result, stop_requested=result.stop_requested or bool(stop_now.item()))
+        asked_now = stop_requested if self._sums is None else bool(self._sums[1].item())
+        return replace(result, stop_requested=result.stop_requested or asked_now)
 
 
 def forward_backward(
@@ -176,11 +185,11 @@ def update_unless_nonfinite(
     parameters: Sequence[nn.Parameter],
     max_grad_norm: float,
     scaler: FlooredGradScaler | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Clip the gradients and step, or leave weights, moments and step counters untouched to the bit.
 
-    Returns [gradient norm before clipping, 1.0 where the step was skipped, loss scale of its gradients], on the device. The
-    fused kernels of torch take `found_inf` (1.0: do nothing) and `grad_scale` (divide gradients by it, which is the clip
+    Returns the gradient norm before clipping, 1.0 where the step was skipped, and the loss scale of its gradients, 0-dim on
+    the device. The fused kernels of torch take `found_inf` (1.0: do nothing) and `grad_scale` (divide gradients by it, which is the clip
     without another pass over them); both are how `torch.amp.GradScaler` talks to an optimizer.
     """
     scale = None
@@ -206,7 +215,7 @@ def update_unless_nonfinite(
     elif not skipped.item():  # one host sync a step: this device has no fused kernel that could decide by itself
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return torch.stack((grad_norm, skipped, skipped if scale is None else scale))
+    return grad_norm, skipped, scale
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

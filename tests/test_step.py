@@ -14,7 +14,6 @@ from accel_train.recipe import Optimizer
 from accel_train.step import (
     Agreement,
     MicroBatch,
-    StepOutcome,
     TrainingModule,
     forward_backward,
     seed_step,
@@ -232,17 +231,17 @@ def test_loss_scale_does_not_change_the_update(accelerator: Accelerator) -> None
 def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -> None:
     agreement = Agreement(accelerator)
     agreement.begin(10, False, None)
-    agreement.wait()
+    agreement.share_of_a_target()
     assert agreement.read_last() is None
-    first = StepOutcome(1, agreement.sums, torch.tensor(25.0), torch.tensor([3.0, 0.0, 2.0]), True)
+    first = agreement.outcome(1, torch.tensor(25.0), torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0))
     agreement.begin(7, True, first)
-    agreement.wait()
+    assert agreement.share_of_a_target().item() == pytest.approx(1 / 7)
     result = agreement.read_last()
     assert result is not None
     assert (result.step, result.loss, result.num_targets) == (1, 2.5, 10)
     assert (result.grad_norm, result.skipped, result.loss_scale, result.stop_requested) == (3.0, False, 2.0, False)
-    second = StepOutcome(2, agreement.sums, torch.tensor(math.nan), torch.tensor([math.inf, 1.0, 1.0]), False)
-    settled = agreement.settle(False, second)
+    nan, inf, one = torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1.0)
+    settled = agreement.settle(False, agreement.outcome(2, nan, inf, one, None))
     assert math.isnan(settled.loss)
     assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
 
