@@ -4,8 +4,7 @@ What a user can have wrong is found here, in the order of what it costs to find 
 a model is built.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
-from accel_train.checkpoint import check, newest_valid, remove_leftovers
 from accel_train.compiling import compile_module
 from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
@@ -38,10 +35,11 @@ from accel_train.optim import build_optimizer
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
 from accel_train.recipe_writing import redact, write_recipe
+from accel_train.resume import Found, agree_on_checkpoint, run_identity
 from accel_train.sampling import DataOrder
 from accel_train.schedule import StepPlan, make_schedule, resolve_steps
-from accel_train.snapshot import identity_changes, read_trainer, restore
-from accel_train.state import CheckpointError, Choice, TrainState
+from accel_train.snapshot import restore
+from accel_train.state import Choice, TrainState
 from accel_train.step import TrainingModule
 from accel_train.task import Task, TaskData, load_task
 
@@ -75,7 +73,7 @@ class Run:
     memory: PeakMemory
     resources: ExitStack
     """What is let go at the end, however it comes: folder, trackers, progress bar."""
-    checkpoint: Path | None
+    found: Found
     """What this sitting goes on from."""
     last_scores: dict[str, Any] = field(default_factory=dict)
     """Of the newest evaluation."""
@@ -143,7 +141,7 @@ def _build(
     workers = choose_num_workers(recipe.data.num_workers, data, accelerator.num_processes)
     pin = choose_pin_memory(recipe.data.pin_memory, device)
     identity = run_identity(recipe, data, sizes, steps)
-    checkpoint = agree_on_checkpoint(recipe, accelerator, identity)
+    found = agree_on_checkpoint(recipe, accelerator, identity)
 
     torch.manual_seed(recipe.seed)  # the same first weights on every process
     inner = TrainingModule(task.build_model(recipe, data), task)
@@ -163,7 +161,7 @@ def _build(
     optimizer = build_optimizer(inner.model.to(device), recipe.optimizer, device)
     module, prepared = accelerator.prepare(inner, optimizer)
     optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
-    state = restore(checkpoint, inner.model, optimizer, accelerator) if checkpoint is not None else TrainState()
+    state = restore(found.path, inner.model, optimizer, accelerator) if found.path is not None else TrainState()
     multiplier = make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)
     return Run(
         recipe=recipe,
@@ -187,100 +185,15 @@ def _build(
         observer=NoObserver(),
         memory=PeakMemory(device),
         resources=ExitStack(),
-        checkpoint=checkpoint,
+        found=found,
     )
-
-
-def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
-    """What makes two sittings the same run: a checkpoint goes on only where these are equal. Plain JSON values."""
-    identity = {
-        "task": recipe.task,
-        "seed": recipe.seed,
-        "model": recipe.model.model_dump(exclude={"attn_implementation", "trust_remote_code"}),
-        "data.fingerprint": data.fingerprint,
-        "data.sequence_length": recipe.data.sequence_length,
-        "data.mask_documents": recipe.data.mask_documents,
-        "data.shuffle": recipe.data.shuffle,
-        "batch.global_batch_size": sizes.global_batch_size,
-        "optimizer.name": recipe.optimizer.name,
-        "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),
-        "schedule.max_steps": steps.max_steps,
-        "schedule.warmup_steps": steps.warmup_steps,
-    }
-    normal: dict[str, Any] = json.loads(json.dumps(identity))
-    return normal
-
-
-def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any]) -> Path | None:
-    """The checkpoint to go on from, found and proved by the main process and told to the others; None: from the start.
-
-    Raises:
-        ValueError: the checkpoint is of another run.
-        CheckpointError: no checkpoint is valid.
-    """
-    found: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            found[0] = find_checkpoint(recipe, identity)
-        except (ValueError, CheckpointError) as error:
-            found[1] = error
-    if accelerator.num_processes > 1:
-        broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
-
-
-def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Path | None:
-    """The newest valid checkpoint of this very run, or the one the recipe names; `never` sets an old run's aside."""
-    root = Path(recipe.output_dir) / "checkpoints"
-    remove_leftovers(root)
-    if recipe.checkpoint.resume == "never":
-        set_aside(Path(recipe.output_dir))
-        return None
-    if recipe.checkpoint.resume == "auto":
-        path, _ = newest_valid(root)
-        if path is None:
-            return None
-    else:
-        path = Path(recipe.checkpoint.resume)
-        status = check(path)
-        if status.problem is not None:
-            raise CheckpointError(
-                f"checkpoint.resume={path}: {status.problem}; `accel-train verify RUN` lists what is valid"
-            )
-    changes = identity_changes(read_trainer(path)["identity"], identity)
-    if changes and not recipe.checkpoint.accept_changes:
-        raise ValueError(
-            f"{path} is of another run: {'; '.join(changes)}. Give another output_dir, or --checkpoint.resume never to "
-            "start anew, or --checkpoint.accept_changes true to go on all the same"
-        )
-    return path
-
-
-def set_aside(run_folder: Path) -> None:
-    """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing."""
-    if not (run_folder / "checkpoints").exists():
-        return
-    names = ("checkpoints", "metrics.jsonl", "events.jsonl", "summary.json", "model", "report.html", "recipe.yaml")
-    left = [run_folder / name for name in names if (run_folder / name).exists()] + list(run_folder.glob("report-*.png"))
-    number = 1 + sum(1 for entry in run_folder.iterdir() if entry.name.startswith("previous-"))
-    target = run_folder / f"previous-{number}"
-    target.mkdir(mode=0o700)
-    for path in left:
-        path.rename(target / path.name)
 
 
 def open_observer(run: Run, folder: RunFolder) -> RunObserver:
     """Ledger, progress bar and trackers of the main process, behind one observer."""
-    recipe, state, device = run.recipe, run.state, run.accelerator.device
+    recipe, state = run.recipe, run.state
     folder.rewind(state.step)
-    peak = None
-    if device.type == "cuda":
-        precision = run.choices["precision.mixed_precision"].value
-        dtype = precision if precision != "no" else ("tf32" if run.choices["precision.tf32"].value else "fp32")
-        per_device = peak_flops(torch.cuda.get_device_name(device), dtype)
-        peak = per_device and per_device * run.sizes.world_size
+    peak = device_peak(run)
     return RunObserver(
         folder,
         Progress(recipe.log.progress, total_steps=run.max_steps, initial_step=state.step),
@@ -295,7 +208,7 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
         ),
         Meter(
             flops_per_token=run.task.flops_per_target(recipe, run.inner.model),
-            peak_flops=peak,
+            peak_flops=peak and peak * run.sizes.world_size,
             train_seconds=state.train_seconds,
         ),
         log_every_steps=recipe.log.every_steps,
@@ -303,6 +216,20 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
         samples_per_step=run.sizes.global_batch_size,
         num_samples_per_epoch=run.order.num_samples,
     )
+
+
+def device_peak(run: Run) -> float | None:
+    """FLOP/s of one device in this run's precision; where it is not known the choices say that there is no MFU, and why."""
+    device = run.accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    precision = run.choices["precision.mixed_precision"].value
+    is_tf32 = "precision.tf32" in run.choices and run.choices["precision.tf32"].value
+    peak = peak_flops(name, precision if precision != "no" else "tf32" if is_tf32 else "fp32")
+    if peak is None:
+        run.choices["mfu"] = Choice("not reported", f"the peak of {name} is not known")
+    else:
+        run.choices["mfu"] = Choice("reported", f"of {peak / 1e12:g} TFLOP/s, the dense peak of {name}")
+    return peak
 
 
 def introduce(run: Run, folder: RunFolder) -> None:
@@ -317,14 +244,13 @@ def introduce(run: Run, folder: RunFolder) -> None:
     run.observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
     if not folder.lock.value:
         run.observer.note(f"output_dir is not locked: {folder.lock.reason}")
-    _, broken = newest_valid(folder.path / "checkpoints") if run.checkpoint is not None else (None, [])
-    for status in broken:
+    for status in run.found.broken:
         run.observer.on_event("checkpoint_invalid", status.step, f"{status.path.name} is not used: {status.problem}")
-    if run.checkpoint is None:
+    if run.found.path is None:
         run.observer.on_event("start", 0, f"starting: {run.max_steps} steps of {run.sizes.global_batch_size} samples")
     else:
         run.observer.on_event(
             "resume",
             run.state.step,
-            f"going on from {run.checkpoint.name}, at step {run.state.step} of {run.max_steps}",
+            f"going on from {run.found.path.name}, at step {run.state.step} of {run.max_steps}",
         )

@@ -5,6 +5,7 @@ import lzma
 import math
 import multiprocessing
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -303,11 +304,17 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path, text_recipe
 
 
 def test_progress_is_shown_only_when_wanted(
-    tmp_path: Path, text_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    text_recipe: MakeRecipe,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     prepare_text(text_recipe(path), progress=False)
     assert capsys.readouterr() == ("", "")
+    prepare_text(text_recipe(path, eval_fraction=0.2), progress=True)
+    assert capsys.readouterr() == ("", ""), "a bar was drawn into something that is no terminal"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     prepare_text(text_recipe(path, eval_fraction=0.3), progress=True)
     shown = capsys.readouterr()
     assert "tokenising" in shown.err

@@ -9,7 +9,6 @@ it is used for training only, and `use_for_generation` puts SDPA back.
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -40,7 +39,7 @@ def causal_sdpa(
         output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return output, weights
     # What sdpa_attention_forward comes to without a mask, less what it looks up: 17 us a layer.
-    output = scaled_dot_product_attention(
+    output = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,

@@ -1,0 +1,107 @@
+"""What only a CUDA device can show: no synchronisation in the steady state, and the guard in its own kernels."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from accel_train import Recipe
+from accel_train.loop import run_steps
+from accel_train.optim import build_optimizer
+from accel_train.prepare import prepare_run
+from accel_train.recipe import Optimizer
+from accel_train.signals import StopRequest
+from accel_train.step import update_unless_nonfinite
+from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"),
+]
+
+
+def train_steps(folder: Path, **sections: Any) -> dict[int, float]:
+    recipe = Recipe.model_validate(recipe_dict(folder, **{"task": "causal-lm", **sections}))
+    run = prepare_run(recipe)
+    with run.resources:
+        run_steps(run, StopRequest())
+    return losses(folder / "run")
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16", "bf16"])
+def test_steady_steps_do_not_synchronise(tmp_path: Path, mixed_precision: str) -> None:
+    write_corpus(tmp_path)
+    sections = {"schedule": {"max_steps": 40}, "precision": {"mixed_precision": mixed_precision}}
+    run = prepare_run(Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections)))
+    seen = 0
+    on_step = run.observer.on_step
+
+    def watch(result: Any, learning_rate: float) -> None:
+        nonlocal seen
+        seen += 1
+        on_step(result, learning_rate)
+        torch.cuda.set_sync_debug_mode("error" if 5 <= seen < 35 else "default")
+
+    run.observer.on_step = watch  # type: ignore[method-assign]
+    try:
+        with run.resources:
+            run_steps(run, StopRequest())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen == 40
+
+
+def test_fused_kernel_refuses_a_nonfinite_step_to_the_bit() -> None:
+    device = torch.device("cuda")
+    Accelerator()
+    model = nn.Linear(16, 16).to(device)
+    optimizer = build_optimizer(model, Optimizer(learning_rate=0.1), device)
+    parameters = list(model.parameters())
+    for poison in (0.0, math.nan, 0.0, math.inf):
+        before = [p.detach().clone() for p in parameters] + [
+            t.clone() for p in parameters for t in optimizer.state[p].values()
+        ]
+        model(torch.randn(4, 16, device=device)).square().mean().backward()
+        assert parameters[0].grad is not None
+        parameters[0].grad[0, 0] += poison
+        _, skipped, _ = update_unless_nonfinite(optimizer, parameters, 1.0, None)
+        after = [p.detach() for p in parameters] + [t for p in parameters for t in optimizer.state[p].values()]
+        if poison == 0.0:
+            assert skipped.item() == 0.0
+        else:
+            assert skipped.item() == 1.0
+            assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+
+
+def test_fp16_finds_its_scale_and_trains_like_fp32(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    for name in ("no", "fp16"):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name)
+    exact = train_steps(tmp_path / "no", precision={"mixed_precision": "no"}, schedule={"max_steps": 60})
+    scaled = train_steps(
+        tmp_path / "fp16",
+        precision={"mixed_precision": "fp16", "fp16_init_scale": 2.0**30},
+        schedule={"max_steps": 60},
+    )
+    lines = metrics(tmp_path / "fp16" / "run")
+    overflows = [line for line in lines if line["skipped"]]
+    assert overflows, "a scale of 2^30 must overflow at first"
+    assert lines[-1]["loss_scale"] < 2.0**30
+    assert not lines[-1]["skipped"]
+    assert scaled[60] == pytest.approx(exact[60], rel=0.1)
+
+
+def test_compiled_blocks_train_like_eager_ones(tmp_path: Path) -> None:
+    traces = []
+    for compiled in (False, True):
+        folder = tmp_path / str(compiled)
+        folder.mkdir()
+        write_corpus(folder)
+        precision = {"mixed_precision": "bf16", "compile": compiled}
+        traces.append(train_steps(folder, model={"config": TINY_MODEL}, precision=precision))
+    assert traces[1] == pytest.approx(traces[0], rel=2e-2)
