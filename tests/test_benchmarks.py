@@ -275,3 +275,12 @@ def test_the_cosine_of_the_references_warms_up_from_zero_and_ends_at_zero() -> N
 def test_a_printed_table_reads_back() -> None:
     text = markdown_table(("name", "us"), [["raw", "1.5"], ["much longer", "-"]], text=("name",))
     assert parse_table(text) == [{"name": "raw", "us": "1.5"}, {"name": "much longer", "us": "-"}]
+
+
+def test_the_paired_benchmark_gives_each_loop_its_turns() -> None:
+    printed = run("paired", "--preset", "micro", "--blocks", "8")
+    (row,) = parse_table(printed)
+    assert row["preset"] == "micro"
+    assert int(row["turns"]) > 3
+    assert float(row["hand-written us"]) > 0
+    assert float(row["accel_train us"]) > 0
