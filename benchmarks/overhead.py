@@ -263,7 +263,8 @@ def main() -> None:
     if arguments.save:
         name = f"overhead-{arguments.preset}" + ("-reads" if arguments.count_reads else "")
         record = {**provenance(), "preset": asdict(PRESETS[arguments.preset]), "runs": results}
-        record["settings"] = json.loads(json.dumps(vars(arguments), default=str))
+        settings = {name: value for name, value in vars(arguments).items() if name != "save"}
+        record["settings"] = json.loads(json.dumps(settings, default=str))
         save_results(arguments.save, name, record, text)
 
 

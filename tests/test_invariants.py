@@ -174,7 +174,10 @@ def test_asked_to_stop_on_one_rank_all_save_the_same_step_and_the_run_goes_on_to
     assert_same_bits(checkpoint(tmp_path / "whole", 14), checkpoint(tmp_path / "stopped", 14))
 
 
-def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(
         tmp_path, schedule={"max_steps": 100_000, "warmup_steps": 10}, log={"every_steps": 1, "progress": False}
@@ -185,10 +188,10 @@ def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75
         assert time.monotonic() < deadline, "the run did not start"
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75, stderr
-    assert "press Ctrl-C again" in stderr
+    assert ("press Ctrl-C again" in stderr) == (number == signal.SIGINT)
     step = events(tmp_path / "run", "preempted")[0]["step"]
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
 
