@@ -79,6 +79,10 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
         choices["malloc"] = Choice(
             "keeps freed memory", "handing it back costs thousands of page faults a step on a CPU"
         )
+    if device.type == "cpu":
+        spins = os.environ.get("GOMP_SPINCOUNT", "its default number of")
+        why = f"OMP_NUM_THREADS sets it; a thread that waits spins {spins} times, then sleeps"
+        choices["threads"] = Choice(torch.get_num_threads(), why)
     return choices
 
 

@@ -163,8 +163,7 @@ def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path)
             RunFolder(tmp_path).open()
         assert folder.lock.value
     assert not (tmp_path / ".lock.holder").exists()
-    with RunFolder(tmp_path):
-        pass
+    RunFolder(tmp_path).open().close()  # and let go in good order, it can be taken again
 
 
 def test_a_forked_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path: Path) -> None:
