@@ -21,6 +21,8 @@ from accel_train import __version__
 from accel_train.state import CheckpointError, Preempted, TrainingStopped
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from accel_train.recipe import Recipe
 
 WAIT_FOR_RANK_0_SECONDS = 3.0
@@ -205,15 +207,21 @@ def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     finally:
         # Together, where all processes come here; after a fault of one of them it would wait for the others.
         if sys.exc_info()[0] in (None, TrainingStopped, Preempted):
-            _leave_the_other_processes()
+            _leave_the_other_processes(run.module)
     return 0
 
 
-def _leave_the_other_processes() -> None:
+def _leave_the_other_processes(module: "nn.Module") -> None:
     import torch.distributed
 
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    # DDP's reducer must not be the last to hold the process group: it is freed with the interpreter's lock held, and joins
+    # gloo's threads, which may be waiting for that lock (torch 2.13: one exit in ten hung on a busy machine).
+    for name in ("reducer", "logger"):
+        if hasattr(module, name):
+            setattr(module, name, None)
+    torch.distributed.destroy_process_group()
 
 
 def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
