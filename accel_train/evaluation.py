@@ -1,25 +1,36 @@
-"""Evaluation: every sample once over all processes, weighted by targets, in memory that does not grow with the data."""
+"""Evaluation: every sample once over all processes, weighted by targets; what adds up is summed on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from accel_train.loading import read_batches
 from accel_train.sampling import evaluation_batches
+from accel_train.step import MicroBatch
 from accel_train.task import TaskData
+
+ROWS = "rows_"
+"""What `Task.evaluate_batch` calls so is kept for each sample; everything else is summed."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over all targets, and how many there were."""
+    """What an evaluation counted, the same on all processes."""
 
     loss: float
+    """Mean over all targets."""
     num_targets: int
+    num_samples: int
+    totals: dict[str, NDArray[Any]]
+    """Sums of what the task counts, and `rows_*` in the order of the samples."""
 
 
 @contextmanager
@@ -45,31 +56,98 @@ def evaluate(
     num_workers: int,
     pin_memory: bool,
 ) -> Evaluation:
-    """The loss on the evaluation data: the same for any batch size and any number of processes, up to rounding.
+    """The loss and the counts on the evaluation data: the same for any batch size and any number of processes, up to rounding.
 
     `module` is the training module as Accelerate left it inside its wrapper: the wrapper would synchronise processes, and
-    they need not have the same number of batches. With `max_samples`, that many samples, evenly spaced.
+    they need not have the same number of batches. With `max_samples`, that many samples, evenly spaced. Sums are kept on the
+    device and read once, so memory does not grow with the data; rows cost the host what they hold.
     """
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}
+    num_targets = 0
+    with evaluation_mode(module):
+        for batch, batch_targets in evaluation_reader(
+            accelerator, data, per_device_batch_size, max_samples, num_workers, pin_memory
+        ):
+            num_targets += batch_targets
+            for name, value in module(batch, "counts").items():
+                if name.startswith(ROWS):
+                    rows.setdefault(name, []).append(value.cpu())
+                else:
+                    value = value.to(_sum_dtype(value))
+                    sums[name] = sums[name] + value if name in sums else value
+    totals = _sum_over_processes(accelerator, sums, num_targets)
+    targets = int(totals.pop("num_targets"))
+    loss = float(totals["loss_sum"]) / max(targets, 1)
+    return Evaluation(loss, targets, _num_samples(data, max_samples), totals | rows_in_order(accelerator, rows))
+
+
+def evaluation_reader(
+    accelerator: Accelerator,
+    data: TaskData,
+    per_device_batch_size: int,
+    max_samples: int | None,
+    num_workers: int,
+    pin_memory: bool,
+) -> Iterator[MicroBatch]:
+    """This process's batches of the evaluation data, on the device."""
     assert data.eval is not None
-    total = len(data.eval)  # type: ignore[arg-type]
-    count = total if max_samples is None else min(max_samples, total)
+    total, count = len(data.eval), _num_samples(data, max_samples)  # type: ignore[arg-type]
     index_lists = (
         [int(index) * total // count for index in batch]
         for batch in evaluation_batches(
             count, per_device_batch_size, accelerator.process_index, accelerator.num_processes
         )
     )
-    dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-    totals = torch.zeros(2, dtype=dtype, device=accelerator.device)
-    num_targets = 0
-    with evaluation_mode(module):
-        for batch, batch_targets in read_batches(
-            data.eval, data.collate, index_lists, accelerator.device, num_workers, pin_memory
-        ):
-            totals[0] += module(batch)
-            num_targets += batch_targets
-    totals[1] = num_targets
+    return read_batches(data.eval, data.collate, index_lists, accelerator.device, num_workers, pin_memory)
+
+
+def _num_samples(data: TaskData, max_samples: int | None) -> int:
+    total = len(data.eval)  # type: ignore[arg-type]
+    return total if max_samples is None else min(max_samples, total)
+
+
+def _sum_dtype(value: Tensor) -> torch.dtype:
+    """Integers stay exact; other sums are fp64, so that their order is not seen in what is printed. MPS has neither fp64."""
+    if not value.dtype.is_floating_point:
+        return torch.int64
+    return torch.float32 if value.device.type == "mps" else torch.float64
+
+
+def _sum_over_processes(
+    accelerator: Accelerator, sums: Mapping[str, Tensor], num_targets: int
+) -> dict[str, NDArray[Any]]:
+    """Sums over all processes. One that had no batch does not know what is counted, and learns it from the others."""
+    if accelerator.num_processes == 1:
+        return {**{name: value.cpu().numpy() for name, value in sums.items()}, "num_targets": np.array(num_targets)}
+    described: list[Any] = [None] * accelerator.num_processes
+    dist.all_gather_object(described, {name: (value.shape, value.dtype) for name, value in sums.items()})
+    shapes = {name: shape for one in described for name, shape in one.items()}
+    counted = torch.tensor(num_targets, device=accelerator.device)
+    dist.all_reduce(counted)
+    totals = {"num_targets": counted.cpu().numpy()}
+    for name, (shape, dtype) in sorted(shapes.items()):
+        value = sums.get(name)
+        value = torch.zeros(shape, dtype=dtype, device=accelerator.device) if value is None else value.clone()
+        dist.all_reduce(value)
+        totals[name] = value.cpu().numpy()
+    return totals
+
+
+def rows_in_order(accelerator: Accelerator, rows: Mapping[str, list[Tensor]]) -> dict[str, NDArray[Any]]:
+    """Rows kept by each process, batch by batch, as one array a name in the order of the samples, on every process.
+
+    Batches were dealt out in turn (`sampling.evaluation_batches`), so they are taken in turn.
+    """
+    gathered: list[Any] = [rows]
     if accelerator.num_processes > 1:
-        dist.all_reduce(totals)
-    loss_sum, targets = totals.tolist()
-    return Evaluation(loss_sum / max(targets, 1), int(targets))
+        gathered = [None] * accelerator.num_processes
+        dist.all_gather_object(gathered, dict(rows))
+    names = sorted({name for one in gathered for name in one})
+    result = {}
+    for name in names:
+        batches = [one.get(name, []) for one in gathered]
+        turns = range(max(map(len, batches)))
+        in_turn = [of_rank[turn] for turn in turns for of_rank in batches if turn < len(of_rank)]
+        result[name] = torch.cat(in_turn).numpy()
+    return result

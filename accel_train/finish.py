@@ -5,6 +5,8 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,35 +18,84 @@ from accel_train import __version__
 from accel_train.checkpoint import publish, rotate
 from accel_train.evaluation import evaluate
 from accel_train.observe import write_report
+from accel_train.observe.ledger import write_json
 from accel_train.prepare import Run
-from accel_train.snapshot import snapshot_writers
-from accel_train.state import CheckpointError
+from accel_train.recipe import Evaluate
+from accel_train.snapshot import restore_weights, snapshot_writers
+from accel_train.state import CheckpointError, RecipeError
+
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
+"""In the name of a metric; every other metric is better when it is greater."""
 
 
 def evaluate_run(run: Run, *, whole: bool = False) -> bool:
-    """Evaluate, and say so to the observer; returns whether this is the best loss so far and worth a checkpoint."""
+    """Evaluate, and say so to the observer; returns whether this is the best so far and worth a checkpoint.
+
+    Early stopping is decided here, on numbers that all processes share.
+
+    Raises:
+        RecipeError: `evaluate.metric_for_best_model` is nothing that this evaluation reports.
+    """
     began = time.perf_counter()
-    max_samples = None if whole else run.recipe.evaluate.max_samples
-    with run.observer.pause(), run.memory.phase("evaluate"):
+    state, section = run.state, run.recipe.evaluate
+    with run.observer.pause(), run.memory.phase("evaluate"), run.averaged():
         result = evaluate(
             run.accelerator,
             run.inner,
             run.data,
             run.sizes.per_device_eval_batch_size,
-            max_samples=max_samples,
+            max_samples=None if whole else section.max_samples,
             num_workers=run.num_workers,
             pin_memory=run.pin_memory,
         )
-    scores = {"loss": result.loss, **run.task.score(result.loss, run.data)}
+    found = run.task.score(result.loss, result.totals, run.data)
+    metrics = {"loss": result.loss, **found.metrics}
     seconds = time.perf_counter() - began
-    run.observer.on_evaluation(run.state.step, {**scores, "num_targets": result.num_targets, "seconds": seconds})
-    run.last_scores = {**scores, "num_targets": result.num_targets}
-    best = run.state.best_eval_loss
-    comparable = math.isfinite(result.loss) and not (whole and run.recipe.evaluate.max_samples)
-    if comparable and (best is None or result.loss < best):
-        run.state.best_eval_loss, run.state.best_step = result.loss, run.state.step
+    run.observer.on_evaluation(state.step, {**metrics, "num_targets": result.num_targets, "seconds": seconds})
+    run.last_scores = {**metrics, "num_targets": result.num_targets}
+    run.last_details = {"step": state.step, "metrics": metrics, "details": found.details}
+    value = metric_for_best(metrics, section.metric_for_best_model)
+    if whole and section.max_samples:
+        return False  # of other samples than the evaluations before it
+    if is_better(value, state.best_metric, section):
+        state.best_metric, state.best_step, state.evaluations_without_improvement = value, state.step, 0
         return run.recipe.checkpoint.keep_best
+    state.evaluations_without_improvement += 1
+    patience = section.early_stopping_patience
+    if not whole and patience is not None and state.evaluations_without_improvement >= patience:
+        state.stopped_early = True
+        best = f"{section.metric_for_best_model} was best at step {state.best_step}: {state.best_metric}"
+        run.observer.on_event(
+            "early_stop", state.step, f"stopped early: {best}, and {patience} evaluations since have not been better"
+        )
     return False
+
+
+def metric_for_best(metrics: Mapping[str, float], name: str) -> float:
+    """The metric of this name; `eval_` before it is allowed, as in transformers.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    short = name.removeprefix("eval_")
+    if short not in metrics:
+        near = get_close_matches(short, metrics, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(metrics)}"
+        raise RecipeError(f"evaluate.metric_for_best_model={name}: no such metric is reported; {meant}")
+    return metrics[short]
+
+
+def is_better(value: float, best: float | None, section: Evaluate) -> bool:
+    """Whether a metric beats the best so far by more than the threshold; NaN never does."""
+    if not math.isfinite(value):
+        return False
+    if best is None:
+        return True
+    greater = section.greater_is_better
+    if greater == "auto":
+        greater = not any(word in section.metric_for_best_model for word in LOWER_IS_BETTER)
+    gain = value - best if greater else best - value
+    return gain > section.early_stopping_threshold
 
 
 def save_run(run: Run) -> None:
@@ -59,7 +110,15 @@ def save_run(run: Run) -> None:
     with run.observer.pause(), run.memory.phase("save"):
         if run.accelerator.is_main_process:
             try:
-                writers = snapshot_writers(run.inner.model, run.optimizer, run.accelerator, state, run.identity)
+                writers = snapshot_writers(
+                    run.inner.model,
+                    run.optimizer,
+                    run.accelerator,
+                    state,
+                    run.identity,
+                    average=run.average,
+                    description=run.description,
+                )
                 path = publish(root, state.step, writers)
                 run.observer.on_event("checkpoint", state.step, f"saved {path.name}")
                 rotate(root, run.recipe.checkpoint.keep, state.best_step if run.recipe.checkpoint.keep_best else None)
@@ -72,14 +131,21 @@ def save_run(run: Run) -> None:
 
 
 def finish_run(run: Run) -> dict[str, Any]:
-    """After the last step: the whole evaluation, the weights, a sample, summary.json and report.html."""
+    """After the last step: the whole evaluation, the best weights if asked for, `model/`, summary.json and report.html."""
     if run.data.eval is not None:
         evaluate_run(run, whole=True)
+        if run.recipe.checkpoint.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
+            load_best(run)
+            evaluate_run(run, whole=True)
     if not run.accelerator.is_main_process:
         run.accelerator.wait_for_everyone()
+        run.observer.finish({})
         return {}
-    save_model(run)
-    summary = summarise(run)
+    with run.averaged():
+        save_model(run)
+        summary = summarise(run)
+    if run.last_details:
+        write_json(run.output_dir / "evaluation.json", run.last_details)
     run.observer.finish(summary)
     try:
         report: Path | str = write_report([run.output_dir])
@@ -90,14 +156,30 @@ def finish_run(run: Run) -> dict[str, Any]:
     return summary
 
 
+def load_best(run: Run) -> None:
+    """Go back to the weights that evaluated best, on every process."""
+    assert run.state.best_step is not None
+    path = run.output_dir / "checkpoints" / f"step-{run.state.best_step:08d}"
+    restore_weights(path, run.inner.model, run.average)
+    run.observer.on_event(
+        "best_model", run.state.step, f"the weights of step {run.state.best_step} evaluated best, and are kept"
+    )
+
+
 def save_model(run: Run) -> Path:
-    """The trained weights as `model/`, whole or not at all, ready for `from_pretrained`."""
+    """The trained weights as `model/`, whole or not at all, ready for `from_pretrained`; adapters as `adapter/` beside it."""
     final = run.output_dir / "model"
     aside, old = final.with_name(".tmp-model"), final.with_name(".trash-model")
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(mode=0o700)
-    run.task.save(run.inner.model, run.data, aside)
+    model = run.inner.model
+    if (section := run.recipe.model.lora) is not None:
+        from accel_train.lora import merge_adapters, save_adapters, without_adapters
+
+        save_adapters(model, run.recipe.model, run.output_dir / "adapter")
+        model = merge_adapters(model) if section.merge else without_adapters(model)
+    run.task.save(model, run.data, aside)
     if final.exists():
         final.rename(old)
     aside.rename(final)
@@ -108,12 +190,13 @@ def save_model(run: Run) -> Path:
 def summarise(run: Run) -> dict[str, Any]:
     """What summary.json holds; plain JSON values."""
     return {
-        "status": "finished",
+        "status": "stopped early" if run.state.stopped_early else "finished",
         "steps": run.state.step,
         "num_targets": run.state.num_targets_seen,
         "skipped_steps": run.state.num_skipped_steps,
         "eval": run.last_scores,
-        "best_eval_loss": run.state.best_eval_loss,
+        "metric_for_best_model": run.recipe.evaluate.metric_for_best_model,
+        "best_metric": run.state.best_metric,
         "best_step": run.state.best_step,
         "baselines": run.task.baselines(run.data),
         "sample": run.task.sample(run.recipe, run.inner.model, run.data),

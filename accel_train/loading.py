@@ -1,10 +1,13 @@
 """From the data order to micro-batches on the device: who reads, how far ahead, and how it gets to the GPU."""
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel_train.batching import BatchSizes
@@ -53,16 +56,43 @@ def step_batches(
 ) -> Iterator[list[MicroBatch]]:
     """The micro-batches of each step from `first_step` (0-based) on, on the device.
 
-    Only this process's slice of each global batch is read, and nothing is read to be skipped.
+    Only this process's slice of each global batch is read, and nothing is read to be skipped. Where a short step leaves a
+    process without samples it forwards one of another's, which counts as no target: the processes meet in the backward pass.
     """
-    index_lists = (
-        indices
-        for step in range(first_step, max_steps)
-        for indices in order.rank_micro_batches(step, rank, sizes.world_size, sizes.per_device_batch_size)
-    )
-    micro_batches = read_batches(data.train, data.collate, index_lists, device, num_workers, pin_memory)
+    if data.step_batches is not None:
+        for own in data.step_batches(first_step):
+            yield [(_to_device(batch, device, pin_memory), num_targets) for batch, num_targets in own]
+        return
+    dataset = data.train if data.draw is None else Drawn(data.draw, order.seed, order.num_samples)
+
+    def shares() -> Iterator[list[list[int]]]:
+        for step in range(first_step, max_steps):
+            share = order.rank_micro_batches(
+                step, rank, sizes.world_size, sizes.per_device_batch_size, as_draws=data.draw is not None
+            )
+            counts.append(len(share))
+            others = order.step_samples if data.draw is None else order.step_draws
+            yield share or [others(step)[:1].tolist()]
+
+    counts: deque[int] = deque()  # of the steps that readers have been told of: they run ahead
+    index_lists = (indices for share in shares() for indices in share)
+    micro_batches = read_batches(dataset, data.collate, index_lists, device, num_workers, pin_memory)
     for _ in range(first_step, max_steps):
-        yield [next(micro_batches) for _ in range(sizes.gradient_accumulation_steps)]
+        batch, num_targets = next(micro_batches)
+        count = counts.popleft()
+        rest = [next(micro_batches) for _ in range(count - 1)]
+        yield [(batch, num_targets if count else 0), *rest]
+
+
+class Drawn(Dataset[Any]):
+    """Training samples by draw: each with its augmentation, seeded by (seed, epoch, index) and nothing else."""
+
+    def __init__(self, draw: Callable[[int, np.random.Generator], Any], seed: int, num_samples: int) -> None:
+        self.draw, self.seed, self.num_samples = draw, seed, num_samples
+
+    def __getitem__(self, number: int) -> Any:
+        epoch, index = divmod(number, self.num_samples)
+        return self.draw(index, np.random.default_rng((self.seed, epoch, index)))
 
 
 def read_batches(
@@ -88,13 +118,20 @@ def read_batches(
             generator=torch.Generator(),
         )
         batches = iter(loader)
-    on_cpu = device.type == "cpu"
     for batch in batches:
         num_targets = batch.pop("num_targets")
-        if not on_cpu:
-            pin = pin_memory and num_workers == 0
-            batch = {name: (t.pin_memory() if pin else t).to(device, non_blocking=True) for name, t in batch.items()}
-        yield batch, num_targets
+        yield _to_device(batch, device, pin_memory and num_workers == 0), num_targets
+
+
+def _to_device(batch: dict[str, Any], device: torch.device, pin: bool) -> dict[str, Any]:
+    if device.type == "cpu":
+        return batch
+    return {
+        name: (value.pin_memory() if pin else value).to(device, non_blocking=True)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in batch.items()
+    }
 
 
 def fetch(dataset: "Dataset[Any]", indices: list[int]) -> Sequence[Any]:

@@ -9,11 +9,10 @@ from accel_train.finish import evaluate_run, finish_run, save_run
 from accel_train.guard import judge
 from accel_train.loading import step_batches
 from accel_train.memory import collect_garbage, garbage_collected_at_steps
-from accel_train.optim import set_learning_rate
 from accel_train.prepare import Run, prepare_run
 from accel_train.recipe import Recipe
 from accel_train.signals import StopRequest
-from accel_train.state import Preempted, StepResult, TrainingStopped
+from accel_train.state import Preempted, Requests, StepResult, TrainingStopped
 from accel_train.step import Agreement, MicroBatch, StepOutcome, forward_backward, seed_step, update_unless_nonfinite
 
 
@@ -57,16 +56,18 @@ def run_steps(run: Run, stop: StopRequest) -> None:
     last: StepOutcome | None = None
     for step, micro_batches in enumerate(batches_from(run, state.step), start=state.step):
         seed_step(recipe.seed, step, run.accelerator.process_index, run.accelerator.device)
-        set_learning_rate(run.optimizer, run.learning_rate(step))
+        learning_rate = run.set_learning_rate(step)
         # One collective a step, under way while the first forward runs.
         agreement.begin(sum(num_targets for _, num_targets in micro_batches), stop.requested, last)
         loss_sum = forward_backward(run.accelerator, run.module, micro_batches, agreement)
         grad_norm, skipped, loss_scale = update_unless_nonfinite(
             run.optimizer, run.parameters, recipe.optimizer.max_grad_norm, scaler
         )
+        if run.average is not None:
+            run.average.update(step, skipped)
         state.step = step + 1
         previous = agreement.read_last()
-        last = agreement.outcome(state.step, loss_sum, grad_norm, skipped, loss_scale)
+        last = agreement.outcome(state.step, learning_rate, loss_sum, grad_norm, skipped, loss_scale)
         if previous is not None:
             account(run, previous)
         stopping = previous is not None and previous.stop_requested
@@ -74,6 +75,8 @@ def run_steps(run: Run, stop: StopRequest) -> None:
             stopping |= account(run, agreement.settle(stop.requested, last)).stop_requested
             last = None
             between_steps(run, stopping)
+            if state.stopped_early:
+                return
         collect_garbage(state.step)
 
 
@@ -85,7 +88,7 @@ def account(run: Run, result: StepResult) -> StepResult:
     """
     verdict = judge(result, run.state, run.recipe.guard)
     run.state.num_targets_seen += result.num_targets
-    run.observer.on_step(result, run.learning_rate(result.step - 1))
+    run.observer.on_step(result, result.learning_rate)
     if verdict.action != "go_on":
         run.observer.on_event(verdict.action, result.step, verdict.reason, loss_scale=result.loss_scale)
     if verdict.action == "stop":
@@ -94,23 +97,29 @@ def account(run: Run, result: StepResult) -> StepResult:
 
 
 def between_steps(run: Run, stopping: bool) -> None:
-    """What is due at this step: evaluate, save, or stop and be run again.
+    """What is due at this step: evaluate, save, end the run early, or stop and be run again.
 
     Raises:
         Preempted: some process was asked to stop; everything is saved.
         CheckpointError: a checkpoint could not be written.
     """
-    step = run.state.step
-    improved = run.evaluation_due() and evaluate_run(run)
-    if improved or stopping or run.checkpoint_due():
+    state, asked = run.state, run.requests or Requests()
+    improved = (run.evaluation_due() or (asked.evaluate and run.data.eval is not None)) and evaluate_run(run)
+    state.stopped_early |= asked.stop
+    if improved or stopping or state.stopped_early or asked.save or run.checkpoint_due():
         save_run(run)
-    if stopping and step < run.max_steps:
-        run.observer.on_event("preempted", step, f"asked to stop: saved at step {step} of {run.max_steps}")
-        raise Preempted(f"asked to stop: saved at step {step} of {run.max_steps}; run the same command again to go on")
+    asked.stop = asked.save = asked.evaluate = False
+    if stopping and state.step < run.max_steps and not state.stopped_early:
+        run.observer.on_event("preempted", state.step, f"asked to stop: saved at step {state.step} of {run.max_steps}")
+        raise Preempted(
+            f"asked to stop: saved at step {state.step} of {run.max_steps}; run the same command again to go on"
+        )
 
 
 def batches_from(run: Run, first_step: int) -> Iterator[list[MicroBatch]]:
     """The micro-batches of each step from `first_step` (0-based) to the end."""
+    if run.state.stopped_early:
+        return iter(())
     return step_batches(
         run.data,
         run.order,

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from accel_train.model_check import pretrained_config
 from accel_train.recipe import Recipe
-from accel_train.task import Task, TaskData
+from accel_train.task import TASKS, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """CUDA context, kernels and cuBLAS workspaces of one process: 0.5 to 0.7 GiB with recent drivers."""
@@ -43,11 +43,12 @@ def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Modu
     Raises:
         ValueError: the model cannot be built from its configuration.
     """
-    if recipe.model.pretrained is not None and recipe.task == "causal-lm":
+    if recipe.model.pretrained is not None and recipe.task in TASKS:
         fields = pretrained_config(recipe)
-        multiple = recipe.model.pad_vocab_to_multiple_of or 1
-        rows = -(-data.source.vocab_size // multiple) * multiple
-        fields["vocab_size"] = max(fields["vocab_size"], rows)
+        if recipe.task == "causal-lm":
+            multiple = recipe.model.pad_vocab_to_multiple_of or 1
+            rows = -(-data.source.vocab_size // multiple) * multiple
+            fields["vocab_size"] = max(fields["vocab_size"], rows)
         model = recipe.model.model_copy(update={"pretrained": None, "config": fields})
         recipe = recipe.model_copy(update={"model": model})
     with torch.device("meta"):

@@ -55,7 +55,8 @@ def check_model_config(recipe: Recipe) -> None:
         )
     rotary = getattr(config, "rope_parameters", None) is not None
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and not rotary and recipe.data.sequence_length > positions:
+    reads_windows = recipe.task == "causal-lm" or ":" in recipe.task
+    if reads_windows and positions is not None and not rotary and recipe.data.sequence_length > positions:
         field = config_class.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ValueError(
             f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer than "

@@ -1,16 +1,26 @@
 """Parameter groups and optimizers, fused where torch has a fused kernel, and ready to skip a step on the device."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
+from accel_train.compiling import repeated_blocks
+from accel_train.freezing import matching
 from accel_train.recipe import Optimizer as OptimizerSection
+from accel_train.recipe import ParameterGroup
 
 
-def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, object]]:
-    """Trainable parameters in two groups: with weight decay, and those that `no_decay` names; each keeps its name.
+def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+    """Trainable parameters, grouped by weight decay and `lr_scale` (a factor of the learning rate); each keeps its name.
 
     A parameter is a `norm` when it belongs to a module whose class name contains "norm", an `embedding` when to an
-    `nn.Embedding` (tied output weights included), a `bias` when it is called so.
+    `nn.Embedding` (tied output weights included), a `bias` when it is called so. With `layer_decay` a parameter's rate
+    falls with its distance from the output (`layer_scales`); a group of the recipe that matches it comes on top.
+
+    Raises:
+        ValueError: a group of the recipe matches no parameter.
     """
     no_decay: set[int] = set()
     for module in model.modules():
@@ -23,18 +33,61 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
             if any(kinds[kind] for kind in section.no_decay):
                 no_decay.add(id(parameter))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, object]] = [
-        {"params": [(n, p) for n, p in named if id(p) not in no_decay], "weight_decay": section.weight_decay},
-        {"params": [(n, p) for n, p in named if id(p) in no_decay], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    scales = layer_scales(model, section.layer_decay)
+    own = _own_groups([name for name, _ in named], section)
+    grouped: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        decay = 0.0 if id(parameter) in no_decay else section.weight_decay
+        scale = scales.get(name, 1.0)
+        if (group := own.get(name)) is not None:
+            scale *= group.lr_scale
+            decay = decay if group.weight_decay is None else group.weight_decay
+        grouped.setdefault((scale, decay), []).append((name, parameter))
+    # With decay before without, as ever: the order of groups is part of a checkpoint's meaning.
+    order = sorted(grouped, key=lambda key: (-key[0], -key[1]))
+    return [{"params": grouped[key], "weight_decay": key[1], "lr_scale": key[0]} for key in order]
+
+
+def _own_groups(names: list[str], section: OptimizerSection) -> dict[str, ParameterGroup]:
+    found: dict[str, ParameterGroup] = {}
+    for number, group in reversed(list(enumerate(section.groups))):
+        found |= dict.fromkeys(matching(names, group.match, f"optimizer.groups[{number}].match"), group)
+    return found
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """Factor of the learning rate by parameter name: decay^(distance from the output), as in BEiT (Bao et al. 2022).
+
+    The n repeated blocks of the model are n steps apart, what comes before them is below the first, and everything else
+    (norms and heads after them) has factor 1. Empty for a decay of 1.
+
+    Raises:
+        ValueError: the model repeats no block, so it has no layers to tell apart.
+    """
+    if decay == 1.0:
+        return {}
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ValueError(
+            f"optimizer.layer_decay={decay}: the model repeats no block; use optimizer.groups with patterns"
+        )
+    depth = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
+    scales: dict[str, float] = {}
+    before_the_blocks = True
+    for name, parameter in model.named_parameters():
+        if id(parameter) in depth:
+            before_the_blocks = False
+            scales[name] = decay ** (len(blocks) - depth[id(parameter)])
+        elif before_the_blocks:
+            scales[name] = decay ** (len(blocks) + 1)
+    return scales
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer of the recipe over the model's trainable parameters; the learning rate is set step by step.
 
     Raises:
-        ValueError: nothing to train.
+        ValueError: nothing to train, or a group that matches nothing.
     """
     groups = parameter_groups(model, section)
     if not groups:
@@ -52,8 +105,21 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
     return adam(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=fused)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> float:
-    """Set one learning rate on all groups, and return it."""
+def name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """The same optimizer, whose groups know the names of their parameters: a checkpoint stores its state by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    return learning_rate
+        group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])
+        group.setdefault("lr_scale", 1.0)
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[float]) -> float:
+    """Set one learning rate on all groups, each with its factor, or one for each group; returns the (first) rate."""
+    if isinstance(rate, float | int):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
+        return rate
+    for group, own in zip(optimizer.param_groups, rate, strict=True):
+        group["lr"] = own
+    return rate[0]

@@ -1,30 +1,30 @@
 """Everything that a run will be, before it costs anything: resolved like a run, with a model that has no weights."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
+from accel_train.batching import BatchSizes, resolve_batch
 from accel_train.checkpoint import checkpoint_folders
 from accel_train.loading import fetch
 from accel_train.memory_estimate import MemoryPart, build_without_weights, estimate_memory, vocabulary_rows
-from accel_train.model_check import check_model_config
 from accel_train.observe.progress import format_seconds
 from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
-from accel_train.observe.trackers import check_tracker_names
 from accel_train.precision import choose_mixed_precision
 from accel_train.recipe import Precision, Recipe
 from accel_train.recipe_names import recipe_names
 from accel_train.recipe_writing import redact, setting_lines
-from accel_train.schedule import StepPlan, resolve_steps
+from accel_train.resolve import change_model, check_recipe, resolve_run
+from accel_train.schedule import StepPlan
 from accel_train.state import Choice
-from accel_train.task import TaskData, load_task
+from accel_train.task import TARGET_UNITS, TaskData
 
 ASSUMED_MFU = 0.35
 """Of a GPU's peak: what GPT-like models of 100M parameters and more reach, compiled; small models reach less."""
@@ -62,6 +62,11 @@ class Plan:
     peak_flops: float | None
     """Of one GPU, in this precision; None where it is not known."""
     notes: tuple[str, ...]
+
+    @property
+    def targets(self) -> str:
+        """What a target is: tokens, images, ..."""
+        return TARGET_UNITS.get(self.recipe.task, "targets")
 
     @property
     def num_targets(self) -> int:
@@ -102,10 +107,7 @@ def resolve_plan(
     Raises:
         ValueError: what a run would refuse, in the words of the run.
     """
-    task = load_task(recipe.task)
-    if recipe.task == "causal-lm":
-        check_model_config(recipe)
-    check_tracker_names(recipe.log.trackers)
+    task = check_recipe(recipe)
     processes = (
         world_size or int(os.environ.get("WORLD_SIZE") or 0) or (1 if gpu else max(1, torch.cuda.device_count()))
     )
@@ -116,14 +118,15 @@ def resolve_plan(
     )
     data = task.load_data(recipe, progress=progress)
     num_samples = len(data.train)  # type: ignore[arg-type]
-    steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size)
-    model = build_without_weights(recipe, task, data)
+    resolved = resolve_run(recipe, data, sizes)
+    steps = resolved.steps
+    model, _ = change_model(recipe, build_without_weights(recipe, task, data))
     parameters = list(model.parameters())
     num_parameters, num_trainable = (
         sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad])
     )
     flops_per_target, vocabulary = task.flops_per_target(recipe, model), _vocabulary(model, data)
-    micro_batch = data.collate(fetch(data.train, [0] * sizes.per_device_batch_size))
+    micro_batch = data.collate(longest_samples(data, sizes.per_device_batch_size))
     num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
     device_type = "cpu" if device == "cpu" else "cuda"
     memory = estimate_memory(recipe, task, model, micro_batch, mixed_precision=precision.value, device_type=device_type)
@@ -136,7 +139,7 @@ def resolve_plan(
         precision=precision,
         sizes=sizes,
         steps=steps,
-        learning_rate=scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes),
+        learning_rate=resolved.learning_rate,
         num_samples=num_samples,
         num_targets_per_epoch=max(data.facts.get("train_tokens", 0) - 1, 0)
         or round(num_targets_per_sample * num_samples),
@@ -151,6 +154,14 @@ def resolve_plan(
         peak_flops=peak_flops(device, _peak_dtype(recipe.precision, precision.value)),
         notes=tuple(_notes(recipe, data, gpu)),
     )
+
+
+def longest_samples(data: TaskData, count: int) -> Sequence[Any]:
+    """The samples of the micro-batch that takes the most memory: the longest ones, where samples differ in length."""
+    if data.lengths is None:
+        return fetch(data.train, [0] * count)
+    longest = np.argsort(data.lengths)[::-1][:count].tolist()
+    return fetch(data.train, (longest * count)[:count])
 
 
 def _local_device() -> torch.device:
@@ -225,11 +236,11 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         ("learning rate", f"{plan.learning_rate.value:g} at its peak ({plan.learning_rate.reason})"),
         ("schedule", f"{plan.recipe.schedule.type}, {_count(steps.warmup_steps)} steps of warmup ({steps.warmup_reason})"),
         ("steps", f"{_count(steps.max_steps)} ({steps.max_steps_reason})"),
-        ("samples", f"{_count(steps.max_steps * sizes.global_batch_size)}, of {_count(plan.num_samples)} in an epoch: {steps.num_epochs:.4g} epochs"),
-        ("tokens", f"{_count(plan.num_targets)} targets, {_count(plan.num_targets / steps.max_steps)} a step"),
+        ("in all", f"{_count(steps.max_steps * sizes.global_batch_size)} samples, of {_count(plan.num_samples)} in an epoch: {steps.num_epochs:.4g} epochs"),
+        (plan.targets, f"{_count(plan.num_targets)} with a label, {_count(plan.num_targets / steps.max_steps)} a step"),
     ]  # fmt: skip
     yield "Data", [(name, str(facts[name])) for name in ("sources",) if name in facts] + [
-        (name, _count(facts[name])) for name in ("num_documents", "train_tokens", "eval_tokens") if facts.get(name) is not None
+        (name, _count(facts[name])) for name in ("num_documents", "train_tokens", "eval_tokens", "num_train", "num_eval") if facts.get(name) is not None
     ]  # fmt: skip
     yield "Model", list(_model_rows(plan))
     total = plan.memory_bytes
@@ -263,8 +274,8 @@ def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "FLOPs",
         (
-            f"{plan.flops_per_target:.4g} a token, {plan.total_flops / plan.steps.max_steps:.4g} a step, {plan.total_flops:.4g} in all "
-            "(6 N + 12 L D T a token; evaluation and recomputation left out)"
+            f"{plan.flops_per_target:.4g} for each of {plan.targets}, {plan.total_flops / plan.steps.max_steps:.4g} a step, {plan.total_flops:.4g} in all "
+            f"({'6 N + 12 L D T a token; ' if plan.targets == 'tokens' else ''}evaluation and recomputation left out)"
         ),
     )
 

@@ -4,22 +4,25 @@ What a user can have wrong is found here, in the order of what it costs to find 
 a model is built.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import nn
 
-from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
+from accel_train.batching import BatchSizes, resolve_batch
 from accel_train.compiling import compile_module
 from accel_train.doctor import check_launcher
+from accel_train.ema import WeightAverage
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.memory import PeakMemory
-from accel_train.model_check import check_model_config
 from accel_train.observe import (
     Meter,
     NoObserver,
@@ -28,20 +31,37 @@ from accel_train.observe import (
     RunFolder,
     RunObserver,
     Trackers,
-    check_tracker_names,
     peak_flops,
 )
-from accel_train.optim import build_optimizer
+from accel_train.observe.several import Several
+from accel_train.optim import build_optimizer, name_parameters, set_learning_rate
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
 from accel_train.recipe_writing import redact, write_recipe
+from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.resume import Found, agree_on_checkpoint, run_identity
 from accel_train.sampling import DataOrder
-from accel_train.schedule import StepPlan, make_schedule, resolve_steps
+from accel_train.schedule import StepPlan, make_schedule
 from accel_train.snapshot import restore
-from accel_train.state import Choice, TrainState
+from accel_train.state import Choice, Requests, TrainState
 from accel_train.step import TrainingModule
-from accel_train.task import Task, TaskData, load_task
+from accel_train.task import TARGET_UNITS, Task, TaskData
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """What a program may bring along that no recipe can say: the HF-style face is built of these."""
+
+    observers: tuple[Observer, ...] = ()
+    """Told of everything after the run's own observer, on every process."""
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    """In place of the recipe's; called with the model on its device. Its groups get `param_names` if they lack them."""
+    group_learning_rates: Callable[[int], Sequence[float]] | None = None
+    """The learning rate of each parameter group at a 0-based step, in place of the recipe's schedule."""
+    epoch_order: Callable[[int], NDArray[np.int64]] | None = None
+    """The samples of an epoch (0-based) in order, in place of ours."""
+    requests: Requests | None = None
+    """What observers ask of the loop. With it the host waits for every step, so that they see a step before the next begins."""
 
 
 @dataclass
@@ -64,8 +84,12 @@ class Run:
     """The training module inside the wrapper: what evaluation forwards, and what is saved."""
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
-    learning_rate: Callable[[int], float]
-    """The learning rate of a 0-based step."""
+    set_learning_rate: Callable[[int], float]
+    """Sets the learning rate of a 0-based step on all groups, and returns it."""
+    average: WeightAverage | None
+    """Of the weights, where the recipe asks for one."""
+    description: dict[str, bytes]
+    """Files that go into each checkpoint, so that `from_pretrained` can read it; on the main process."""
     num_workers: int
     pin_memory: bool
     state: TrainState
@@ -75,8 +99,11 @@ class Run:
     """What is let go at the end, however it comes: folder, trackers, progress bar."""
     found: Found
     """What this sitting goes on from."""
+    requests: Requests | None = None
     last_scores: dict[str, Any] = field(default_factory=dict)
     """Of the newest evaluation."""
+    last_details: dict[str, Any] = field(default_factory=dict)
+    """What evaluation.json holds of it: step, metrics, and the task's details."""
 
     @property
     def max_steps(self) -> int:
@@ -85,8 +112,16 @@ class Run:
 
     def evaluation_due(self) -> bool:
         """Whether to evaluate after the step just done; the end has an evaluation of its own."""
-        step, every = self.state.step, self.recipe.evaluate.every_steps
-        return self.data.eval is not None and every > 0 and step % every == 0 and step < self.max_steps
+        if self.data.eval is None or self.state.step >= self.max_steps:
+            return False
+        step, every_epochs = self.state.step, self.recipe.evaluate.every_epochs
+        if every_epochs is None:
+            every_steps = self.recipe.evaluate.every_steps
+            return every_steps > 0 and step % every_steps == 0
+        if every_epochs == 0:
+            return False
+        before, now = (int(self.order.epoch_at(at) / every_epochs + 1e-9) for at in (step - 1, step))
+        return now > before
 
     def checkpoint_due(self) -> bool:
         """Whether to save after the step just done; the last step always is."""
@@ -95,20 +130,24 @@ class Run:
 
     def pause_due(self) -> bool:
         """Whether something other than the next step comes now."""
-        return self.evaluation_due() or self.checkpoint_due()
+        return self.requests is not None or self.evaluation_due() or self.checkpoint_due()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has its averaged weights, where there is an average."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
 
-def prepare_run(recipe: Recipe) -> Run:
+def prepare_run(recipe: Recipe, task: Task | None = None, extensions: Extensions = Extensions()) -> Run:
     """Resolve a recipe on this machine, load its data, build its model, and go back to its newest valid checkpoint.
+
+    `task` takes the place of the one that the recipe names.
 
     Raises:
         ValueError: the recipe, the data, the launcher or the output folder is wrong; the text says what to do.
         CheckpointError: there are checkpoints, and none is valid.
     """
-    task = load_task(recipe.task)
-    if recipe.task == "causal-lm":
-        check_model_config(recipe)
-    check_tracker_names(recipe.log.trackers)
+    if task is None:
+        task = check_recipe(recipe)
     processes = start_processes()
     check_launcher(processes.num_processes)
     sizes = resolve_batch(recipe.batch, processes.num_processes)
@@ -118,9 +157,10 @@ def prepare_run(recipe: Recipe) -> Run:
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
     with ExitStack() as resources:
         folder = resources.enter_context(RunFolder(Path(recipe.output_dir))) if accelerator.is_main_process else None
-        run = _build(recipe, task, accelerator, sizes, choices)
+        run = _build(recipe, task, accelerator, sizes, choices, extensions)
+        own = open_observer(run, folder) if folder is not None else run.observer
+        run.observer = resources.enter_context(Several((own, *extensions.observers)) if extensions.observers else own)
         if folder is not None:
-            run.observer = resources.enter_context(open_observer(run, folder))
             introduce(run, folder)
         run.resources = resources.pop_all()
         return run
@@ -132,19 +172,21 @@ def _build(
     accelerator: Accelerator,
     sizes: BatchSizes,
     choices: dict[str, Choice[Any]],
+    extensions: Extensions,
 ) -> Run:
     device = accelerator.device
     data = task.load_data(recipe, progress=accelerator.is_main_process)
-    num_samples = len(data.train)  # type: ignore[arg-type]
-    steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size)
-    peak = scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes)
+    resolved = resolve_run(recipe, data, sizes, extensions.epoch_order)
+    steps, order, peak = resolved.steps, resolved.order, resolved.learning_rate
     workers = choose_num_workers(recipe.data.num_workers, data, accelerator.num_processes)
     pin = choose_pin_memory(recipe.data.pin_memory, device)
     identity = run_identity(recipe, data, sizes, steps)
     found = agree_on_checkpoint(recipe, accelerator, identity)
 
     torch.manual_seed(recipe.seed)  # the same first weights on every process
-    inner = TrainingModule(task.build_model(recipe, data), task)
+    model, changes = change_model(recipe, task.build_model(recipe, data))
+    inner = TrainingModule(model, task)
+    choices |= changes
     choices |= {
         "batch": Choice(sizes.global_batch_size, sizes.reason),
         "optimizer.learning_rate": peak,
@@ -158,11 +200,25 @@ def _build(
     accelerator.ddp_handler.broadcast_buffers = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inner.modules()
     )
-    optimizer = build_optimizer(inner.model.to(device), recipe.optimizer, device)
+    inner.model.to(device)
+    build = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
+    optimizer = name_parameters(build(inner.model), inner.model)
     module, prepared = accelerator.prepare(inner, optimizer)
     optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
-    state = restore(found.path, inner.model, optimizer, accelerator) if found.path is not None else TrainState()
+    average = None
+    if recipe.optimizer.ema_decay is not None:
+        trained = [(name, parameter) for name, parameter in inner.model.named_parameters() if parameter.requires_grad]
+        average = WeightAverage(trained, recipe.optimizer.ema_decay)
+    state = TrainState()
+    if found.path is not None:
+        state = restore(found.path, inner.model, optimizer, accelerator, average)
     multiplier = make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)
+    own_rates = extensions.group_learning_rates
+
+    def set_rates(step: int) -> float:
+        rate = peak.value * multiplier(step) if own_rates is None else own_rates(step)
+        return set_learning_rate(optimizer, rate)
+
     return Run(
         recipe=recipe,
         output_dir=Path(recipe.output_dir),
@@ -170,7 +226,7 @@ def _build(
         task=task,
         data=data,
         sizes=sizes,
-        order=DataOrder(num_samples, sizes.global_batch_size, recipe.seed, recipe.data.shuffle),
+        order=order,
         steps=steps,
         choices=choices,
         identity=identity,
@@ -178,7 +234,9 @@ def _build(
         inner=inner,
         optimizer=optimizer,
         parameters=[parameter for group in optimizer.param_groups for parameter in group["params"]],
-        learning_rate=lambda step: peak.value * multiplier(step),
+        set_learning_rate=set_rates,
+        average=average,
+        description=describe_model(task, inner.model, data) if accelerator.is_main_process else {},
         num_workers=workers.value,
         pin_memory=pin.value,
         state=state,
@@ -186,7 +244,15 @@ def _build(
         memory=PeakMemory(device),
         resources=ExitStack(),
         found=found,
+        requests=extensions.requests,
     )
+
+
+def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:
+    """What `from_pretrained` needs beside the weights (configuration, tokenizer), by file name."""
+    with TemporaryDirectory() as folder:
+        task.save_description(model, data, Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 def open_observer(run: Run, folder: RunFolder) -> RunObserver:
@@ -196,7 +262,12 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
     peak = device_peak(run)
     return RunObserver(
         folder,
-        Progress(recipe.log.progress, total_steps=run.max_steps, initial_step=state.step),
+        Progress(
+            recipe.log.progress,
+            total_steps=run.max_steps,
+            initial_step=state.step,
+            targets=TARGET_UNITS.get(recipe.task, "targets"),
+        ),
         Trackers(
             run.accelerator,
             recipe.log.trackers,
@@ -214,7 +285,7 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
         log_every_steps=recipe.log.every_steps,
         total_steps=run.max_steps,
         samples_per_step=run.sizes.global_batch_size,
-        num_samples_per_epoch=run.order.num_samples,
+        num_samples_per_epoch=run.order.steps_per_epoch * run.sizes.global_batch_size,
     )
 
 

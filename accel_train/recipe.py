@@ -38,6 +38,20 @@ class Section(BaseModel):
     )
 
 
+class LoRA(Section):
+    rank: PositiveInt = 8
+    """Columns of the two small matrices that are trained in place of each target's weights."""
+    alpha: PositiveFloat = 16.0
+    """Their product is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names (or ends of names) of the modules that are adapted; all-linear: every linear layer but the head."""
+    train_also: tuple[str, ...] = ("*classifier*", "*score*")
+    """Parameters that are trained whole beside the adapters, by pattern: a new head has nothing to adapt."""
+    merge: bool = True
+    """Write the adapters into the weights of `model/`; off: `model/` holds the base weights, and `adapter/` what was learned."""
+
+
 class Model(Section):
     pretrained: str | None = None
     """A name on the hub or a local folder; training goes on from its weights."""
@@ -49,6 +63,14 @@ class Model(Section):
     """Run Python code that comes with a pretrained model. Never asked for interactively."""
     pad_vocab_to_multiple_of: NonNegativeInt = 64
     """Rows are added to the embedding up to this multiple (faster matrix products); 0 leaves it alone."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by pattern of their names (`bert.embeddings.*`, `*.layer.[0-3].*`)."""
+    freeze_batch_norm: bool = False
+    """Batch norms neither train their weights nor move their running statistics."""
+    lora: LoRA | None = None
+    """Train low-rank adapters (peft) and leave the weights as they are."""
+    problem_type: Literal["auto", "single_label", "multi_label", "regression"] = "auto"
+    """text-classification: what the labels mean; auto: lists of labels are multi_label, decimal numbers regression."""
 
     @model_validator(mode="after")
     def one_source_of_weights(self) -> "Model":
@@ -71,13 +93,37 @@ class TrainedTokenizer(Section):
     """A byte-level BPE, trained on the training documents."""
 
 
+class Augment(Section):
+    """What a training image goes through; evaluation sees none of it. Drawn from (seed, epoch, sample) alone."""
+
+    random_resized_crop: tuple[Fraction, Fraction] | None = (0.35, 1.0)
+    """Cut out a part of between these fractions of the area, and resize it; none: resize and crop the centre."""
+    horizontal_flip: Fraction = 0.5
+    """Probability."""
+    vertical_flip: Fraction = 0.0
+    """Probability."""
+    color_jitter: NonNegativeFloat = 0.0
+    """Brightness, contrast and saturation change by a factor between 1 - x and 1 + x."""
+    rand_augment_ops: NonNegativeInt = 0
+    """RandAugment (Cubuk et al. 2020): operations an image goes through."""
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
+    """RandAugment: how strong, of 30."""
+    mixup_alpha: NonNegativeFloat = 0.0
+    """Mixup (Zhang et al. 2018): images and labels are mixed by a Beta(alpha, alpha) share; 0: never."""
+    cutmix_alpha: NonNegativeFloat = 0.0
+    """CutMix (Yun et al. 2019): a box comes from another image; with mixup as well, each image draws one of the two."""
+    scale_range: tuple[PositiveFloat, PositiveFloat] | None = (0.5, 2.0)
+    """semantic-segmentation: images and masks are resized by a factor of this range before `crop_size` is cut out."""
+
+
 class Data(Section):
     train: str | tuple[str, ...]
-    """An embedded corpus (`python-stdlib`), a file, glob or folder (txt, md, py, jsonl, csv, parquet, bin), or a data set name."""
+    """Embedded data (`python-stdlib`, `stdlib-functions`, `digits`, ...), a file, glob or folder (txt, md, py, jsonl, csv,
+    parquet, bin; images by class; images and masks; npz), or a data set name."""
     eval: str | tuple[str, ...] | None = None
     """What to evaluate on; none: `eval_fraction` of the training documents."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
-    """Documents held out of `train` for evaluation, chosen by a hash of each document; 0 holds out none."""
+    """Samples held out of `train` for evaluation, chosen by a hash of each (document, text, image); 0 holds out none."""
     text_column: str = "text"
     """The column with the text, in jsonl, csv, parquet and data sets."""
     subset: str | None = None
@@ -98,6 +144,54 @@ class Data(Section):
     """Page-locked host buffers, so that copies to the GPU overlap with work."""
     cache_dir: str | None = None
     """Where token shards are kept; none: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    last_batch: Literal["carry", "short", "drop"] = "carry"
+    """Where an epoch is no whole number of steps: carry: the step goes on with the next epoch; short: the last step of an
+    epoch has fewer samples (as in transformers' Trainer); drop: the rest of an epoch is left out."""
+    text_columns: tuple[str, ...] = ("text",)
+    """text-classification: one column, or two that are read as a pair."""
+    label_column: str | None = "label"
+    """The column with the label: a name, an integer, a number (regression), or a list of names (multi_label); none: rows to
+    predict, without labels."""
+    label_names: tuple[str, ...] | None = None
+    """The classes, in the order of their ids; none: those of the training data, sorted."""
+    id_column: str | None = None
+    """A column that names a row in predictions; none: its file and row."""
+    max_length: PositiveInt | None = None
+    """Longer texts are cut to this many tokens; none: what the model can take, 512 at most."""
+    pad_to_multiple_of: PositiveInt = 8
+    """Batches of texts are padded to their longest, rounded up to this."""
+    group_by_length: bool = False
+    """Batches of texts of like length, for less padding; the order stays a function of seed and step."""
+    prompt_column: str = "prompt"
+    """causal-lm fine-tuning: the column with what is given ..."""
+    completion_column: str = "completion"
+    """... and the one with what is to be written."""
+    messages_column: str = "messages"
+    """causal-lm fine-tuning: the column with a chat, a list of {role, content}; rendered by the tokenizer's chat template."""
+    format: Literal["text", "prompt_completion", "chat"] = "text"
+    """causal-lm: text to go on with; or rows to fine-tune on, whose loss counts completions (assistant turns) only."""
+    completion_only_loss: bool = True
+    """Fine-tuning rows: off counts the loss on prompts as well."""
+    chat_template: str | None = None
+    """A Jinja chat template, or a file with one, where the tokenizer brings none."""
+    image_column: str = "image"
+    """The column with the image: bytes, a `datasets` image, or a path relative to the table."""
+    mask_column: str | None = "mask"
+    """semantic-segmentation: the column with the mask; none: images to predict, without masks."""
+    image_size: PositiveInt = 224
+    """Images are resized and cropped to this square."""
+    crop_size: PositiveInt | None = None
+    """semantic-segmentation: training crops of this square; none: image_size."""
+    ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
+    """semantic-segmentation: pixels of this value count nowhere."""
+    augment: Augment = Augment()
+
+
+class Loss(Section):
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Training targets give this share to all classes alike (Szegedy et al. 2016); evaluation does not."""
+    class_weights: Literal["balanced"] | tuple[NonNegativeFloat, ...] | dict[str, NonNegativeFloat] | None = None
+    """How much each class counts in training; balanced: n_samples / (n_classes x n_of_class), as in scikit-learn."""
 
 
 class Batch(Section):
@@ -118,6 +212,15 @@ class LRScaling(Section):
     """The global batch size for which `learning_rate` was found."""
 
 
+class ParameterGroup(Section):
+    match: tuple[str, ...]
+    """Patterns of parameter names: `*.embeddings.*`."""
+    lr_scale: NonNegativeFloat = 1.0
+    """Factor of the learning rate."""
+    weight_decay: NonNegativeFloat | None = None
+    """None: as for all."""
+
+
 class Optimizer(Section):
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     learning_rate: PositiveFloat = 3e-4
@@ -132,6 +235,12 @@ class Optimizer(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm over all parameters; 0 never clips."""
     lr_scaling: LRScaling = LRScaling()
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Each layer's learning rate is this factor of the next one's, towards the input (ELECTRA, BEiT); 1: all alike."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Learning rates and weight decay of their own, by pattern; the first group that matches a parameter has it."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights; it is what is evaluated and what `model/` holds."""
 
 
 class Schedule(Section):
@@ -224,16 +333,43 @@ class Checkpoint(Section):
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
     keep_best: bool = True
-    """Keep the one with the lowest evaluation loss as well."""
+    """Keep the one that evaluated best (`evaluate.metric_for_best_model`) as well."""
+    load_best_model_at_end: bool = False
+    """The weights that evaluated best, not the last ones, are evaluated at the end and written to `model/`."""
     resume: str = "auto"
     """auto: go on from the newest valid checkpoint of this output folder; never: start anew; or a checkpoint's path."""
     accept_changes: bool = False
     """Go on although the recipe differs from the checkpoint's in what makes a run the same run (data, model, batch, length)."""
 
 
+class TestTimeAugmentation(Section):
+    __test__ = False  # no test class, whatever pytest makes of its name
+
+    horizontal_flip: bool = True
+    """Average over the image and its mirror image."""
+    scales: tuple[PositiveFloat, ...] = (1.0,)
+    """Average over the image at these scales."""
+
+
 class Evaluate(Section):
     every_steps: NonNegativeInt = 500
     """Steps between two evaluations; 0: only at the end."""
+    every_epochs: NonNegativeFloat | None = None
+    """The same in passes over the training data; given, it takes the place of every_steps."""
+    metrics: tuple[str, ...] = ()
+    """Further metrics beside the task's own: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
+    allow_hub_metrics: bool = False
+    """Load metrics that are not in the package from the hub, which runs code from there."""
+    metric_for_best_model: str = "loss"
+    """What "best" means: a name that evaluations report."""
+    greater_is_better: Auto | bool = "auto"
+    """auto: lower is better for losses, errors and perplexity, greater for everything else."""
+    early_stopping_patience: PositiveInt | None = None
+    """Stop after this many evaluations in a row without a better metric_for_best_model."""
+    early_stopping_threshold: NonNegativeFloat = 0.0
+    """How much better counts as better."""
+    test_time_augmentation: TestTimeAugmentation | None = None
+    """Images: evaluate with and without averaging over flips and scales."""
     max_samples: PositiveInt | None = None
     """Evaluate on this many samples during training; the last evaluation always takes all."""
     sample_prompt: str | None = None
@@ -262,9 +398,10 @@ class Recipe(Section):
     output_dir: str
     """The run folder."""
     model: Model
-    tokenizer: str | TrainedTokenizer = "bytes"
-    """`bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}."""
+    tokenizer: str | TrainedTokenizer = "auto"
+    """`bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}; auto: that of model.pretrained, else bytes."""
     data: Data
+    loss: Loss = Loss()
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule
@@ -294,6 +431,11 @@ class Recipe(Section):
         from accel_train.recipe_file import load_recipe
 
         return load_recipe(path, overrides=overrides)
+
+    @property
+    def tokenizer_in_use(self) -> str | TrainedTokenizer:
+        """`tokenizer`, with `auto` resolved."""
+        return (self.model.pretrained or "bytes") if self.tokenizer == "auto" else self.tokenizer
 
     def origin(self, leaf: str) -> Origin:
         """Who set a leaf, by its dotted name: `recipe.origin("optimizer.learning_rate")`."""

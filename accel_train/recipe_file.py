@@ -97,7 +97,9 @@ def _flatten(
             problems.append(f"unknown setting {name} ({origin(here)}); {remedy_for_unknown(name)}")
         elif name in free_names() and isinstance(value, Mapping):
             yield from _flatten_free(value, here, origin)
-        elif name in section_names() and (isinstance(value, Mapping) or (value is None and Section in kinds_of(name))):
+        elif name in section_names() and (
+            isinstance(value, Mapping) or (value is None and NoneType not in kinds_of(name))
+        ):
             yield here, ({}, origin(here))
             yield from _flatten(value or {}, here, origin, problems)
         elif kinds_of(name) == {Section}:

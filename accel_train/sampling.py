@@ -5,9 +5,11 @@ positions that are asked for. Position 9 x 10^8 of 10^9 costs what position 0 co
 World size, workers and history do not enter, so the same samples make the same step on any number of GPUs.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 MAX_SAMPLES = 2**62
 BLOCK_SIZE = 4096
 """Positions computed at once: 32 KiB per buffer, which stays in the cache, and 16 blocks are kept: 512 KiB."""
+STEPS_PER_LENGTH_GROUP = 50
+"""As many batches as transformers sorts at once for `group_by_length`."""
 NUM_ROUNDS = 6
 """With 4 rounds the samples of neighbouring positions agree in low bits a little too often; with 6 it is not seen."""
 
@@ -34,11 +38,17 @@ _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 _GAMMA_WORD, _MIX_1_WORD, _MIX_2_WORD, _27, _30, _31, _32 = map(_word, (_GAMMA, _MIX_1, _MIX_2, 27, 30, 31, 32))
 
 
-@dataclass(frozen=True)
-class DataOrder:
-    """The samples of every step of a run: one endless stream of epochs, each a permutation of all samples.
+LastBatch = Literal["carry", "short", "drop"]
 
-    A step that reaches an epoch's end goes on with the next epoch, so within an epoch no sample is left out or repeated.
+
+@dataclass(frozen=True, eq=False)  # each is its own key of the cache of length groups
+class DataOrder:
+    """The samples of every step of a run: epochs one after the other, each a permutation of all samples.
+
+    Where an epoch is no whole number of steps, its last step goes on with the next epoch (`carry`), has fewer samples
+    (`short`), or is left out (`drop`). Within an epoch no sample comes twice.
+
+    Samples travel as draws, epoch x num_samples + index: what seeds the augmentation of a sample.
     """
 
     num_samples: int
@@ -46,36 +56,107 @@ class DataOrder:
     seed: int
     shuffle: bool = True
     """Off: every epoch in the order of the source."""
+    last_batch: LastBatch = "carry"
+    lengths: Indices | None = field(default=None, repr=False)
+    """Of each sample: steps are then made of samples of like length, out of `STEPS_PER_LENGTH_GROUP` steps at a time."""
+    epoch_order: Callable[[int], Indices] | None = field(default=None, repr=False)
+    """The samples of an epoch in another order than ours: a permutation of all, as a pure function of the epoch."""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which each sample comes once: a whole number, unless steps carry over."""
+        return steps_per_epoch(self.num_samples, self.global_batch_size, self.last_batch)
 
     def step_samples(self, step: int) -> Indices:
-        """The global_batch_size samples of a 0-based step, in order. About 5 us for 16 samples, at any step."""
-        start = step * self.global_batch_size
-        stop = start + self.global_batch_size
-        if not self.shuffle:
-            return np.arange(start, stop, dtype=np.int64) % self.num_samples
+        """The samples of a 0-based step, in order. About 5 us for 16 samples, at any step."""
+        return self.step_draws(step) % self.num_samples
+
+    def step_draws(self, step: int) -> Indices:
+        """The same as draws: epoch x num_samples + index."""
+        if self.lengths is None:
+            return self._unsorted(step)
+        group = self._length_group(step)
+        return _sorted_by_length(self, group)[step - group.start]
+
+    def _unsorted(self, step: int) -> Indices:
+        start, stop = self._span(step)
         pieces = []
         while start < stop:
             epoch, position = divmod(start, self.num_samples)
-            block_number, offset = divmod(position, BLOCK_SIZE)
-            piece = _block(self.num_samples, self.seed, epoch, block_number)[offset : offset + stop - start]
-            pieces.append(piece)
+            piece = self._epoch_from(epoch, position, stop - start)
+            pieces.append(piece + epoch * self.num_samples)
             start += len(piece)
         return np.concatenate(pieces)
 
+    def _epoch_from(self, epoch: int, position: int, count: int) -> Indices:
+        """Up to `count` samples of an epoch from a position on: at least one, and none of the next epoch."""
+        if self.epoch_order is not None:
+            return self.epoch_order(epoch)[position : position + count]
+        if not self.shuffle:
+            return np.arange(position, min(position + count, self.num_samples), dtype=np.int64)
+        block_number, offset = divmod(position, BLOCK_SIZE)
+        return _block(self.num_samples, self.seed, epoch, block_number)[offset : offset + count]
+
+    def _span(self, step: int) -> tuple[int, int]:
+        """Positions in the stream of epochs that a step covers."""
+        if self.last_batch == "carry":
+            return step * self.global_batch_size, (step + 1) * self.global_batch_size
+        epoch, step_in_epoch = divmod(step, int(self.steps_per_epoch))
+        start = step_in_epoch * self.global_batch_size
+        stop = min(start + self.global_batch_size, self.num_samples)
+        return epoch * self.num_samples + start, epoch * self.num_samples + stop
+
+    def _length_group(self, step: int) -> range:
+        """The steps among which samples of like length are gathered: all of one epoch, unless steps carry over."""
+        per_epoch = sys.maxsize if self.last_batch == "carry" else int(self.steps_per_epoch)
+        epoch, step_in_epoch = divmod(step, per_epoch)
+        start = step_in_epoch - step_in_epoch % STEPS_PER_LENGTH_GROUP
+        stop = min(start + STEPS_PER_LENGTH_GROUP, per_epoch)
+        return range(epoch * per_epoch + start, epoch * per_epoch + stop)
+
     def epoch_at(self, step: int) -> float:
         """Epochs read before a 0-based step: 1.5 is the middle of the second epoch."""
-        return step * self.global_batch_size / self.num_samples
+        if self.last_batch == "carry":
+            return step * self.global_batch_size / self.num_samples
+        return step / self.steps_per_epoch
 
-    def rank_micro_batches(self, step: int, rank: int, world_size: int, per_device_batch_size: int) -> list[list[int]]:
-        """What one process forwards in a step: its contiguous share of the global batch, cut into micro-batches.
+    def rank_micro_batches(
+        self, step: int, rank: int, world_size: int, per_device_batch_size: int, *, as_draws: bool = False
+    ) -> list[list[int]]:
+        """What one process forwards in a step: its contiguous share of the step's samples, cut into micro-batches.
 
-        Rank r of W reads positions r G / W up to (r + 1) G / W of the step's G samples.
+        Rank r of W reads positions r G / W up to (r + 1) G / W of the step's G samples. In a short step a share may be empty.
         """
         assert 0 <= rank < world_size, (rank, world_size)
         assert self.global_batch_size % (world_size * per_device_batch_size) == 0, self
-        share = self.global_batch_size // world_size
-        samples = self.step_samples(step)[rank * share : (rank + 1) * share]
-        return samples.reshape(-1, per_device_batch_size).tolist()
+        samples = self.step_draws(step) if as_draws else self.step_samples(step)
+        share = samples[rank * len(samples) // world_size : (rank + 1) * len(samples) // world_size].tolist()
+        return [share[start : start + per_device_batch_size] for start in range(0, len(share), per_device_batch_size)]
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int, last_batch: LastBatch) -> float:
+    """Steps in an epoch: a whole number, unless the last one carries over into the next epoch."""
+    if last_batch == "short":
+        return -(-num_samples // global_batch_size)
+    return num_samples // global_batch_size if last_batch == "drop" else num_samples / global_batch_size
+
+
+@lru_cache(maxsize=4)
+def _sorted_by_length(order: DataOrder, steps: range) -> list[Indices]:
+    """The draws of these steps, dealt out anew: each step has samples of like length, and the steps come in a random order.
+
+    Samples move within the group only, so in an epoch every sample still comes once.
+    """
+    assert order.lengths is not None
+    unsorted = [order._unsorted(step) for step in steps]
+    draws = np.concatenate(unsorted)
+    by_length = draws[np.argsort(order.lengths[draws % order.num_samples], kind="stable")]
+    cuts = np.cumsum([len(step) for step in unsorted])[:-1]
+    sorted_steps = np.split(by_length, cuts)
+    # A short step stays the last one of its epoch; the others trade places.
+    full = sum(len(step) == order.global_batch_size for step in unsorted)
+    places = permute(np.arange(full, dtype=np.int64), full, order.seed, steps.start).tolist() if full else []
+    return [sorted_steps[place] for place in places] + sorted_steps[full:]
 
 
 def evaluation_batches(num_samples: int, per_device_batch_size: int, rank: int, world_size: int) -> Iterator[list[int]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from accel_train.recipe import Schedule
+from accel_train.sampling import LastBatch, steps_per_epoch
 
 DEFAULT_WARMUP_RATIO = Fraction(1, 100)
 ONE_CYCLE_RISE = 0.3
@@ -50,21 +51,29 @@ class Span:
         return max(1, self.max_steps - self.warmup_steps)
 
 
-def resolve_steps(schedule: Schedule, num_samples: int, global_batch_size: int) -> StepPlan:
+def resolve_steps(
+    schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch = "carry"
+) -> StepPlan:
     """How many steps a run takes and how many of them warm up.
 
-    num_epochs becomes ceil(num_epochs x num_samples / global_batch_size) steps: the last one reads into the next epoch
-    rather than being cut short. Ratios count as the decimal that was written (0.07 x 100 is 7, not 7.000000000000001),
+    num_epochs becomes ceil(num_epochs x steps of an epoch) steps; `last_batch` says what an epoch's last step is
+    (`sampling.DataOrder`). Ratios count as the decimal that was written (0.07 x 100 is 7, not 7.000000000000001),
     and round up, as in `transformers.TrainingArguments`.
 
     Raises:
-        ValueError: there is no training sample, or the warmup is longer than the run.
+        ValueError: there is no training sample or no whole step, or the warmup is longer than the run.
     """
     if num_samples < 1:
         raise ValueError(
             f"the training data has {num_samples} samples, so there is nothing to train on; check data.train"
         )
-    max_steps, max_steps_reason = _max_steps(schedule, num_samples, global_batch_size)
+    per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
+    if per_epoch == 0:
+        raise ValueError(
+            f"data.last_batch=drop leaves nothing of {num_samples} samples, which make no step of {global_batch_size}; "
+            "lower batch.global_batch_size, or use short or carry"
+        )
+    max_steps, max_steps_reason = _max_steps(schedule, num_samples, global_batch_size, last_batch)
     warmup_steps, warmup_reason = _warmup_steps(schedule, max_steps)
     if warmup_steps > max_steps:
         raise ValueError(
@@ -74,16 +83,20 @@ def resolve_steps(schedule: Schedule, num_samples: int, global_batch_size: int) 
     return StepPlan(
         max_steps=max_steps,
         warmup_steps=warmup_steps,
-        num_epochs=max_steps * global_batch_size / num_samples,
+        num_epochs=max_steps / per_epoch,
         max_steps_reason=max_steps_reason,
         warmup_reason=warmup_reason,
     )
 
 
-def _max_steps(schedule: Schedule, num_samples: int, global_batch_size: int) -> tuple[int, str]:
+def _max_steps(schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch) -> tuple[int, str]:
     if schedule.max_steps is not None:
         return schedule.max_steps, "max_steps, as written"
     assert schedule.num_epochs is not None  # the recipe holds that one of the two is set
+    if last_batch != "carry":
+        per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
+        steps = math.ceil(_decimal(schedule.num_epochs) * int(per_epoch))
+        return steps, f"{schedule.num_epochs:g} epochs of {per_epoch} steps, rounded up ({num_samples} samples in each)"
     steps = math.ceil(_decimal(schedule.num_epochs) * num_samples / global_batch_size)
     reason = f"{schedule.num_epochs:g} epochs x {num_samples} samples / {global_batch_size} per step, rounded up"
     return steps, reason

@@ -6,6 +6,7 @@ Random numbers are not in it: those of a step are a function of (seed, step, pro
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from accel_train.checkpoint import Writer
+from accel_train.ema import WeightAverage
 from accel_train.state import TrainState
 
-MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
+MODEL, OPTIMIZER, AVERAGE, TRAINER = "model.safetensors", "optimizer.safetensors", "average.safetensors", "trainer.json"
 
 
 def snapshot_writers(
@@ -26,8 +28,11 @@ def snapshot_writers(
     accelerator: Accelerator,
     state: TrainState,
     identity: Mapping[str, Any],
+    *,
+    average: WeightAverage | None = None,
+    description: Mapping[str, bytes] | None = None,
 ) -> dict[str, Writer]:
-    """Writers for the files of a checkpoint, by name."""
+    """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights."""
     weights = model_tensors(model)
     moments = optimizer_tensors(optimizer)
     scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
@@ -38,11 +43,21 @@ def snapshot_writers(
         "world_size": accelerator.num_processes,
         "torch": torch.__version__,
     }
-    return {
-        MODEL: lambda path: save_file(weights, path),
+    writers: dict[str, Writer] = {
+        MODEL: lambda path: save_file(weights, path, metadata={"format": "pt"}),
         OPTIMIZER: lambda path: save_file(moments, path),
         TRAINER: lambda path: _write_json(path, trainer),
     }
+    if average is not None:
+        averages = average.tensors()
+        writers[AVERAGE] = lambda path: save_file(averages, path)
+    for name, content in (description or {}).items():
+        writers[name] = partial(_write_bytes, content=content)
+    return writers
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -124,13 +139,30 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     return trainer
 
 
-def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> TrainState:
-    """Load a checkpoint that proved itself into the model, the optimizer and the loss scale; returns the counters.
+def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | None) -> None:
+    """Load the weights of a checkpoint, and their average where one is kept.
 
     Raises:
         ValueError: it was made for another model.
     """
     load_model_tensors(model, load_file(folder / MODEL))
+    if average is not None and (folder / AVERAGE).exists():
+        average.load(load_file(folder / AVERAGE))
+
+
+def restore(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    average: WeightAverage | None = None,
+) -> TrainState:
+    """Load a checkpoint that proved itself into the model, the optimizer and the loss scale; returns the counters.
+
+    Raises:
+        ValueError: it was made for another model.
+    """
+    restore_weights(folder, model, average)
     load_optimizer_tensors(optimizer, load_file(folder / OPTIMIZER))
     trainer = read_trainer(folder)
     if accelerator.scaler is not None and trainer["scaler"] is not None:

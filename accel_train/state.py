@@ -14,6 +14,14 @@ class CheckpointError(Exception):
     """A checkpoint could not be written or read. The command exits with 4."""
 
 
+class DataError(ValueError):
+    """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
+
+
+class RecipeError(ValueError):
+    """A setting that only turned out wrong once the run was under way. The command exits with 2."""
+
+
 class Preempted(Exception):
     """The run was asked to stop and saved; run it again to go on. The command exits with 75."""
 
@@ -47,6 +55,8 @@ class StepResult:
     """fp16 only: the scale this step's gradients were computed with."""
     stop_requested: bool
     """Some process was asked to stop (SIGTERM, Ctrl-C) before this step."""
+    learning_rate: float = 0.0
+    """What the step was made with."""
 
 
 @dataclass
@@ -60,10 +70,27 @@ class TrainState:
     recent_skips: list[int] = field(default_factory=list)
     """The guard's memory: step numbers of the last skips, oldest first."""
     consecutive_skips: int = 0
-    best_eval_loss: float | None = None
+    best_metric: float | None = None
+    """`evaluate.metric_for_best_model` at its best so far."""
     best_step: int | None = None
+    evaluations_without_improvement: int = 0
+    stopped_early: bool = False
+    """Early stopping ended the run before its last step; a resume finishes it, and trains no further."""
     train_seconds: float = 0.0
     """Wall time of training over all sittings, evaluation and checkpoints left out."""
+
+
+@dataclass
+class Requests:
+    """What an observer asks of the loop, at the step it has just been told of; the loop clears it once it is done.
+
+    Observers exist on every process, and must ask for the same on all.
+    """
+
+    stop: bool = False
+    """End the run here, as if this were its last step."""
+    save: bool = False
+    evaluate: bool = False
 
 
 JsonRecord = dict[str, Any]

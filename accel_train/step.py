@@ -7,7 +7,7 @@ the host reads the outcome of a step while the next one runs.
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,18 @@ class TrainingModule(nn.Module):
         self.model = model
         self.task = task
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss summed over the targets of the micro-batch: 0-dim."""
-        return self.task.loss_sum(self.model, batch)
+    def forward(self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions"] = "loss") -> Any:
+        """The loss summed over the targets of the micro-batch, 0-dim; or what evaluation counts, or predicts, by name.
+
+        All three through one forward, because that is what Accelerate casts to the mixed precision.
+        """
+        if wanted == "loss":
+            return self.task.loss_sum(self.model, batch)
+        return (
+            self.task.evaluate_batch(self.model, batch)
+            if wanted == "counts"
+            else self.task.predict_batch(self.model, batch)
+        )
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class StepOutcome:
     """What a step left behind, not yet read by the host."""
 
     step: int
+    learning_rate: float
     numbers: Tensor
     """On the device: [loss sum of this process, gradient norm, 1 where skipped, loss scale]; all but the first are shared."""
     counts: Tensor | tuple[int, bool]
@@ -116,12 +126,19 @@ class Agreement:
         self._unread = (last, host, event)
 
     def outcome(
-        self, step: int, loss_sum: Tensor, grad_norm: Tensor, skipped: Tensor, loss_scale: Tensor | None
+        self,
+        step: int,
+        learning_rate: float,
+        loss_sum: Tensor,
+        grad_norm: Tensor,
+        skipped: Tensor,
+        loss_scale: Tensor | None,
     ) -> StepOutcome:
         """What the step that began with `begin` left behind, to be given to the next `begin`."""
         scale = skipped if loss_scale is None else loss_scale
         counts = self._here if self._sums is None else self._sums
-        return StepOutcome(step, torch.stack((loss_sum, grad_norm, skipped, scale)), counts, loss_scale is not None)
+        numbers = torch.stack((loss_sum, grad_norm, skipped, scale))
+        return StepOutcome(step, learning_rate, numbers, counts, loss_scale is not None)
 
     def read_last(self) -> StepResult | None:
         """The outcome of the step before the one that runs: its device work is over, so this is no wait in the steady state."""
@@ -138,6 +155,7 @@ class Agreement:
             num_targets, stop = last.counts
         return StepResult(
             step=last.step,
+            learning_rate=last.learning_rate,
             loss=loss_sum / max(num_targets, 1),
             grad_norm=grad_norm,
             num_targets=int(num_targets),
@@ -167,7 +185,7 @@ def forward_backward(
     """
     loss_sums = []
     last = len(micro_batches) - 1
-    for index, (batch, _) in enumerate(micro_batches):
+    for index, (batch, num_targets) in enumerate(micro_batches):
         with nullcontext() if index == last else accelerator.no_sync(module):
             loss_sum = module(batch)
             detached = loss_sum.detach()
@@ -175,6 +193,10 @@ def forward_backward(
                 share = agreement.share_of_a_target()
                 if accelerator.scaler is not None:
                     share = accelerator.scaler.scale(share)
+            if num_targets == 0:  # there to keep the processes together, or without a label: it weighs nothing
+                loss_sum.backward(torch.zeros_like(share))
+                loss_sums.append(torch.zeros_like(detached))
+                continue
             loss_sum.backward(share + (detached - detached))  # x - x is 0, or NaN where x is not finite
             loss_sums.append(detached)
     return loss_sums[0] if last == 0 else torch.stack(loss_sums).sum()

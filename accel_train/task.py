@@ -5,20 +5,36 @@ A task of your own is one file: a class with these methods, no base class and no
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch.utils.data import Dataset
 
     from accel_train.recipe import Recipe
 
-TASKS = {"causal-lm": "accel_train.tasks.causal_lm:CausalLM"}
+TASKS = {
+    "causal-lm": "accel_train.tasks.causal_lm:CausalLM",
+    "text-classification": "accel_train.tasks.text_classification:TextClassification",
+    "image-classification": "accel_train.tasks.image_classification:ImageClassification",
+    "semantic-segmentation": "accel_train.tasks.semantic_segmentation:SemanticSegmentation",
+}
 """The package's own tasks by the name a recipe uses; imported only when chosen."""
+
+
+TARGET_UNITS = {
+    "causal-lm": "tokens",
+    "text-classification": "samples",
+    "image-classification": "images",
+    "semantic-segmentation": "pixels",
+}
+"""What a task's loss is divided by, in a word; `targets` for a task of somebody's own."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,24 @@ class TaskData:
     """Reading a sample costs microseconds (memory-mapped tokens), so processes that read ahead would only cost."""
     source: Any = None
     """Whatever else the task wants to keep (a tokenizer, label names)."""
+    draw: "Callable[[int, np.random.Generator], Any] | None" = None
+    """A training sample with its augmentation: (index, generator) -> what `train[index]` would be. The generator is seeded
+    by (seed, epoch, index), so neither workers nor the number of processes change what is drawn. None: `train[index]`."""
+    lengths: "NDArray[np.int64] | None" = None
+    """Tokens of each training sample, which `data.group_by_length` needs."""
+    step_batches: "Callable[[int], Iterator[list[tuple[dict[str, Any], int]]]] | None" = None
+    """For data without an order of ours (a stream, a loader of the user): from a 0-based step on, this process's micro-batches
+    of each step with their number of targets. `train` then only tells its length; how a resume finds its place is up to it."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What an evaluation found, beside the mean loss."""
+
+    metrics: dict[str, float]
+    """Names and numbers: for metrics.jsonl, progress, trackers, and `evaluate.metric_for_best_model`."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Plain JSON values for evaluation.json and report.html: a classification report, a confusion matrix."""
 
 
 @runtime_checkable
@@ -59,16 +93,39 @@ class Task(Protocol):
         """Floating-point operations of forward and backward per target, None when unknown."""
         ...
 
-    def score(self, loss: float, data: TaskData) -> dict[str, float]:
-        """The metrics that follow from the mean evaluation loss."""
+    def evaluate_batch(
+        self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]"
+    ) -> "dict[str, torch.Tensor]":
+        """What an evaluation counts in a batch, on the device, by name: `loss_sum` (0-dim) and whatever adds up.
+
+        Tensors of one name are summed over batches and processes (counts as integers, so that sums are exact; floating-point
+        ones in fp64), and memory stays flat. A name that begins with `rows_` is kept instead, one row a sample, in the order
+        of the samples: that costs host memory, for figures that no sums can give (rank correlation).
+        """
+        ...
+
+    def score(self, loss: float, totals: "Mapping[str, NDArray[Any]]", data: TaskData) -> Scores:
+        """The metrics that follow from the mean evaluation loss and from what `evaluate_batch` counted."""
+        ...
+
+    def predict_batch(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+        """What `accel-train predict` writes for each sample of a batch, by column: tensors with a row a sample.
+
+        `label` (an index into `data.source.label_names`, where there are such), `score` ...; empty for a task that
+        predicts nothing for a sample.
+        """
         ...
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Figures that a trained model should beat, named as in `score` with a prefix; may be empty."""
         ...
 
+    def save_description(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
+        """Write what loading the model needs beside its weights (configuration, tokenizer): it goes into each checkpoint."""
+        ...
+
     def save(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
-        """Write the trained model into a folder that others can load."""
+        """Write the trained model into a folder that others can load: weights and description."""
         ...
 
     def sample(self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData) -> dict[str, Any] | None:

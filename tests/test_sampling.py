@@ -198,3 +198,70 @@ def test_evaluation_reads_every_sample_exactly_once_over_all_ranks(num_samples: 
     assert max(counts) - min(counts) <= 1
     alone = list(evaluation_batches(num_samples, 5, 0, 1))
     assert sorted(batch for rank in ranks for batch in rank) == alone
+
+
+@pytest.mark.parametrize(("n", "batch"), [(10, 4), (100, 32), (64, 32), (5000, 4096), (3, 8)])
+def test_a_short_last_step_ends_each_epoch_and_every_sample_comes_once(n: int, batch: int) -> None:
+    order = DataOrder(n, batch, seed=3, last_batch="short")
+    per_epoch = -(-n // batch)
+    assert order.steps_per_epoch == per_epoch
+    for epoch in range(3):
+        steps = [order.step_samples(step) for step in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
+        assert sorted(np.concatenate(steps).tolist()) == list(range(n))
+        assert [len(step) for step in steps] == [batch] * (n // batch) + ([n % batch] if n % batch else [])
+    assert order.epoch_at(2 * per_epoch) == 2.0
+
+
+def test_dropping_leaves_out_the_rest_of_an_epoch_and_other_samples_in_the_next() -> None:
+    order = DataOrder(10, 4, seed=3, last_batch="drop")
+    epochs = [np.concatenate([order.step_samples(2 * epoch), order.step_samples(2 * epoch + 1)]) for epoch in range(40)]
+    assert all(len(set(samples.tolist())) == 8 for samples in epochs)
+    assert {sample for samples in epochs for sample in samples.tolist()} == set(range(10))
+
+
+def test_draws_tell_the_epoch_of_each_sample() -> None:
+    order = DataOrder(5, 4, seed=2)
+    draws = np.concatenate([order.step_draws(step) for step in range(5)])
+    assert (draws // 5).tolist() == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
+    assert np.array_equal(draws % 5, np.concatenate([order.step_samples(step) for step in range(5)]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_a_short_step_though_some_may_get_nothing(world_size: int) -> None:
+    order = DataOrder(34, 32, seed=2, last_batch="short")
+    ranks = [order.rank_micro_batches(1, rank, world_size, 4) for rank in range(world_size)]
+    assert [sample for rank in ranks for batch in rank for sample in batch] == order.step_samples(1).tolist()
+    assert sum(len(rank) == 0 for rank in ranks) == max(0, world_size - 2)
+
+
+@pytest.mark.parametrize("last_batch", ["carry", "short", "drop"])
+def test_length_groups_make_steps_of_like_length_and_keep_the_samples_of_an_epoch(last_batch: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 3000)
+    plain = DataOrder(3000, 16, seed=1, last_batch=last_batch)  # type: ignore[arg-type]
+    grouped = DataOrder(3000, 16, seed=1, last_batch=last_batch, lengths=lengths)  # type: ignore[arg-type]
+    steps = 150 if last_batch == "carry" else int(plain.steps_per_epoch)
+    assert sorted(np.concatenate([grouped.step_draws(step) for step in range(steps)]).tolist()) == sorted(
+        np.concatenate([plain.step_draws(step) for step in range(steps)]).tolist()
+    )
+
+    def spread(order: DataOrder) -> float:
+        return float(np.mean([np.ptp(lengths[order.step_samples(step)]) for step in range(100)]))
+
+    assert spread(grouped) < spread(plain) / 5
+    assert len(grouped.step_samples(steps - 1)) == len(plain.step_samples(steps - 1))
+    means = [lengths[grouped.step_samples(step)].mean() for step in range(50)]
+    assert abs(np.corrcoef(means, range(50))[0, 1]) < 0.4, "steps come from short to long"
+
+
+def test_length_groups_are_a_function_of_the_step_alone() -> None:
+    lengths = np.arange(1000) % 77
+    one, other = (DataOrder(1000, 8, seed=4, lengths=lengths) for _ in range(2))
+    forwards = {step: one.step_samples(step).tolist() for step in range(120)}
+    assert {step: other.step_samples(step).tolist() for step in reversed(range(120))} == forwards
+    lengths_of_others = DataOrder(1000, 8, seed=4, lengths=lengths[::-1].copy())
+    assert lengths_of_others.step_samples(3).tolist() != forwards[3]
+
+
+def test_another_order_of_the_epoch_is_read_as_given() -> None:
+    order = DataOrder(5, 2, seed=0, last_batch="short", epoch_order=lambda epoch: np.roll(np.arange(5), epoch))
+    assert [order.step_samples(step).tolist() for step in range(6)] == [[0, 1], [2, 3], [4], [4, 0], [1, 2], [3]]

@@ -85,6 +85,18 @@ def test_gradient_is_that_of_the_mean_over_all_targets_however_the_batch_is_cut(
         torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-7)
 
 
+def test_a_sample_read_only_to_keep_processes_together_weighs_nothing(accelerator: Accelerator) -> None:
+    batch, other = rows(8), {**rows(4), "weight": torch.ones(4)}
+    count = int(batch["weight"].sum())
+    gradients = []
+    for micro_batches in ([(batch, count), (other, 0)], [(batch, count)]):
+        module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+        loss_sum, _ = one_step(accelerator, module, micro_batches)
+        gradients.append([loss_sum, *(parameter.grad for parameter in module.parameters())])
+    for left, right in zip(*gradients):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
 def test_micro_batch_without_targets_adds_nothing_and_is_no_incident(accelerator: Accelerator) -> None:
     batch = rows(8)
     empty = {**batch, "weight": torch.zeros(8)}
@@ -233,15 +245,15 @@ def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -
     agreement.begin(10, False, None)
     agreement.share_of_a_target()
     assert agreement.read_last() is None
-    first = agreement.outcome(1, torch.tensor(25.0), torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0))
+    first = agreement.outcome(1, 0.5, torch.tensor(25.0), torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0))
     agreement.begin(7, True, first)
     assert agreement.share_of_a_target().item() == pytest.approx(1 / 7)
     result = agreement.read_last()
     assert result is not None
-    assert (result.step, result.loss, result.num_targets) == (1, 2.5, 10)
+    assert (result.step, result.learning_rate, result.loss, result.num_targets) == (1, 0.5, 2.5, 10)
     assert (result.grad_norm, result.skipped, result.loss_scale, result.stop_requested) == (3.0, False, 2.0, False)
     nan, inf, one = torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1.0)
-    settled = agreement.settle(False, agreement.outcome(2, nan, inf, one, None))
+    settled = agreement.settle(False, agreement.outcome(2, 0.5, nan, inf, one, None))
     assert math.isnan(settled.loss)
     assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
 

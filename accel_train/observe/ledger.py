@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -70,8 +71,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, whole or not at all."""
-        text = json.dumps(_to_json(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-        self.write_text(SUMMARY_FILE, text)
+        write_json(self.path / SUMMARY_FILE, summary)
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file of this folder (recipe.yaml, say), whole or not at all, and return its path."""
@@ -156,11 +156,25 @@ def read_events(run_folder: Path) -> list[JsonRecord]:
     return [record for _, record in _complete_lines(Path(run_folder) / EVENTS_FILE)]
 
 
+def write_json(path: Path, value: object) -> Path:
+    """Write values as JSON, whole or not at all; NaN and Infinity become strings, as in metrics.jsonl."""
+    text = json.dumps(_to_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    text = _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)  # a row of a matrix on a line
+    return write_atomically(path, text.encode())
+
+
+_NUMBERS = re.compile(r"\[\s+-?\d[\d.e+-]*(?:,\s+-?\d[\d.e+-]*)*\s+\]")
+
+
+def read_json(path: Path) -> JsonRecord:
+    """What `write_json` wrote, NaN and Infinity as floats."""
+    value: JsonRecord = _from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    return value
+
+
 def read_summary(run_folder: Path) -> JsonRecord:
     """A run's summary.json, NaN and Infinity as floats; FileNotFoundError if the run has not ended."""
-    text = (Path(run_folder) / SUMMARY_FILE).read_text(encoding="utf-8")
-    summary: JsonRecord = _from_json(json.loads(text))
-    return summary
+    return read_json(Path(run_folder) / SUMMARY_FILE)
 
 
 def write_atomically(path: Path, content: bytes) -> Path:

@@ -46,7 +46,7 @@ class RunObserver:
     Args:
         folder: opened; it is closed by whoever opened it.
         samples_per_step: the global batch size.
-        num_samples_per_epoch: samples in one pass over the training data.
+        num_samples_per_epoch: global batches in one pass over the training data, as samples.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RunObserver:
         log_every_steps: int,
         total_steps: int,
         samples_per_step: int,
-        num_samples_per_epoch: int,
+        num_samples_per_epoch: float,
     ) -> None:
         self._folder = folder
         self._progress = progress

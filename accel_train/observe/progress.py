@@ -46,6 +46,7 @@ class Progress:
         setting: `Recipe.log.progress`.
         total_steps: the last step of the run.
         initial_step: steps done in earlier sittings; the time left is judged from this sitting alone.
+        targets: what is counted per second: tokens, images, ...
         stream: where it is written; none: standard output.
     """
 
@@ -55,9 +56,11 @@ class Progress:
         *,
         total_steps: int,
         initial_step: int = 0,
+        targets: str = "tokens",
         stream: TextIO | None = None,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
+        self._speed_unit = "tok/s" if targets == "tokens" else f"{targets}/s"
         self.style = choose_style(setting, self._stream)
         self._total_steps = total_steps
         self._initial_step = initial_step
@@ -86,7 +89,7 @@ class Progress:
         skipped: bool = False,
     ) -> None:
         """Show the numbers of a logged step: beside the bar, or as one aligned line."""
-        speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tok/s"
+        speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} {self._speed_unit}"
         mark = "  skipped" if skipped else ""
         if self._bar is not None:
             text = f"loss {loss:.4f}, lr {learning_rate:.2e}, {speed}{mark}"

@@ -1,0 +1,53 @@
+"""What of a model is not trained: parameters by pattern, and batch norms with their running statistics."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from accel_train.recipe import Model
+from accel_train.state import Choice
+
+
+def matching(names: Sequence[str], patterns: Sequence[str], leaf: str) -> set[str]:
+    """The names that some pattern matches (`*`, `?`, `[0-3]` as in a shell).
+
+    Raises:
+        ValueError: a pattern matches nothing.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in names if fnmatchcase(name, pattern)}
+        if not hits:
+            near = get_close_matches(pattern, names, n=1, cutoff=0.3)
+            raise ValueError(
+                f"{leaf}: no parameter of the model matches {pattern!r}; there is, for example, {(near or list(names))[0]}"
+            )
+        found |= hits
+    return found
+
+
+def freeze(model: nn.Module, section: Model) -> Choice[int]:
+    """Stop training what the recipe freezes; returns how many numbers that are. Call it in training mode.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or `freeze_batch_norm` is set and there is no batch norm.
+    """
+    parameters = dict(model.named_parameters())
+    frozen = matching(list(parameters), section.freeze, "model.freeze")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    norms = (
+        [module for module in model.modules() if isinstance(module, _BatchNorm)] if section.freeze_batch_norm else []
+    )
+    if section.freeze_batch_norm and not norms:
+        raise ValueError("model.freeze_batch_norm is set, but this model has no batch norm; leave it out")
+    for norm in norms:
+        # In evaluation mode a batch norm uses its running statistics, and does not move them.
+        norm.eval()
+        norm.requires_grad_(False)
+    count = sum(parameter.numel() for parameter in parameters.values() if not parameter.requires_grad)
+    what = f"{len(frozen)} tensors match model.freeze"
+    return Choice(count, what + (f", {len(norms)} batch norms with their statistics" if norms else ""))

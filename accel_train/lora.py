@@ -1,0 +1,119 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021), by peft: put in before training, written into the weights after it."""
+
+import copy
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from accel_train.recipe import LoRA, Model
+from accel_train.state import Choice
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTER = "default"
+
+
+def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
+    """Put adapters into the model, in place, and train them alone (and what `train_also` names); returns their size.
+
+    Adapters start as the identity: the model computes what it did before.
+
+    Raises:
+        ValueError: no module has a target's name.
+    """
+    from peft import inject_adapter_in_model
+
+    whole = {name for name, _ in model.named_parameters() if _matches(name, section.train_also)}
+    config = adapter_config(model, section)
+    try:
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model.lora.target_modules={section.target_modules!r}: {reason}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name in whole)
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    also = f", and {len(whole)} tensors trained whole" if whole else ""
+    scale = f"scaled by {section.alpha:g} / {section.rank}"
+    return Choice(count, f"trained numbers: rank {section.rank}, {scale}, in {len(_adapted(model))} layers{also}")
+
+
+def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
+    """What peft is told; `all-linear` is spelled out, less the heads (the output embedding, and what is trained whole)."""
+    from peft import LoraConfig
+
+    layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    targets = list(section.target_modules)
+    if section.target_modules == "all-linear":
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        targets = [
+            name
+            for name, module in layers.items()
+            if module is not head and not _matches(f"{name}.weight", section.train_also)
+        ]
+    # GPT-2 keeps its matrices as inputs x outputs, in a class of its own.
+    chosen = [module for name, module in layers.items() if any(name == t or name.endswith(f".{t}") for t in targets)]
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in chosen),
+    )
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """A copy of the model with the adapters added into its weights: W + alpha / rank B A, and no trace of them left."""
+    merged = copy.deepcopy(model)
+    for name in _adapted(merged):
+        layer: Any = merged.get_submodule(name)
+        layer.merge()
+        merged.set_submodule(name, layer.get_base_layer())
+    return merged
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """A copy of the model with its own weights and what was trained whole, and no adapters."""
+    bare = copy.deepcopy(model)
+    for name in _adapted(bare):
+        layer: Any = bare.get_submodule(name)
+        bare.set_submodule(name, layer.get_base_layer())
+    return bare
+
+
+def save_adapters(model: nn.Module, recipe_model: Model, folder: Path) -> None:
+    """The adapters alone, as `PeftModel.from_pretrained(base, folder)` reads them."""
+    assert recipe_model.lora is not None
+    folder.mkdir(mode=0o700, exist_ok=True)
+    bare = without_adapters(model)
+    config = adapter_config(bare, recipe_model.lora)
+    config.base_model_name_or_path = recipe_model.pretrained
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    tensors = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter.detach().contiguous().cpu()
+        for name, parameter in model.named_parameters()
+        if "lora_" in name
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def _adapted(model: nn.Module) -> list[str]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,90 @@
+"""What follows from a recipe and its data before anything is built: the same for a run and for its plan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from accel_train.batching import BatchSizes, scale_learning_rate
+from accel_train.freezing import freeze
+from accel_train.model_check import check_model_config
+from accel_train.observe.trackers import check_tracker_names
+from accel_train.recipe import Recipe
+from accel_train.sampling import DataOrder
+from accel_train.schedule import StepPlan, resolve_steps
+from accel_train.state import Choice
+from accel_train.task import TASKS, Task, TaskData, load_task
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """How long a run is, how fast it learns, and in which order it reads."""
+
+    steps: StepPlan
+    learning_rate: Choice[float]
+    """The peak, after scaling; the reason is the formula with its numbers."""
+    order: DataOrder
+
+
+def check_recipe(recipe: Recipe) -> Task:
+    """The recipe's task, after what can be wrong with a recipe before its data is read.
+
+    Raises:
+        ValueError: no such task, a field that its model does not know, a package that is not installed.
+    """
+    task = load_task(recipe.task)
+    if recipe.task in TASKS:
+        check_model_config(recipe)
+    if recipe.model.lora is not None and find_spec("peft") is None:
+        raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
+    check_tracker_names(recipe.log.trackers)
+    if recipe.checkpoint.load_best_model_at_end and not recipe.checkpoint.keep_best:
+        raise ValueError(
+            "checkpoint.load_best_model_at_end needs the best checkpoint: set checkpoint.keep_best to true as well"
+        )
+    return task
+
+
+def resolve_run(
+    recipe: Recipe,
+    data: TaskData,
+    sizes: BatchSizes,
+    epoch_order: Callable[[int], NDArray[np.int64]] | None = None,
+) -> Resolved:
+    """Steps, learning rate and order of a run on this data; `epoch_order` takes the place of our own order.
+
+    Raises:
+        ValueError: there is nothing to train on, the warmup is longer than the run, or samples have no lengths to group by.
+    """
+    num_samples = len(data.train)  # type: ignore[arg-type]
+    section = recipe.data
+    steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size, section.last_batch)
+    if section.group_by_length and data.lengths is None:
+        raise ValueError(f"data.group_by_length: the samples of {recipe.task} are all of one length; leave it out")
+    lengths = data.lengths if section.group_by_length else None
+    order = DataOrder(
+        num_samples, sizes.global_batch_size, recipe.seed, section.shuffle, section.last_batch, lengths, epoch_order
+    )
+    peak = scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes)
+    return Resolved(steps, peak, order)
+
+
+def change_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, dict[str, Choice[Any]]]:
+    """The task's model, in training mode, with adapters put in and frozen what the recipe freezes.
+
+    Raises:
+        ValueError: a pattern of the recipe matches nothing.
+    """
+    model.train()  # `from_pretrained` hands models over in evaluation mode, without dropout
+    choices: dict[str, Choice[Any]] = {}
+    if recipe.model.lora is not None:
+        from accel_train.lora import add_adapters
+
+        choices["model.lora"] = add_adapters(model, recipe.model.lora)
+    if recipe.model.freeze or recipe.model.freeze_batch_norm:
+        choices["model.freeze"] = freeze(model, recipe.model)
+    return model, choices

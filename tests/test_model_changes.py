@@ -1,0 +1,198 @@
+"""What a recipe changes in a model before training: frozen parts, adapters, learning rates by layer, averaged weights."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
+
+from accel_train.ema import WeightAverage
+from accel_train.freezing import freeze
+from accel_train.lora import add_adapters, merge_adapters, save_adapters, without_adapters
+from accel_train.optim import build_optimizer, layer_scales, parameter_groups, set_learning_rate
+from accel_train.recipe import LoRA, Model, Optimizer
+
+CPU = torch.device("cpu")
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, num_labels=3
+    )
+    return BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=2, n_head=2, n_embd=16, n_positions=16, vocab_size=64, bos_token_id=0, eos_token_id=0
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def conv_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def section(**settings: object) -> Model:
+    return Model.model_validate({"config": {"model_type": "bert"}, **settings})
+
+
+def train(model: nn.Module, steps: int = 3) -> None:
+    optimizer = build_optimizer(model, Optimizer(learning_rate=0.1), CPU)
+    set_learning_rate(optimizer, 0.1)
+    for seed in range(steps):
+        images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) + 3
+        model(images).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_frozen_batch_norms_keep_weights_and_running_statistics_to_the_bit() -> None:
+    frozen, free = conv_net().train(), conv_net().train()
+    choice = freeze(frozen, section(freeze_batch_norm=True))
+    before = copy.deepcopy(frozen[1].state_dict())
+    train(frozen)
+    train(free)
+    assert all(torch.equal(before[name], tensor) for name, tensor in frozen[1].state_dict().items())
+    assert not torch.equal(before["running_mean"], free[1].running_mean)
+    assert not torch.equal(conv_net()[0].weight, frozen[0].weight), "nothing was trained"
+    assert choice.value == 16
+
+
+def test_parameters_are_frozen_by_pattern_and_are_no_part_of_the_optimizer() -> None:
+    model = bert()
+    freeze(model, section(freeze=("bert.embeddings.*", "*.layer.[01].*")))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not any("embeddings" in name or ".layer.0." in name or ".layer.1." in name for name in trained)
+    assert any(".layer.2." in name for name in trained)
+    in_optimizer = {name for group in parameter_groups(model, Optimizer()) for name, _ in group["params"]}
+    assert in_optimizer == trained
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_a_name_that_exists() -> None:
+    with pytest.raises(ValueError, match=r"model\.freeze: no parameter.*'bert\.embedings\.\*'.*bert\.embeddings\."):
+        freeze(bert(), section(freeze=("bert.embedings.*",)))
+    with pytest.raises(ValueError, match="this model has no batch norm"):
+        freeze(bert(), section(freeze_batch_norm=True))
+    with pytest.raises(ValueError, match=r"optimizer\.groups\[0\]\.match"):
+        parameter_groups(bert(), Optimizer.model_validate({"groups": [{"match": ["nothing.*"]}]}))
+
+
+def test_layer_decay_lowers_the_rate_towards_the_input_layer_by_layer() -> None:
+    scales = layer_scales(bert(), 0.5)
+    by_part = {
+        part: {scale for name, scale in scales.items() if part in name}
+        for part in ("embeddings", ".layer.0.", ".layer.1.", ".layer.2.", "pooler", "classifier")
+    }
+    assert by_part == {
+        "embeddings": {0.0625}, ".layer.0.": {0.125}, ".layer.1.": {0.25}, ".layer.2.": {0.5}, "pooler": set(), "classifier": set(),
+    }  # fmt: skip
+    optimizer = build_optimizer(bert(), Optimizer(layer_decay=0.5), CPU)
+    set_learning_rate(optimizer, 0.1)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert rates["classifier.weight"] == pytest.approx(0.1)
+    assert rates["bert.embeddings.word_embeddings.weight"] == pytest.approx(0.1 * 0.0625)
+    with pytest.raises(ValueError, match="repeats no block"):
+        layer_scales(conv_net(), 0.5)
+
+
+def test_groups_of_the_recipe_set_rate_and_decay_and_the_first_match_wins() -> None:
+    groups = [
+        {"match": ["classifier.*"], "lr_scale": 10.0, "weight_decay": 0.3},
+        {"match": ["*.weight"], "lr_scale": 2.0},
+    ]
+    optimizer = build_optimizer(bert(), Optimizer.model_validate({"groups": groups, "weight_decay": 0.1}), CPU)
+    set_learning_rate(optimizer, 1e-3)
+    found = {
+        name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]
+    }
+    assert found["classifier.weight"] == pytest.approx((1e-2, 0.3))
+    assert found["bert.pooler.dense.weight"] == pytest.approx((2e-3, 0.1))
+    assert found["bert.pooler.dense.bias"] == pytest.approx((1e-3, 0.0))
+
+
+def test_without_groups_and_decay_there_are_the_two_groups_that_checkpoints_know() -> None:
+    groups = parameter_groups(bert(), Optimizer())
+    assert [(group["weight_decay"], group["lr_scale"]) for group in groups] == [(0.1, 1.0), (0.0, 1.0)]
+
+
+def test_the_average_is_that_of_the_formula_and_a_skipped_step_leaves_it_alone() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    average = WeightAverage([("w", weight)], decay=0.9)
+    expected = weight.detach().double()
+    for step in range(200):
+        weight.data += 0.1
+        skipped = torch.tensor(float(step % 7 == 3))
+        if not skipped:
+            d = min(0.9, (1 + step) / (10 + step))
+            expected = d * expected + (1 - d) * weight.detach().double()
+        before = average.averages[0].clone()
+        average.update(step, skipped)
+        if skipped:
+            assert torch.equal(before, average.averages[0])
+    torch.testing.assert_close(average.averages[0].double(), expected, rtol=1e-5, atol=0)
+    last = weight.detach().clone()
+    with average.in_place():
+        assert torch.equal(weight, average.averages[0]) is False
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=0)
+    assert torch.equal(weight, last)
+    with pytest.raises(ValueError, match="do not fit"):
+        average.load({"other": last})
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_merged_adapters_compute_what_the_formula_says(make: "type[nn.Module]") -> None:
+    model = make().eval()
+    inputs = {"input_ids": torch.arange(24).reshape(2, 12)}
+    before = model(**inputs).logits
+    lora = LoRA(rank=4, alpha=6.0)
+    choice = add_adapters(model, lora)
+    torch.testing.assert_close(model(**inputs).logits, before)  # B is 0 at first
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert choice.value == sum(parameter.numel() for parameter in trained.values())
+    assert all("lora_" in name or "classifier" in name for name in trained)
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted = model(**inputs).logits
+    assert not torch.allclose(adapted, before, atol=1e-3)
+    merged = merge_adapters(model)
+    torch.testing.assert_close(merged(**inputs).logits, adapted, rtol=1e-4, atol=1e-5)
+    assert set(dict(merged.named_parameters())) == set(dict(make().named_parameters()))
+    torch.testing.assert_close(without_adapters(model)(**inputs).logits, before)
+
+    name = next(name for name, _ in model.named_modules() if name.endswith(("attention.self.query", "c_attn")))
+    layer = model.get_submodule(name)
+    product = 6.0 / 4 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    change = merged.get_submodule(name).weight - layer.get_base_layer().weight
+    torch.testing.assert_close(change, product if make is bert else product.T, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft 0.21 with transformers 5.23
+def test_saved_adapters_load_with_peft_onto_the_base_model(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = gpt2().eval()
+    model = copy.deepcopy(base)
+    settings = Model.model_validate({"pretrained": "some/base", "lora": {"rank": 2}})
+    assert settings.lora is not None
+    add_adapters(model, settings.lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    save_adapters(model, settings, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    inputs = {"input_ids": torch.arange(24).reshape(2, 12)}
+    torch.testing.assert_close(loaded(**inputs).logits, model.eval()(**inputs).logits)
+
+
+def test_an_adapter_target_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.lora\.target_modules=\('nowhere',\)"):
+        add_adapters(bert(), LoRA(target_modules=("nowhere",)))

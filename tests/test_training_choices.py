@@ -1,0 +1,243 @@
+"""What a recipe chooses beside the plain loop: early stopping, the best weights, averages, adapters, short steps, augmentation."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+from accel_train import Recipe, train
+from accel_train.prepare import Extensions, prepare_run
+from accel_train.recipe import Evaluate
+from accel_train.state import RecipeError, Requests
+from accel_train.task import Scores, TaskData
+from probe_task import ProbeTask
+from runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
+
+
+class ScriptedScores(ProbeTask):
+    """Evaluations report the next of `options.scores` as `quality`."""
+
+    def score(self, loss: float, totals: Mapping[str, Any], data: TaskData) -> Scores:
+        self.asked = getattr(self, "asked", 0) + 1
+        scores = self.options["scores"]
+        return Scores({"quality": float(scores[min(self.asked, len(scores)) - 1])}, {"asked": self.asked})
+
+
+class NoisySamples(ProbeTask):
+    """Training windows are changed by the generator of their draw, and each draw is written down."""
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        data = super().load_data(recipe, progress=progress)
+        path = Path(recipe.options["draws"])
+
+        def draw(index: int, generator: np.random.Generator) -> Any:
+            number = int(generator.integers(1 << 30))
+            with path.open("a") as file:
+                file.write(json.dumps([index, number]) + "\n")
+            return data.train[index]
+
+        return TaskData(
+            data.train, data.eval, data.collate, data.fingerprint, data.facts, source=data.source, draw=draw
+        )
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def scripted(folder: Path, scores: list[float], **sections: Any) -> Recipe:
+    sections = {"evaluate": {"every_steps": 2, "metric_for_best_model": "quality"}, **sections}
+    return Recipe.model_validate(recipe_dict(folder, options={"scores": scores}, **sections))
+
+
+def run_with(recipe: Recipe, task: Any = None, extensions: Extensions | None = None) -> Any:
+    """Train a recipe with a task object; returns the run."""
+    from accel_train.loop import train_run
+
+    prepared = prepare_run(recipe, task, extensions or Extensions())
+    train_run(prepared)
+    return prepared
+
+
+def test_early_stopping_ends_the_run_after_so_many_evaluations_without_a_better_metric(corpus: Path) -> None:
+    settings = {"every_steps": 2, "metric_for_best_model": "eval_quality", "early_stopping_patience": 2}
+    recipe = scripted(corpus, [0.5, 0.7, 0.6, 0.7, 0.6], evaluate=settings)
+    done = run_with(recipe, ScriptedScores())
+    folder = corpus / "run"
+    assert done.state.step == 8
+    assert max(losses(folder)) == 8
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["best_step"], summary["best_metric"]) == ("stopped early", 4, 0.7)
+    assert "best at step 4" in events(folder, "early_stop")[0]["message"]
+    assert (folder / "model" / "model.safetensors").exists()
+    again = run_with(recipe, ScriptedScores())
+    assert again.state.step == 8, "a resume must not train on"
+    assert max(losses(folder)) == 8
+
+
+def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -> None:
+    checkpoints = {"load_best_model_at_end": True, "keep": 1}
+    run_with(scripted(corpus, [0.1, 0.9, 0.3, 0.2], checkpoint=checkpoints), ScriptedScores())
+    folder = corpus / "run"
+    final = load_file(folder / "model" / "model.safetensors")
+    best, last = (checkpoint(folder, step) for step in (4, 12))
+    assert all(torch.equal(final[name], best[f"model.safetensors:{name}"]) for name in final)
+    assert not all(torch.equal(final[name], last[f"model.safetensors:{name}"]) for name in final)
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert evaluation["details"]["asked"] == 7
+    assert events(folder, "best_model")
+
+
+def test_a_metric_that_is_not_reported_is_a_mistake_that_names_those_that_are(corpus: Path) -> None:
+    recipe = scripted(corpus, [1.0], evaluate={"every_steps": 2, "metric_for_best_model": "qualty"})
+    with pytest.raises(RecipeError, match="did you mean quality"):
+        run_with(recipe, ScriptedScores())
+
+
+@pytest.mark.parametrize(
+    ("name", "greater", "better"),
+    [("loss", "auto", False), ("f1_macro", "auto", True), ("rmse", "auto", False), ("odd", False, False)],
+)
+def test_which_way_is_better_follows_from_the_name_unless_it_is_said(name: str, greater: Any, better: bool) -> None:
+    from accel_train.finish import is_better
+
+    section = Evaluate(metric_for_best_model=name, greater_is_better=greater, early_stopping_threshold=0.1)
+    assert is_better(0.7, 0.5, section) is better
+    assert is_better(0.3, 0.5, section) is not better
+    assert not is_better(0.55, 0.5, section)
+    assert not is_better(0.45, 0.5, section)
+    assert not is_better(float("nan"), 0.5, section)
+    assert is_better(0.5, None, section)
+
+
+def test_evaluations_by_epochs_come_at_the_ends_of_epochs(corpus: Path) -> None:
+    recipe = recipe_dict(corpus, data={"last_batch": "short"}, schedule={"max_steps": None, "num_epochs": 2})
+    recipe["evaluate"] = {"every_epochs": 1}
+    result = train(Recipe.model_validate(recipe))
+    steps = [line["step"] for line in metrics(result.output_dir, "eval")]
+    assert steps == [result.summary["steps"] // 2, result.summary["steps"]]
+    assert metrics(result.output_dir)[-1]["epoch"] == 2.0
+
+
+def test_averaged_weights_are_evaluated_saved_and_resumed(corpus: Path) -> None:
+    sections: dict[str, Any] = {"optimizer": {"ema_decay": 0.8}, "checkpoint": {"every_steps": 6, "keep": 5}}
+    whole = Recipe.model_validate(recipe_dict(corpus, **sections))
+    folder = train(whole).output_dir
+    averages = load_file(folder / "checkpoints" / "step-00000012" / "average.safetensors")
+    final = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(final[name], averages[name]) for name in final)
+    live = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    assert not all(torch.equal(final[name], live[name]) for name in final)
+
+    resumed = recipe_dict(corpus, **sections, output_dir=str(corpus / "resumed"))
+    resumed["checkpoint"]["resume"] = str(folder / "checkpoints" / "step-00000006")
+    again = train(Recipe.model_validate(resumed)).output_dir
+    other = load_file(again / "checkpoints" / "step-00000012" / "average.safetensors")
+    assert all(torch.equal(averages[name], other[name]) for name in averages)
+
+
+def test_a_checkpoint_is_a_folder_that_from_pretrained_reads(corpus: Path) -> None:
+    folder = train(Recipe.model_validate(recipe_dict(corpus))).output_dir
+    path = folder / "checkpoints" / "step-00000012"
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    final = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(final[name], tensor) for name, tensor in model.state_dict().items() if name in final)
+    assert transformers.AutoTokenizer.from_pretrained(path).decode([104, 105]) == "hi"
+    mode = {entry.stat().st_mode & 0o777 for entry in path.iterdir()}
+    assert mode == {0o600}
+
+
+def test_adapters_alone_are_trained_and_merged_into_the_saved_model(corpus: Path) -> None:
+    base = train(Recipe.model_validate(recipe_dict(corpus))).output_dir / "model"
+    sections = {
+        "model": {"config": None, "pretrained": str(base), "lora": {"rank": 2}},
+        "output_dir": str(corpus / "lora"),
+    }
+    folder = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
+    before, after = load_file(base / "model.safetensors"), load_file(folder / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".c_" in name and name.endswith("weight")}
+    assert (folder / "adapter" / "adapter_model.safetensors").exists()
+    assert losses(folder)[12] < losses(corpus / "run")[1]
+
+
+def test_a_pretrained_model_is_trained_with_its_dropout(corpus: Path) -> None:
+    base = train(Recipe.model_validate(recipe_dict(corpus))).output_dir / "model"
+    sections = {"model": {"config": None, "pretrained": str(base)}, "output_dir": str(corpus / "more")}
+    prepared = prepare_run(Recipe.model_validate(recipe_dict(corpus, **sections)))
+    with prepared.resources:
+        assert all(module.training for module in prepared.inner.modules())
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_short_last_steps_give_the_same_losses_on_any_number_of_processes(corpus: Path, processes: int) -> None:
+    sections: dict[str, Any] = {
+        "data": {"last_batch": "short", "sequence_length": 64},
+        "batch": {"global_batch_size": 32},
+        "schedule": {"max_steps": None, "num_epochs": 3},
+        "options": {"ragged": True},
+    }
+    alone = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
+    path = write_recipe_file(corpus, **sections, output_dir=str(corpus / "several"))
+    run(path, processes=processes)
+    several = losses(corpus / "several")
+    assert several.keys() == losses(alone).keys()
+    for step, loss in losses(alone).items():
+        assert several[step] == pytest.approx(loss, rel=1e-6), step
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_depends_on_seed_epoch_and_sample_and_not_on_who_reads(corpus: Path, workers: int) -> None:
+    def draws(name: str, **sections: Any) -> list[list[int]]:
+        path = corpus / f"draws {name}"
+        recipe = recipe_dict(corpus, output_dir=str(corpus / name), options={"draws": str(path)}, **sections)
+        run_with(Recipe.model_validate(recipe), NoisySamples())
+        return sorted(map(json.loads, path.read_text().splitlines()))
+
+    one = draws("one", data={"num_workers": workers})
+    other = draws("other", data={"num_workers": 0}, batch={"global_batch_size": 8, "per_device_batch_size": 2})
+    assert one[: len(other)] == other or sorted(one) == sorted(other)
+    assert len({number for _, number in other}) == len(other), "two draws of one sample must differ between epochs"
+
+
+def test_requests_of_an_observer_are_met_at_the_step_it_was_told_of(corpus: Path) -> None:
+    from accel_train.observe import NoObserver
+
+    requests = Requests()
+    told: list[int] = []
+
+    class Asking(NoObserver):
+        def on_step(self, result: Any, learning_rate: float) -> None:
+            told.append(result.step)
+            requests.save = result.step == 3
+            requests.stop = result.step == 5
+
+    recipe = Recipe.model_validate(recipe_dict(corpus, checkpoint={"keep": 9}))
+    done = run_with(recipe, None, Extensions(observers=(Asking(),), requests=requests))
+    assert told == [1, 2, 3, 4, 5]
+    assert done.state.step == 5
+    assert sorted(path.name for path in (corpus / "run" / "checkpoints").iterdir()) == [
+        "step-00000003",
+        "step-00000005",
+    ]
+
+
+def test_a_programs_own_optimizer_and_rates_take_the_place_of_the_recipes(corpus: Path) -> None:
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=9.0, fused=True)
+
+    extensions = Extensions(build_optimizer=build, group_learning_rates=lambda step: [0.1 / (1 + step)])
+    run_with(Recipe.model_validate(recipe_dict(corpus, optimizer={"max_grad_norm": 0.0})), None, extensions)
+    rates = [line["learning_rate"] for line in metrics(corpus / "run")]
+    assert rates == pytest.approx([0.1 / (1 + step) for step in range(12)])
+    assert isinstance(checkpoint(corpus / "run", 12), dict)
