@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from matplotlib import rc_context
@@ -49,20 +50,31 @@ class Drawing:
     png: bytes
 
 
-def render(draw: Callable[[Figure], None], name: str, title: str, size: Size, *, png: bool = True) -> Drawing:
-    """Let `draw` fill a figure, and take it down in both forms; no global state of matplotlib is changed for good."""
+def render(
+    draw: Callable[[Figure], None],
+    name: str,
+    title: str,
+    size: Size,
+    *,
+    png: bool = True,
+    about: str = "over the steps",
+) -> Drawing:
+    """Let `draw` fill a figure, and take it down in both forms; no global state of matplotlib is changed for good.
+
+    `about` follows the title where the picture is described in words.
+    """
     salt = {"svg.hashsalt": f"{name}-{size[0]}"}  # the same run gives the same file, and no two figures share an id
     with rc_context(LOOK | salt), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained", facecolor=PAPER)
-        figure.suptitle(title, x=0.002, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle(title, x=0.002, ha="left", fontsize=12, fontweight="bold", parse_math=False)
         draw(figure)
         svg, bitmap = io.BytesIO(), io.BytesIO()
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
         if png:
             figure.savefig(bitmap, format="png", dpi=PNG_DPI)
-    return Drawing(_for_page(svg.getvalue().decode(), title), bitmap.getvalue())
+    return Drawing(_for_page(svg.getvalue().decode(), f"{title} {about}"), bitmap.getvalue())
 
 
 def draw_legend(figure: Figure, entries: Sequence[tuple[Line2D, str]]) -> None:
@@ -91,14 +103,14 @@ def draw_legend(figure: Figure, entries: Sequence[tuple[Line2D, str]]) -> None:
         text.set_color(INK)
 
 
-def _for_page(svg: str, title: str) -> str:
+def _for_page(svg: str, description: str) -> str:
     """The SVG without what a page has already (declaration, style, fonts, size), its colours as CSS variables."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # nothing refers to a group; the page holds several figures
     width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
-    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{title} over the steps">'
+    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description)}">'
     svg = head + svg[svg.index(">") + 1 :].rstrip()
     for color, variable in CSS_COLORS.items():
         svg = svg.replace(color, f"var({variable})")

@@ -1,6 +1,7 @@
 """The curves of one or more runs, drawn once, as SVG for the page (its colours follow the page) and as PNG."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,6 +29,9 @@ from accel_train.observe.canvas import (
     render,
 )
 from accel_train.observe.curves import MIN_TO_SMOOTH, Array, Curves, column, short_number, thin, trend
+from accel_train.observe.metric_names import label as metric_label
+from accel_train.observe.metric_names import metrics_with_curves
+from accel_train.state import JsonRecord
 
 LINE_STYLES = ("-", "--", "-.", ":")  # a seventh run takes the first colour again, dashed
 
@@ -44,6 +48,10 @@ class Chart:
     svg: str
     narrow: str | None
     png: bytes
+    group: Literal["run", "evaluation", "details"] = "run"
+    """Where it stands on the page."""
+    width: int | None = None
+    """CSS pixels beyond which it does not grow; None: as wide as its place."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ EVENT_MARKS = {
     "preempted": Mark("preempted", MUTED, line="--"),
     "resume": Mark("resumed", SERIES[3], marker=">"),
     "stop": Mark("stopped", ALERT, line="-"),
+    "early_stop": Mark("stopped early", INK, line=":"),
 }
 
 
@@ -79,21 +88,29 @@ class Kind:
     from_zero: bool = False
     across: bool = False
     """It takes the whole width of the page."""
+    evaluated: bool = False
+    """A column of the evaluations, not of the steps."""
+
+    def lines(self, run: Curves) -> Sequence[JsonRecord]:
+        return run.evals if self.evaluated else run.train
 
 
 KINDS = (
     Kind("loss", "Loss", "loss", scale="log if wide", across=True),
     Kind("learning_rate", "Learning rate", "learning_rate", noisy=False, from_zero=True),
     Kind("grad_norm", "Gradient norm before clipping", "grad_norm", scale="log"),
-    Kind("throughput", "Tokens per second", "tokens_per_second", from_zero=True),
+    Kind("throughput", "{targets} per second", "tokens_per_second", from_zero=True),
     Kind("loss_scale", "Loss scale (fp16)", "loss_scale", scale="log2", noisy=False),
 )
 
 
-def draw_charts(runs: Sequence[Curves]) -> list[Chart]:
-    """Every chart for which some run has numbers; several runs share the axes, one colour each."""
+def draw_charts(runs: Sequence[Curves], targets: str = "tokens") -> list[Chart]:
+    """Every chart for which some run has numbers; several runs share the axes, one colour each.
+
+    `targets` is what the runs count, in a word.
+    """
     kinds = [
-        _with_scale(kind, runs)
+        _with_scale(replace(kind, title=kind.title.format(targets=targets.capitalize())), runs)
         for kind in KINDS
         if any(line.get(kind.column) is not None for run in runs for line in run.train)
     ]
@@ -105,6 +122,18 @@ def draw_charts(runs: Sequence[Curves]) -> list[Chart]:
         drawing = _draw(kind, runs, size)
         narrow = _draw(kind, runs, PHONE, png=False).svg if kind.across else None
         charts.append(Chart(kind.name, drawing.svg, narrow, drawing.png))
+    return charts
+
+
+def draw_metric_charts(runs: Sequence[Curves]) -> list[Chart]:
+    """A chart of each evaluation metric but the loss, over the steps."""
+    names = metrics_with_curves(runs)
+    charts = []
+    for metric in names:
+        file_name = "eval_" + re.sub(r"[^\w.-]+", "_", metric)
+        kind = Kind(file_name, metric_label(metric), metric, noisy=False, evaluated=True)
+        drawing = _draw(kind, runs, THIRD if len(names) % 3 == 0 else HALF)
+        charts.append(Chart(file_name, drawing.svg, None, drawing.png, "evaluation"))
     return charts
 
 
@@ -125,7 +154,7 @@ def _draw(kind: Kind, runs: Sequence[Curves], size: Size, *, png: bool = True) -
         axes = figure.add_subplot()
         legend: list[tuple[Line2D, str]] = []
         for number, run in enumerate(runs):
-            steps, values = column(run.train, kind.column)
+            steps, values = column(kind.lines(run), kind.column)
             if not len(steps):
                 continue
             color = SERIES[number % len(SERIES)]
@@ -134,8 +163,9 @@ def _draw(kind: Kind, runs: Sequence[Curves], size: Size, *, png: bool = True) -
             has_trend = kind.noisy and len(steps) >= MIN_TO_SMOOTH
             if alone and has_trend:
                 legend += [(Line2D([], [], color=color, alpha=RAW_ALPHA, lw=1), "each logged step")]
-            label = run.name if not alone else "trend" if has_trend else "each logged step"
-            legend.append((Line2D([], [], color=color, lw=2, ls=style), label))
+            single = "each evaluation" if kind.evaluated else "each logged step"
+            what = run.name if not alone else "trend" if has_trend else single
+            legend.append((Line2D([], [], color=color, lw=2, ls=style), what))
             if kind.name == "loss":
                 legend += _draw_evaluations(axes, run, color, alone=alone)
             if kind.name == "loss" and alone:
@@ -159,7 +189,7 @@ def _draw_curve(axes: Axes, kind: Kind, steps: Array, values: Array, color: str,
         steps, values = trend(steps, values, in_log=kind.scale != "linear")
     thin_steps, thin_values = thin(steps, values)
     draw = "steps-post" if kind.name == "loss_scale" else "default"
-    marker = "o" if len(steps) == 1 else ""
+    marker = "o" if len(steps) == 1 or (kind.evaluated and len(steps) <= MIN_TO_SMOOTH) else ""
     axes.plot(thin_steps, thin_values, color=color, lw=1.8, ls=style, drawstyle=draw, marker=marker, markersize=4)
     return steps, values
 
@@ -234,7 +264,7 @@ def _mark_what_has_no_place(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> l
     found: dict[str, tuple[Line2D, int]] = {}
     ceiling = _lower_the_ceiling(axes, kind, runs)
     for number, run in enumerate(runs):
-        lines = (*run.train, *run.evals) if kind.name == "loss" else run.train
+        lines = (*run.train, *run.evals) if kind.name == "loss" else kind.lines(run)
         steps, values = column(lines, kind.column)
         finite = np.isfinite(values)
         groups = [
@@ -257,7 +287,7 @@ def _mark_what_has_no_place(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> l
 
 def _lower_the_ceiling(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> float:
     """Where a linear axis ends, if single spikes would otherwise press the curve flat; else infinity."""
-    values = column([line for run in runs for line in run.train], kind.column)[1]
+    values = column([line for run in runs for line in kind.lines(run)], kind.column)[1]
     values = values[np.isfinite(values)]
     if kind.scale != "linear" or len(values) < MIN_TO_SMOOTH:
         return math.inf

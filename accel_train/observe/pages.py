@@ -2,56 +2,43 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from accel_train.observe.curves import Curves
-from accel_train.observe.progress import format_seconds
+from accel_train.observe.headlines import (
+    HEADLINES,
+    Run,
+    final_metric,
+    in_summary,
+    large_number,
+    shared_targets,
+)
+from accel_train.observe.metric_names import MISSING
 from accel_train.observe.trackers import flatten
 from accel_train.state import JsonRecord
 
 BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed"})
-MISSING = "–"
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run left in its folder; `summary` is empty if it has not ended."""
-
-    curves: Curves
-    summary: JsonRecord
-    recipe_text: str
-
-    @property
-    def name(self) -> str:
-        return self.curves.name
-
-
-@dataclass(frozen=True)
-class Headline:
-    """One headline number: where it comes from, how it reads, and which end is good."""
-
-    label: str
-    read: Callable[[Run], float | None]
-    show: Callable[[float], str]
-    unit: str = ""
-    better: Callable[..., float] | None = None
 
 
 def describe_run(run: Run) -> dict[str, Any]:
     """Everything the page shows of one run beside its curves, as the template takes it."""
-    summary = run.summary
+    summary, targets = run.summary, run.targets
     status = str(summary.get("status", "no summary yet: still running, or killed"))
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],
-        "mood": {"done": "good", "finished": "good", "stopped": "bad", "failed": "bad"}.get(status, ""),
-        "lead": _lead(run),
+        "mood": {"done": "good", "finished": "good", "stopped early": "good", "stopped": "bad", "failed": "bad"}.get(
+            status, ""
+        ),
+        "lead": _lead(run, targets),
         "numbers": [
-            {"label": headline.label, "value": headline.show(value), "unit": headline.unit}
+            {
+                "label": headline.label_for(targets),
+                "value": headline.text(value),
+                "unit": headline.unit_for(targets),
+            }
             for headline in HEADLINES
             if (value := headline.read(run)) is not None
         ],
@@ -68,18 +55,18 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row per headline number that some run has; `best` are the columns with the best value, if they differ."""
-    rows = []
+    rows, targets = [], shared_targets(list(runs))
     for headline in HEADLINES:
         values = [headline.read(run) for run in runs]
-        present = [value for value in values if value is not None]
-        if not present:
+        if all(value is None for value in values):
             continue
-        best = headline.better(present) if headline.better and len(set(present)) > 1 else None
-        unit = f" {headline.unit}" if headline.unit else ""
+        numbers = {value for value in values if value is not None and not math.isnan(value)}
+        best = headline.better(numbers) if headline.better and len(numbers) > 1 else None
+        unit = f" {headline.unit_for(targets)}" if headline.unit else ""
         rows.append(
             {
-                "label": headline.label,
-                "cells": [MISSING if value is None else headline.show(value) + unit for value in values],
+                "label": headline.label_for(targets),
+                "cells": [MISSING if value is None else headline.text(value) + unit for value in values],
                 "best": [column for column, value in enumerate(values) if best is not None and value == best],
             }
         )
@@ -97,11 +84,11 @@ def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def compare_baselines(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Bars: each run's bits per byte beside what needs no training, xz and the frequencies of single bytes."""
     bars: list[tuple[str, float | None, int]] = [
-        (run.name if len(runs) > 1 else "this run", _final_eval("bits_per_byte")(run), number)
+        (run.name if len(runs) > 1 else "this run", final_metric("bits_per_byte")(run), number)
         for number, run in enumerate(runs, start=1)
     ]
     for key, label in (("xz_bits_per_byte", "xz -9"), ("unigram_bits_per_byte", "byte frequencies")):
-        values = {_in_summary("baselines", key)(run) for run in runs}  # runs on the same data share them
+        values = {in_summary("baselines", key)(run) for run in runs}  # runs on the same data share them
         bars += [(label, value, 0) for value in sorted(value for value in values if value is not None)]
     present = [(label, value, run) for label, value, run in bars if value is not None and math.isfinite(value)]
     if all(run for _, _, run in present):
@@ -121,17 +108,17 @@ def _flat_recipe(text: str) -> dict[str, Any]:
     return flatten(recipe) if isinstance(recipe, dict) else {"recipe.yaml": "cannot be read"}
 
 
-def _lead(run: Run) -> str:
+def _lead(run: Run, targets: str) -> str:
     """`124.4 M parameters on 8 processes: 4,000 steps, 2.097 G tokens in 1h 15m. 2 steps were skipped.`"""
     summary = run.summary
     shown = {
-        headline.label: headline.show(value) for headline in HEADLINES if (value := headline.read(run)) is not None
+        headline.label: headline.text(value) for headline in HEADLINES if (value := headline.read(run)) is not None
     }
     who = [f"{large_number(summary['parameters'])} parameters"] if "parameters" in summary else []
     if "world_size" in summary:
         who.append(f"on {_count(summary['world_size'], 'process', 'processes')}")
     did = [f"{shown['Steps']} steps"] if "Steps" in shown else []
-    did += [f"{shown['Tokens']} tokens"] if "Tokens" in shown else []
+    did += [f"{shown['{targets}']} {targets}"] if "{targets}" in shown else []
     sentence = ", ".join(did) + (f" in {shown['Training time']}" if did and "Training time" in shown else "")
     lead = ": ".join(part for part in (" ".join(who), sentence) if part)
     skipped = summary.get("skipped_steps")
@@ -169,7 +156,7 @@ def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
         name: f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
         for name, value in (summary.get("eval") or {}).items()
     }
-    best = {"best loss": summary.get("best_eval_loss"), "best loss at step": summary.get("best_step")}
+    best = {"best evaluation": summary.get("best_metric"), "best at step": summary.get("best_step")}
     sections = [
         ("Choices", "what was decided for you, and why", summary.get("choices")),
         ("Evaluation", "all its numbers", evaluation and evaluation | best),
@@ -182,75 +169,3 @@ def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
         for title, hint, values in sections
         if values
     ]
-
-
-def _in_summary(*keys: str) -> Callable[[Run], float | None]:
-    def read(run: Run) -> float | None:
-        value: Any = run.summary
-        for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value if isinstance(value, int | float) else None
-
-    return read
-
-
-def _final_eval(metric: str) -> Callable[[Run], float | None]:
-    """From the summary, or from the last evaluation of a run that has not ended."""
-
-    def read(run: Run) -> float | None:
-        last = run.curves.evals[-1] if run.curves.evals else {}
-        value = _in_summary("eval", metric)(run)
-        return last.get(metric) if value is None else value
-
-    return read
-
-
-def _last_logged(column: str) -> Callable[[Run], float | None]:
-    return lambda run: run.curves.train[-1].get(column) if run.curves.train else None
-
-
-def _either(
-    first: Callable[[Run], float | None], second: Callable[[Run], float | None]
-) -> Callable[[Run], float | None]:
-    def read(run: Run) -> float | None:
-        value = first(run)
-        return second(run) if value is None else value
-
-    return read
-
-
-def _peak_memory(run: Run) -> float | None:
-    phases = run.summary.get("peak_memory_bytes") or {}
-    return max(phases.values(), default=None)
-
-
-def large_number(value: float) -> str:
-    """`950`, `12,300`, `124.4 M`, `2.10 G`."""
-    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if abs(value) >= factor:
-            return f"{value / factor:.4g} {unit}"
-    return f"{value:,.0f}"
-
-
-def _decimals(digits: int) -> Callable[[float], str]:
-    return lambda value: f"{value:.{digits}f}"
-
-
-HEADLINES = (
-    Headline("Evaluation loss", _final_eval("loss"), _decimals(4), better=min),
-    Headline("Perplexity", _final_eval("perplexity"), lambda value: f"{value:.4g}", better=min),
-    Headline("Bits per byte", _final_eval("bits_per_byte"), _decimals(4), better=min),
-    Headline("Steps", _either(_in_summary("steps"), _last_logged("step")), large_number),
-    Headline("Tokens", _in_summary("num_targets"), large_number),
-    Headline("Training time", _either(_in_summary("train_seconds"), _last_logged("train_seconds")), format_seconds),
-    Headline(
-        "Throughput",
-        _either(_in_summary("tokens_per_second"), _last_logged("tokens_per_second")),
-        large_number,
-        "tokens/s",
-        better=max,
-    ),
-    Headline("Model FLOP utilisation", _in_summary("mfu"), lambda value: f"{100 * value:.1f}", "%", better=max),
-    Headline("Peak memory", _peak_memory, lambda value: f"{value / 2**30:.1f}", "GiB per device", better=min),
-    Headline("Skipped steps", _in_summary("skipped_steps"), large_number, better=min),
-)

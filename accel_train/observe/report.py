@@ -5,28 +5,32 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from accel_train.observe.curves import Curves
+from accel_train.observe.evaluation import MAX_CLASSES, confusion_matrix, describe_evaluation
+from accel_train.observe.headlines import Run, shared_targets
 from accel_train.observe.ledger import (
     METRICS_FILE,
     RECIPE_FILE,
     SUMMARY_FILE,
     read_events,
+    read_json,
     read_metrics,
-    read_summary,
     write_atomically,
 )
-from accel_train.observe.pages import Run, compare_baselines, compare_headlines, compare_recipes, describe_run
+from accel_train.observe.pages import compare_baselines, compare_headlines, compare_recipes, describe_run
 from accel_train.state import JsonRecord
 
 if TYPE_CHECKING:
     from accel_train.observe.charts import Chart
 
 T = TypeVar("T")
+
+EVALUATION_FILE = "evaluation.json"
 
 
 def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -44,13 +48,11 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
         ValueError: no folder is given, one holds no run, or a file in it is damaged.
         OSError: the report cannot be written.
     """
-    from accel_train.observe.charts import draw_charts  # matplotlib takes a second to import
-
     if not run_folders:
         raise ValueError("give at least one run folder to report on")
     runs = [load_run(Path(folder), name) for folder, name in zip(run_folders, _names(run_folders), strict=True)]
     out = _output_file([Path(folder) for folder in run_folders], out)
-    charts = draw_charts([run.curves for run in runs])
+    charts = draw_all(runs)
     for chart in charts:
         write_atomically(out.with_name(f"{out.stem}-{chart.name}.png"), chart.png)
     return write_atomically(out, render_page(runs, charts).encode())
@@ -72,25 +74,37 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     }
     events: list[JsonRecord] = _read_or(lambda: read_events(folder), [])
     curves = Curves(name or folder.resolve().name, by_split["train"], by_split["eval"], events)
-    try:
-        summary: JsonRecord = _read_or(lambda: read_summary(folder), {})
-    except ValueError as error:
-        raise ValueError(f"{folder / SUMMARY_FILE} is damaged ({error}); delete it to report without it") from error
-    return Run(curves, summary, _read_or(lambda: (folder / RECIPE_FILE).read_text(encoding="utf-8"), ""))
+    summary, evaluation = _read_record(folder / SUMMARY_FILE), _read_record(folder / EVALUATION_FILE)
+    recipe_text = _read_or(lambda: (folder / RECIPE_FILE).read_text(encoding="utf-8"), "")
+    return Run(curves, summary, recipe_text, evaluation)
+
+
+def draw_all(runs: Sequence[Run]) -> list["Chart"]:
+    """The curves of the runs, and of a single run the confusion matrix."""
+    from accel_train.observe.charts import draw_charts, draw_metric_charts  # matplotlib takes a second to import
+    from accel_train.observe.matrix import draw_confusion_matrix
+
+    curves = [run.curves for run in runs]
+    charts = [*draw_charts(curves, shared_targets(list(runs))), *draw_metric_charts(curves)]
+    found = confusion_matrix(runs[0].details("classification")) if len(runs) == 1 else None
+    if found and len(found[1]) <= MAX_CLASSES:
+        charts.append(draw_confusion_matrix(*found))
+    return charts
 
 
 def render_page(runs: Sequence[Run], charts: Sequence["Chart"]) -> str:
     """The whole HTML page as text; everything that comes from a run is escaped."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     template = environment.from_string((files("accel_train.observe") / "report.html").read_text(encoding="utf-8"))
-    shown = [
-        {"name": chart.name, "svg": Markup(chart.svg), "narrow": chart.narrow and Markup(chart.narrow)}
-        for chart in charts
-    ]
+    shown: dict[str, list[dict[str, Any]]] = {"run": [], "evaluation": [], "details": []}
+    for chart in charts:
+        forms = {"svg": Markup(chart.svg), "narrow": chart.narrow and Markup(chart.narrow), "width": chart.width}
+        shown[chart.group].append(forms)
     several = len(runs) > 1
     return template.render(
         title="Comparison of runs" if several else runs[0].name,
-        beside=sum(chart.narrow is None for chart in charts),
+        blocks=describe_evaluation(runs),
+        evaluated_at=None if several else runs[0].evaluation.get("step"),
         baselines=compare_baselines(runs),
         pages=[describe_run(run) for run in runs],
         charts=shown,
@@ -106,6 +120,16 @@ def _read_or(read: Callable[[], T], default: T) -> T:
         return read()
     except FileNotFoundError:
         return default
+
+
+def _read_record(path: Path) -> JsonRecord:
+    try:
+        record: JsonRecord = _read_or(lambda: read_json(path), {})
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds a {type(record).__name__}, not an object")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to report without it") from error
+    return record
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -1,0 +1,274 @@
+"""What the report shows of an evaluation: metrics and baselines, classes, mistakes, curves, and what is missing."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_observe_report import Page
+
+from accel_train.metrics.scores import classification_scores, multilabel_scores, segmentation_scores
+from accel_train.observe import RunFolder, write_report
+from accel_train.observe.ledger import write_json
+from accel_train.observe.metric_names import MAX_CURVES, label, metrics_with_curves, show_value
+from accel_train.observe.report import load_run
+
+CATS = np.array([[30, 4, 0], [1, 50, 9], [0, 0, 6]])
+NAMES = ["cat", "<b>dog</b>", "$emu$"]
+BASELINES = {
+    "majority_accuracy": 0.6,
+    "bag_of_words_f1_macro": 0.71,
+    "elsewhere_rouge": 1.0,
+}
+
+
+def make_run(
+    path: Path,
+    *,
+    details: Any = None,
+    metrics: dict[str, Any] | None = None,
+    evals: list[dict[str, Any]] | None = None,
+    task: str = "text-classification",
+    baselines: dict[str, float] = BASELINES,
+) -> Path:
+    """A run with two training steps, three evaluations, and the evaluation.json that is asked for."""
+    with RunFolder(path) as folder:
+        for step in (10, 20):
+            folder.append_metrics({"step": step, "split": "train", "loss": 1 / step, "tokens_per_second": 90.0})
+        found = [{"accuracy": 0.5}, {"accuracy": math.nan}, {"accuracy": 0.8}] if evals is None else evals
+        for number, scores in enumerate(found, start=1):
+            folder.append_metrics({"step": 10 * number, "split": "eval", "loss": 1 / number, "seconds": 1.0, **scores})
+        folder.write_text("recipe.yaml", f"task: {task}\n")
+        folder.write_summary({"status": "finished", "num_targets": 640, "baselines": baselines, "steps": 20})
+        if metrics is not None or details is not None:
+            write_json(path / "evaluation.json", {"step": 20, "metrics": metrics or {}, "details": details or {}})
+    return path
+
+
+def classified(path: Path, matrix: Any = CATS, names: list[str] = NAMES, **more: Any) -> Path:
+    scores = classification_scores(matrix, names)
+    return make_run(path, details={**scores.details, **more}, metrics={"loss": 0.3, **scores.metrics})
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tta = {"without": {"accuracy": 0.86}, "with": {"accuracy": 0.88, "mcc": None}}
+    return write_report([classified(tmp_path_factory.mktemp("runs") / "run", test_time_augmentation=tta)]).read_text()
+
+
+def test_metrics_stand_beside_the_baselines_that_bear_their_names(html: str) -> None:
+    text = Page(html).text
+    assert (
+        "Evaluation at step 20 Metrics this run majority bag of words Loss 0.3000 – – Accuracy 0.8600 0.6000 –" in text
+    )
+    assert re.search(r"F1, macro 0\.\d{4} – 0\.7100", text)
+    assert "rouge" not in text.split("Evaluation at step 20")[1].split("The run")[0]
+    assert "Precision, weighted" not in text  # it stands below the table of classes
+    assert "Test-time augmentation without with change Accuracy 0.8600 0.8800 +0.0200" in text
+    assert "Matthews correlation – – –" in text
+
+
+def test_the_headlines_are_those_of_the_task_and_count_its_targets(html: str) -> None:
+    text = Page(html).text
+    for shown in ("Evaluation loss 0.3000 Accuracy 0.8600 F1, macro", "Samples 640", "Throughput 90 samples/s"):
+        assert shown in text
+    assert "Samples per second" in text
+    assert "oken" not in text.split("Recipe")[0]
+
+
+@pytest.mark.parametrize(
+    "task, word",
+    [("image-classification", "Images"), ("semantic-segmentation", "Pixels"), ("my.tasks:Mine", "Targets")],
+)
+def test_the_unit_is_named_after_the_task(tmp_path: Path, task: str, word: str) -> None:
+    assert f"{word} 640" in Page(write_report([make_run(tmp_path / "run", task=task)]).read_text()).text
+
+
+def test_every_class_has_a_row_and_the_averages_follow(html: str) -> None:
+    page = Page(html)
+    assert "By class class precision recall F1 samples cat 0.968 0.882 0.923 34 <b>dog</b>" in page.text
+    assert re.search(r"accuracy 0\.860 100 macro average [\d. ]+ 100 weighted average", page.text)
+    assert "precision recall f1-score support" in page.text  # as text
+    assert "<b>dog" not in html
+
+
+def test_the_confusion_matrix_is_a_picture_with_counts_on_the_page_and_beside_it(tmp_path: Path, html: str) -> None:
+    picture = next(svg for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL) if "Confusion matrix" in svg)
+    texts = [text for text in Page(picture).texts if text.strip()]
+    assert [int(text) for text in texts if text.isdigit()] == [30, 4, 0, 1, 50, 9, 0, 0, 6]
+    assert {*NAMES, "truth", "prediction"} <= set(texts)
+    depths = [float(depth) for depth in re.findall(r"fill: var\(--series-1\); fill-opacity: ([\d.]+)", picture)]
+    assert len(depths) == 6  # a cell that counts nothing has no colour
+    assert depths[5] == max(depths)  # six of six
+    assert depths[1] == min(depths[:2]) < depths[0]
+    assert set(re.findall(r"#[0-9a-f]{6}\b", picture)) <= {"#000000"}
+    run = classified(tmp_path / "run")
+    write_report([run])
+    assert (run / "report-confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "report-eval_accuracy.png").exists()
+
+
+def test_many_classes_get_a_table_of_mistakes_instead_of_the_picture(tmp_path: Path) -> None:
+    matrix = 7 * np.eye(30, dtype=np.int64)
+    matrix[3, 4], matrix[8, 9] = 13, 5
+    run = classified(tmp_path / "run", matrix, [f"class {number}" for number in range(30)])
+    page = Page(write_report([run]).read_text())
+    mistakes = (
+        "Most frequent mistakes truth taken for samples of the class class 3 class 4 13 65.0 % class 8 class 9 5 41.7 %"
+    )
+    assert mistakes in page.text
+    assert "By class 30 classes" in page.text
+    assert not (run / "report-confusion_matrix.png").exists()
+
+
+def test_a_segmentation_is_shown_by_class(tmp_path: Path) -> None:
+    matrix = np.array([[900_000, 100_000, 0], [50_000, 450_000, 0], [0, 0, 0]])
+    scores = segmentation_scores(matrix, ["ground", "tree", "sky"])
+    run = make_run(tmp_path / "run", details=scores.details, metrics=scores.metrics, task="semantic-segmentation")
+    text = Page(write_report([run]).read_text()).text
+    assert "Intersection over union by class ground 0.857 tree 0.750 sky does not occur mean 0.804" in text
+    assert "Most frequent mistakes truth taken for pixels of the class ground tree 100,000 10.0 %" in text
+    assert "Mean IoU 0.8036" in text
+
+
+def test_a_baseline_belongs_to_the_longest_metric_that_its_name_ends_with(tmp_path: Path) -> None:
+    metrics = {"accuracy": 0.5, "pixel_accuracy": 0.9}
+    run = make_run(tmp_path / "run", metrics=metrics, baselines={"majority_pixel_accuracy": 0.4})
+    text = Page(write_report([run]).read_text()).text
+    assert "Metrics this run majority Accuracy 0.5000 – Pixel accuracy 0.9000 0.4000" in text
+
+
+def test_labels_that_may_occur_together_have_a_table_and_no_matrix(tmp_path: Path) -> None:
+    scores = multilabel_scores([[5, 1, 2, 12], [3, 0, 0, 17]], ["rain", "wind"])
+    text = Page(
+        write_report([make_run(tmp_path / "run", details=scores.details, metrics=scores.metrics)]).read_text()
+    ).text
+    assert "rain 0.833 0.714 0.769 7 wind 1.000 1.000 1.000 3 micro average" in text
+    assert "Hamming loss 0.0750" in text
+    assert "Confusion matrix" not in text
+
+
+def test_metrics_have_curves_over_the_steps_with_nan_marked(html: str) -> None:
+    page = Page(html)
+    assert "Evaluation over the steps" in page.text
+    assert page.texts.count("NaN or Inf") == 1
+    assert html.count("Accuracy over the steps") == 1
+
+
+def test_only_metrics_that_were_evaluated_twice_and_tell_something_new_have_curves(tmp_path: Path) -> None:
+    scores = {"perplexity": 3.0, "f1_macro": 0.5, "f1_micro": 0.5, "recall_macro": 0.1, "note": "text", "passed": True}
+    evals = [{**scores, "auroc": None}, {**scores, "rouge": 0.4}]
+    run = load_run(make_run(tmp_path / "run", evals=evals))
+    assert metrics_with_curves([run.curves]) == ["f1_macro"]
+    many = [{f"metric_{number}": float(step) for number in range(40)} for step in range(3)]
+    assert len(metrics_with_curves([load_run(make_run(tmp_path / "many", evals=many)).curves])) == MAX_CURVES
+    (tmp_path / "many" / "report.html").unlink(missing_ok=True)
+
+
+def test_a_metric_of_any_name_is_drawn_and_escaped(tmp_path: Path) -> None:
+    name = 'a"b <i>$x$</i>/../c'
+    run = make_run(tmp_path / "run", evals=[{name: 1.0}, {name: 2.0}], metrics={name: 2.0})
+    html = write_report([run]).read_text()
+    assert "<i>" not in html
+    assert not Page(html).handlers
+    assert Page(html).texts.count(name) == 2  # the chart's title and the table
+    assert (run / "report-eval_a_b_i_x_i_.._c.png").exists()
+
+
+def test_several_runs_are_compared_metric_by_metric(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / "one", metrics={"accuracy": 0.9, "mcc": math.nan}),
+        make_run(tmp_path / "two", metrics={"accuracy": 0.8, "rouge_l": 0.25}),
+    ]
+    html = write_report(runs).read_text()
+    text = Page(html).text
+    assert "Metrics one two Accuracy 0.9000 0.8000 Matthews correlation NaN – rouge l – 0.2500" in text
+    assert '<td class="number best">0.9000</td><td class="number">0.8000</td>' in html
+    assert "Samples 640 640" in text
+
+
+def test_a_language_model_whose_headlines_say_it_all_has_no_section(tmp_path: Path) -> None:
+    scores = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 1.2}
+    run = make_run(tmp_path / "run", metrics=scores, evals=[scores, scores], task="causal-lm")
+    text = Page(write_report([run]).read_text()).text
+    assert "Evaluation at" not in text
+    assert "Evaluation over the steps" not in text
+    assert "Perplexity 7.4" in text
+
+
+def test_a_run_without_evaluation_file_shows_its_last_evaluation(tmp_path: Path) -> None:
+    text = Page(write_report([make_run(tmp_path / "run")]).read_text()).text
+    assert "Evaluation Metrics this run majority Loss 0.3333 – Accuracy 0.8000 0.6000" in text
+
+
+ODD: list[Any] = [
+    {},
+    [],
+    "text",
+    {"classification": None, "segmentation": [], "test_time_augmentation": 3},
+    {"classification": {"label_names": ["a", "b"], "confusion_matrix": [[1, 2]]}},
+    {"classification": {"label_names": ["a"], "confusion_matrix": [["x"]], "report": {"a": None, "accuracy": None}}},
+    {"classification": {"label_names": ["a", "b"], "confusion_matrix": [[0, 0], [0, 0]], "report": {"a": {}}}},
+    {"classification": {"label_names": "ab", "confusion_matrix": [[-1, 0], [0, 0]], "report_text": 7}},
+    {"classification": {"label_names": [], "confusion_matrix": [], "report": {}, "report_text": ""}},
+    {"classification": {"label_names": [math.nan, 3], "confusion_matrix": [[1, 0], [0, 10**9]]}},
+    {"segmentation": {"label_names": ["a", "b"], "iou": [math.nan, "x"], "confusion_matrix": None}},
+    {"segmentation": {"label_names": ["a"], "iou": [2.0, 3.0]}},
+    {"test_time_augmentation": {"without": {"accuracy": math.nan}, "with": None}},
+]
+
+
+@pytest.mark.parametrize("details", ODD, ids=range(len(ODD)))
+@pytest.mark.filterwarnings("error")
+def test_no_evaluation_is_too_odd_to_report(tmp_path: Path, details: Any) -> None:
+    run = make_run(tmp_path / "run", details=details, metrics={"accuracy": math.nan, "auroc": None, "loss": math.inf})
+    text = Page(write_report([run]).read_text()).text
+    assert "Accuracy NaN" in text
+    assert "Loss ∞" in text
+
+
+def test_scores_of_an_empty_evaluation_are_shown_as_what_they_are(tmp_path: Path) -> None:
+    text = Page(write_report([classified(tmp_path / "run", np.zeros((2, 2)), ["a", "b"])]).read_text()).text
+    assert "a – – – 0 b – – – 0 accuracy NaN" in text
+    assert "Confusion matrix" not in text
+
+
+@pytest.mark.parametrize("content", ['{"step": ', "[1, 2]"])
+def test_a_damaged_evaluation_file_is_named(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "evaluation.json").write_text(content)
+    with pytest.raises(ValueError, match=r"evaluation\.json is damaged .*; delete it to report without it"):
+        write_report([run])
+
+
+def test_an_early_stop_is_marked_on_the_loss(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "events.jsonl").write_text('{"step": 20, "event": "early_stop", "message": "stopped early"}\n')
+    page = Page(write_report([run]).read_text())
+    assert page.texts.count("stopped early") == 3  # two pictures of the loss, and the list of events
+
+
+@pytest.mark.parametrize(
+    "name, text", [("f1_macro", "F1, macro"), ("mean_iou", "Mean IoU"), ("my_metric_macro", "my metric macro")]
+)
+def test_metrics_have_names_that_people_say(name: str, text: str) -> None:
+    assert label(name) == text
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (None, "–"),
+        (0.5, "0.5000"),
+        (0.0, "0.0000"),
+        (1e-5, "1e-05"),
+        (12345.6, "12,345.6"),
+        (1e9, "1e+09"),
+        (7, "7"),
+        (-math.inf, "−∞"),
+    ],
+)
+def test_values_are_short(value: Any, text: str) -> None:
+    assert show_value(value) == text
