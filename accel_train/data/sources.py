@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FileKind = Literal["text", "jsonl", "csv", "parquet", "tokens"]
 
-EMBEDDED_CORPORA = ("python-stdlib",)
+EMBEDDED_CORPORA = ("python-stdlib", "stdlib-functions")
 
 _TEXT_NAMES = """
     txt text md markdown rst tex org log srt html htm xml css yaml yml toml ini cfg sql
@@ -106,13 +106,18 @@ def file_kind(path: Path) -> FileKind | None:
     return TABLE_KINDS.get(suffix) or ("text" if suffix in TEXT_SUFFIXES else None)
 
 
+def python_stdlib_root() -> Path:
+    """The folder of the running Python's own library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
 def python_stdlib_files() -> tuple[SourceFile, ...]:
     """The running Python's own library, one document per `.py` file, sorted by relative name.
 
     Raises:
         ValueError: this Python carries no source files (an embedded or zipped one).
     """
-    root = Path(sysconfig.get_path("stdlib"))
+    root = python_stdlib_root()
     files = tuple(
         SourceFile(path, "text")
         for path in _walk(root, skipped_folders=_NOT_STDLIB)
@@ -126,6 +131,10 @@ def python_stdlib_files() -> tuple[SourceFile, ...]:
 def _resolve(name: str, data: Data, leaf: str) -> Source:
     if name == "python-stdlib":
         return _describe_files(f"python-stdlib of Python {platform.python_version()}", python_stdlib_files(), name=name)
+    if name == "stdlib-functions":
+        from accel_train.data.stdlib_functions import stdlib_functions
+
+        return _describe_dataset(f"stdlib-functions of Python {platform.python_version()}", stdlib_functions())
     path = Path(name).expanduser()
     if not path.exists() and glob.has_magic(name):
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))

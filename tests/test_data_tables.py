@@ -1,0 +1,247 @@
+"""Rows and their labels are read as they are, or refused with file, row and column; no text is on both sides."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from accel_train.data.labels import LabelCell, LabelScheme, label_scheme
+from accel_train.data.sources import resolve_sources
+from accel_train.data.stdlib_functions import MAX_PER_PACKAGE, NUM_PACKAGES, stdlib_functions
+from accel_train.data.tables import Row, class_names, read_rows
+from accel_train.data.text_rows import TextRows, hold_out, read_text_rows, repeated_texts
+from accel_train.recipe import Data
+
+
+def rows_of(path: Path, *columns: str, **settings: Any) -> list[Row]:
+    data = Data(train=str(path), **settings)
+    return [
+        row
+        for source in resolve_sources(data.train, data, leaf="data.train")
+        for row in read_rows(source, columns, data)
+    ]
+
+
+def refusal(path: Path, *columns: str, **settings: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is what each test looks at)
+        rows_of(path, *columns, **settings)
+    return str(caught.value)
+
+
+def scheme_of(*values: Any, **settings: Any) -> LabelScheme:
+    cells = [LabelCell(value, f"rows.csv:{number}") for number, value in enumerate(values, start=2)]
+    defaults = {"column": "label", "problem_type": "auto", "label_names": None, "feature_names": None}
+    return label_scheme(cells, **{**defaults, **settings})
+
+
+def label_refusal(*values: Any, **settings: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is what each test looks at)
+        scheme_of(*values, **settings).encode([LabelCell(value, "rows.csv:9") for value in values])
+    return str(caught.value)
+
+
+def test_every_kind_of_table_gives_the_same_rows_and_says_where_each_stands(tmp_path: Path) -> None:
+    texts = ["plain", 'two\nlines, "quoted"', "世界\u2028", "x" * 200_000]
+    table = pyarrow.table({"label": ["a", "b", "a", "b"], "more": [1, 2, 3, 4], "text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in table.to_pylist())
+    (tmp_path / "rows.jsonl").write_text(lines, encoding="utf-8")
+    for suffix, separator in (("csv", ","), ("tsv", "\t")):
+        quoted = ['"' + text.replace('"', '""') + '"' for text in texts]
+        body = [separator.join((label, "0", text)) for label, text in zip("abab", quoted)]
+        content = "\ufeff" + separator.join(("label", "more", "text")) + "\n" + "\n".join(body)
+        (tmp_path / f"rows.{suffix}").write_text(content, encoding="utf-8")
+    wanted = list(zip(texts, "abab"))
+    wheres = {}
+    for suffix in ("csv", "tsv", "jsonl", "parquet"):
+        rows = rows_of(tmp_path / f"rows.{suffix}", "text", "label")
+        assert [row.cells for row in rows] == wanted, suffix
+        wheres[suffix] = [row.where.removeprefix(str(tmp_path)) for row in rows]
+    assert wheres["csv"] == ["/rows.csv:2", "/rows.csv:3", "/rows.csv:5", "/rows.csv:6"]
+    assert wheres["jsonl"] == [f"/rows.jsonl:{line}" for line in (1, 3, 5, 7)]
+    assert wheres["parquet"] == [f"/rows.parquet, row {row}" for row in (1, 2, 3, 4)]
+
+
+def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features).save_to_disk(tmp_path / "set")
+    assert [row.cells for row in rows_of(tmp_path / "set", "label", "text", "label")] == [(1, "a", 1), (0, "b", 0)]
+    data = Data(train=str(tmp_path / "set"))
+    (source,) = resolve_sources(data.train, data, leaf="data.train")
+    assert class_names(source, "label") == ("neg", "pos")
+    assert class_names(source, "text") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "txt,label\nx,y\n", "a.csv:1: there is no column 'text'; did you mean 'txt'?"),
+        ("a.csv", "text,label,text\nx,y,z\n", "the column 'text' is there 2 times"),
+        ("a.csv", "text,label\nx,y\nx,y,z\n", "a.csv:3: the row has 3 fields, the header 2"),
+        ("a.csv", 'text,label\n"x,y\n', "not csv"),
+        ("a.csv", b"text,label\nx,y\n\xe9,z\n", "byte 0xe9 at position 15 (line 3)"),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": "x"}\n', "a.jsonl:2: there is no column 'label'"),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON"),
+        ("a.jsonl", "[1]\n", "a.jsonl:1: [1] is not an object"),
+        ("a.jsonl", b"\xff\xfe{\x00", "it looks like UTF-16"),
+        ("a.parquet", "PAR", "a.parquet: not a parquet file"),
+        ("a.txt", "text", "a.txt: this task reads rows with columns (text, label), and a text file has none"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_named_with_its_row(
+    tmp_path: Path, name: str, content: str | bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert said in refusal(tmp_path / name, "text", "label")
+
+
+def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "", "label": "x"}\n{"text": null, "label": "x"}\n')
+    data = Data(train=str(path))
+    sources = resolve_sources(data.train, data, leaf="data.train")
+    with pytest.raises(ValueError, match=r"a\.jsonl:2, column 'text': the text is empty"):
+        read_text_rows(sources, data, leaf="data.train")
+    path.write_text('{"text": "", "label": "x"}\n')
+    assert read_text_rows(sources, data, leaf="data.train").texts == [("",)]
+    path.write_text('{"text": 3, "label": "x"}\n')
+    with pytest.raises(ValueError, match="the text is 3, not a string"):
+        read_text_rows(sources, data, leaf="data.train")
+    path.write_text('{"text": "\\ud800", "label": "x"}\n')
+    with pytest.raises(ValueError, match="lone surrogate"):
+        read_text_rows(sources, data, leaf="data.train")
+    path.write_text("\n")
+    with pytest.raises(ValueError, match=r"data\.train holds no rows"):
+        read_text_rows(sources, data, leaf="data.train")
+
+
+def test_three_text_columns_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b,c,label\n")
+    data = Data(train=str(tmp_path / "a.csv"), text_columns=("a", "b", "c"))
+    with pytest.raises(ValueError, match="3 columns; give one text, or two as a pair"):
+        read_text_rows(resolve_sources(data.train, data, leaf="data.train"), data, leaf="data.train")
+
+
+@pytest.mark.parametrize(
+    ("values", "problem_type", "names"),
+    [
+        (("b", "a", "b"), "single_label", ("a", "b")),
+        (("10", "9"), "single_label", ("9", "10")),
+        ((3, 1, 2), "single_label", ("1", "2", "3")),
+        ((True, False), "single_label", ("false", "true")),
+        ((["b"], ["a", "b"], []), "multi_label", ("a", "b")),
+        ((1.5, 2.0), "regression", ("label",)),
+        ((1.0, 2.0), "regression", ("label",)),
+        (("1.5", "2"), "regression", ("label",)),
+    ],
+)
+def test_what_labels_mean_follows_from_what_they_are(
+    values: tuple[Any, ...], problem_type: str, names: tuple[str, ...]
+) -> None:
+    scheme = scheme_of(*values)
+    assert (scheme.problem_type, scheme.names) == (problem_type, names)
+
+
+def test_labels_become_ids_sets_or_numbers() -> None:
+    cells = [LabelCell(value, "") for value in ("b", "c", "a")]
+    encoded = scheme_of("a", "b", "c").encode(cells)
+    assert encoded.dtype == np.int64
+    assert encoded.tolist() == [1, 2, 0]
+    many = scheme_of(["a"], ["c", "a"]).encode([LabelCell(["c", "c"], ""), LabelCell([], "")])
+    assert many.dtype == np.float32
+    assert many.tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    numbers = scheme_of("1.5", "-2").encode([LabelCell("1e1", ""), LabelCell("-2", "")])
+    assert numbers.tolist() == [10.0, -2.0]
+
+
+def test_with_given_names_a_column_holds_either_names_or_ids() -> None:
+    names = ("two", "one", "none")
+    by_name = scheme_of("one", "two", label_names=names)
+    assert by_name.encode([LabelCell("none", "")]).tolist() == [2]
+    by_id = scheme_of(0, 2, 1, label_names=names)
+    assert by_id.encode([LabelCell(2, ""), LabelCell("1", "")]).tolist() == [2, 1]
+    # Numbers that are themselves the names, in an order of the user's own.
+    digits = scheme_of("1", "2", label_names=("2", "1"))
+    assert digits.encode([LabelCell("2", "")]).tolist() == [0]
+    brought = scheme_of(1, 0, feature_names=("neg", "pos"))
+    assert (brought.names, brought.encode([LabelCell(1, "")]).tolist()) == (("neg", "pos"), [1])
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "said"),
+    [
+        (("a", None), {}, "rows.csv:3, column 'label': there is no label"),
+        (("a", ""), {}, "rows.csv:3, column 'label': there is no label"),
+        (("a", "a"), {}, "every row has the same label"),
+        (([], []), {}, "every row has the same label"),
+        (("god", "bad"), {"label_names": ("good", "bad")}, '"god" is none of the labels (good, bad); did you mean'),
+        ((0, 2), {"label_names": ("good", "bad")}, "rows.csv:9, column 'label': 2 is no id of the 2 classes, 0 to 1"),
+        ((0, -1), {"feature_names": ("good", "bad")}, "-1 is no id of the 2 classes"),
+        ((0, 1), {"label_names": ("a", "a")}, "names a class twice"),
+        ((1.5, 2), {"problem_type": "single_label"}, "1.5 is not a label (a name or an integer)"),
+        (("a", "b"), {"problem_type": "regression"}, '"a" is not a number'),
+        ((1.0, float("nan")), {}, "NaN is not a number"),
+        (("a", "b"), {"problem_type": "multi_label"}, '"a" is not a list of labels'),
+        ((["a"], "b"), {}, '["a"] is not a label'),
+        ((1.5, 2.5), {"problem_type": "regression", "label_names": ("a", "b")}, "but the problem is regression"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(values: tuple[Any, ...], settings: dict[str, Any], said: str) -> None:
+    assert said in label_refusal(*values, **settings)
+
+
+def text_rows(texts: list[str]) -> TextRows:
+    return TextRows([(text,) for text in texts], [LabelCell("x", "")] * len(texts), [str(i) for i in range(len(texts))])
+
+
+def test_the_same_text_is_never_on_both_sides() -> None:
+    rows = text_rows([f"text {number % 70}" for number in range(500)])
+    train, evaluation, notes = hold_out(rows, 0.3)
+    assert evaluation is not None
+    assert len(train) + len(evaluation) == 500
+    assert not set(train.texts) & set(evaluation.texts)
+    assert 50 < len(evaluation) < 250
+    assert not notes
+    assert [train.texts[i] for i in range(5)] == [rows.texts[int(train.ids[i])] for i in range(5)]
+
+
+def test_few_texts_still_leave_one_for_evaluation_and_one_text_is_refused() -> None:
+    train, evaluation, notes = hold_out(text_rows([f"text {number}" for number in range(6)]), 0.0001)
+    assert evaluation is not None
+    assert (len(train), len(evaluation)) == (5, 1)
+    assert "the last one is held out" in notes[0]
+    assert hold_out(text_rows(["a", "b"]), 0.0)[1] is None
+    with pytest.raises(ValueError, match="one text only"):
+        hold_out(text_rows(["a", "a"]), 0.5)
+    with pytest.raises(ValueError, match="no training documents are left"):
+        hold_out(text_rows(["a", "b"]), 0.999999)
+
+
+def test_evaluation_texts_that_are_trained_on_are_counted() -> None:
+    assert repeated_texts(text_rows(["a", "b"]), text_rows(["c"])) == []
+    (note,) = repeated_texts(text_rows(["a", "b"]), text_rows(["c", "a"]))
+    assert "1 of 2 evaluation texts are in data.train too" in note
+
+
+def test_functions_of_the_library_are_labelled_by_their_package_and_none_is_there_twice() -> None:
+    dataset = stdlib_functions()
+    names = dataset.features["label"].names
+    counts = Counter(dataset["label"])
+    assert len(names) == NUM_PACKAGES == len(counts)
+    assert max(counts.values()) <= MAX_PER_PACKAGE
+    assert min(counts.values()) > 100
+    assert len(set(dataset["text"])) == len(dataset)
+    assert len(set(dataset["id"])) == len(dataset)
+    for row in list(dataset)[::50]:
+        assert row["id"].startswith(names[row["label"]])
+        assert row["text"].startswith(("def ", "async def "))
+    # Neither a docstring nor a function inside another one is a sample's own text.
+    texts = dict(zip(dataset["id"], dataset["text"]))
+    assert not [name for name, text in texts.items() if '"""' in text.split("\n")[1]]
