@@ -1,0 +1,176 @@
+"""What a training image goes through: crops, flips, colours, RandAugment, mixup and CutMix, drawn from a generator handed in.
+
+Nothing here keeps a state, so the same image and generator give the same bits, in whichever process.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance, ImageOps
+
+from accel_train.data.vision import Preprocessing, resize_and_crop
+from accel_train.recipe import Augment
+
+Pixels = NDArray[np.uint8]
+
+MAX_MAGNITUDE = 30.0
+_GREY = 128
+"""What is laid bare by a shift or turn, as in the authors' code of RandAugment."""
+_ASPECTS = (3 / 4, 4 / 3)
+_BILINEAR = Image.Resampling.BILINEAR
+
+
+def check_augment(settings: Augment) -> None:
+    """Refuse ranges that end before they begin.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for name in ("random_resized_crop", "scale_range"):
+        bounds = getattr(settings, name)
+        if bounds is not None and not 0 < bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"data.augment.{name}={list(bounds)} is no range; the smaller number comes first, and both are above 0"
+            )
+
+
+def augment_image(
+    image: Image.Image, settings: Augment, preprocessing: Preprocessing, generator: np.random.Generator
+) -> Image.Image:
+    """A square of `preprocessing.image_size`, cut out, flipped, and changed in its colours; of an 8-bit RGB or L image."""
+    if settings.random_resized_crop is None:
+        image = resize_and_crop(image, preprocessing)
+    else:
+        box = random_crop_box(image.width, image.height, settings.random_resized_crop, generator)
+        image = image.resize((preprocessing.image_size,) * 2, preprocessing.resample, box=box)
+    if generator.random() < settings.horizontal_flip:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if generator.random() < settings.vertical_flip:
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    image = rand_augment(image, settings.rand_augment_ops, settings.rand_augment_magnitude, generator)
+    return color_jitter(image, settings.color_jitter, generator)
+
+
+def random_crop_box(
+    width: float, height: float, area_range: tuple[float, float], generator: np.random.Generator
+) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom of a random part, in pixels (fractions of one too: small images have few whole ones).
+
+    Its share of the area is uniform in `area_range`, its aspect log-uniform in 3/4 to 4/3 (Szegedy et al. 2015, section 6;
+    the numbers of torchvision's RandomResizedCrop); a part that does not fit is drawn again, ten times.
+    """
+    for _ in range(10):
+        area = width * height * generator.uniform(*area_range)
+        aspect = math.exp(generator.uniform(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
+        wide, high = math.sqrt(area * aspect), math.sqrt(area / aspect)
+        if wide <= width and high <= height:
+            left, top = generator.uniform(0, width - wide), generator.uniform(0, height - high)
+            return left, top, min(left + wide, width), min(top + high, height)
+    wide, high = min(width, height * _ASPECTS[1]), min(height, width / _ASPECTS[0])
+    left, top = (width - wide) / 2, (height - high) / 2
+    return left, top, left + wide, top + high
+
+
+def color_jitter(image: Image.Image, strength: float, generator: np.random.Generator) -> Image.Image:
+    """Brightness, contrast and saturation, in random order, each by a factor uniform in [max(0, 1 - x), 1 + x]."""
+    if strength == 0:
+        return image
+    enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+    for number in generator.permutation(len(enhancers)):
+        image = enhancers[number](image).enhance(generator.uniform(max(0.0, 1 - strength), 1 + strength))
+    return image
+
+
+def rand_augment(image: Image.Image, num_ops: int, magnitude: float, generator: np.random.Generator) -> Image.Image:
+    """RandAugment (Cubuk et al. 2020): `num_ops` of 14 operations, drawn with replacement, all at one magnitude of 30."""
+    for _ in range(num_ops):
+        name = OPERATION_NAMES[generator.integers(len(OPERATION_NAMES))]
+        sign = 1.0 if generator.random() < 0.5 else -1.0
+        image = OPERATIONS[name](image, magnitude / MAX_MAGNITUDE, sign)
+    return image
+
+
+def _shift(image: Image.Image, share: float, *, x: float = 0, y: float = 0) -> Image.Image:
+    return _affine(
+        image, (1, 0, x * int(share * 150 / 331 * image.width), 0, 1, y * int(share * 150 / 331 * image.height))
+    )
+
+
+def _affine(image: Image.Image, coefficients: tuple[float, ...]) -> Image.Image:
+    """The pixel at (x, y) comes from (a x + b y + c, d x + e y + f)."""
+    grey = _GREY if image.mode == "L" else (_GREY,) * 3
+    return image.transform(image.size, Image.Transform.AFFINE, coefficients, _BILINEAR, fillcolor=grey)
+
+
+def _rotate(image: Image.Image, degrees: float) -> Image.Image:
+    return image.rotate(degrees, _BILINEAR, fillcolor=_GREY if image.mode == "L" else (_GREY,) * 3)
+
+
+Operation = Callable[[Image.Image, float, float], Image.Image]
+"""(image, share of the largest magnitude, sign) -> image."""
+
+OPERATIONS: dict[str, Operation] = {
+    "identity": lambda image, share, sign: image,
+    "shear_x": lambda image, share, sign: _affine(image, (1, sign * 0.3 * share, 0, 0, 1, 0)),
+    "shear_y": lambda image, share, sign: _affine(image, (1, 0, 0, sign * 0.3 * share, 1, 0)),
+    "translate_x": lambda image, share, sign: _shift(image, share, x=sign),
+    "translate_y": lambda image, share, sign: _shift(image, share, y=sign),
+    "rotate": lambda image, share, sign: _rotate(image, sign * 30 * share),
+    "brightness": lambda image, share, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.9 * share),
+    "color": lambda image, share, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.9 * share),
+    "contrast": lambda image, share, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.9 * share),
+    "sharpness": lambda image, share, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.9 * share),
+    "posterize": lambda image, share, sign: ImageOps.posterize(image, 8 - round(4 * share)),
+    "solarize": lambda image, share, sign: ImageOps.solarize(image, round(256 * (1 - share))),
+    "auto_contrast": lambda image, share, sign: ImageOps.autocontrast(image),
+    "equalize": lambda image, share, sign: ImageOps.equalize(image),
+}
+"""The operations and ranges of the paper's table, as torchvision has them (its translation is relative to the image)."""
+OPERATION_NAMES = tuple(OPERATIONS)
+
+
+class Mix(NamedTuple):
+    """How a sample is mixed with another."""
+
+    kind: str
+    """mixup or cutmix."""
+    partner: int
+    """Index of the other sample."""
+    share: float
+    """What the sample keeps."""
+
+
+def draw_mix(settings: Augment, num_samples: int, generator: np.random.Generator) -> Mix | None:
+    """Whether and how a sample is mixed; the partner is any sample, itself included."""
+    alphas = {"mixup": settings.mixup_alpha, "cutmix": settings.cutmix_alpha}
+    kinds = [kind for kind, alpha in alphas.items() if alpha > 0]
+    if not kinds:
+        return None
+    kind = kinds[generator.integers(len(kinds))]
+    return Mix(kind, int(generator.integers(num_samples)), float(generator.beta(alphas[kind], alphas[kind])))
+
+
+def mixup(image: Pixels, partner: Pixels, share: float) -> Pixels:
+    """share x image + (1 - share) x partner, rounded (Zhang et al. 2018, equation 1); both of one shape."""
+    mixed = share * image.astype(np.float32) + (1 - share) * partner.astype(np.float32)
+    return np.rint(mixed).astype(np.uint8)
+
+
+def cutmix(image: Pixels, partner: Pixels, share: float, generator: np.random.Generator) -> tuple[Pixels, float]:
+    """An image with a box of its partner's, and the share of its pixels that are left.
+
+    The box has the image's aspect and (1 - share) of its area, around a uniform centre; what lies outside the image is
+    cut off, so the share is counted again (Yun et al. 2019, section 3.1).
+    """
+    height, width = image.shape[:2]
+    edge = math.sqrt(1 - share)
+    x, y = generator.integers(width), generator.integers(height)
+    wide, high = int(width * edge), int(height * edge)
+    left, right = max(int(x) - wide // 2, 0), min(int(x) - wide // 2 + wide, width)
+    top, bottom = max(int(y) - high // 2, 0), min(int(y) - high // 2 + high, height)
+    mixed = image.copy()
+    mixed[top:bottom, left:right] = partner[top:bottom, left:right]
+    return mixed, 1 - max(right - left, 0) * max(bottom - top, 0) / (width * height)

@@ -1,0 +1,102 @@
+"""Samples of image classification: an image with its label, augmented and mixed in training, and batches of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from accel_train.data.augment import Pixels, augment_image, cutmix, draw_mix, mixup
+from accel_train.data.decoding import to_mode
+from accel_train.data.labelled_images import ImageSets, LabelledImages
+from accel_train.data.vision import Preprocessing, resize_and_crop
+from accel_train.recipe import Augment
+
+
+class ImageSample(NamedTuple):
+    """One image, and what it shows."""
+
+    image: Pixels
+    """(H, W, 3), or (H, W) where the model takes grey ones."""
+    label: int
+    partner_label: int
+    """Mixup and CutMix: what the other image showed."""
+    share: float
+    """How much of the label is left; 1 for an image that was not mixed."""
+
+
+class ClassificationImages(Dataset[ImageSample]):
+    """Images as an evaluation sees them: resized, the centre cut out."""
+
+    def __init__(self, labelled: LabelledImages, preprocessing: Preprocessing) -> None:
+        self.labelled, self.preprocessing = labelled, preprocessing
+
+    def __len__(self) -> int:
+        return len(self.labelled)
+
+    def __getitem__(self, index: int) -> ImageSample:
+        label = int(self.labelled.labels[index])
+        return ImageSample(np.asarray(resize_and_crop(self.decoded(index), self.preprocessing)), label, label, 1.0)
+
+    def decoded(self, index: int) -> Image.Image:
+        """The whole image, in the colours that the model sees."""
+        return to_mode(self.labelled.image(index), self.preprocessing.mode, self.labelled.where(index))
+
+
+def draw_sample(
+    images: ClassificationImages, settings: Augment, index: int, generator: np.random.Generator
+) -> ImageSample:
+    """A training image with its augmentation; mixed images take a partner, augmented as well, from the same generator."""
+    label = int(images.labelled.labels[index])
+
+    def augmented(which: int) -> Pixels:
+        return np.asarray(augment_image(images.decoded(which), settings, images.preprocessing, generator))
+
+    image = augmented(index)
+    mix = draw_mix(settings, len(images), generator)
+    if mix is None:
+        return ImageSample(image, label, label, 1.0)
+    partner = augmented(mix.partner)
+    partner_label = int(images.labelled.labels[mix.partner])
+    if mix.kind == "mixup":
+        return ImageSample(mixup(image, partner, mix.share), label, partner_label, mix.share)
+    mixed, share = cutmix(image, partner, mix.share, generator)
+    return ImageSample(mixed, label, partner_label, share)
+
+
+def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessing, num_classes: int) -> dict[str, Any]:
+    """pixel_values (N, C, H, W) fp32 and labels (N,) int64; or, if one is mixed, soft_labels (N, classes) fp32."""
+    batch: dict[str, Any] = {
+        "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
+        "num_targets": len(samples),
+    }
+    if all(sample.share == 1 for sample in samples):
+        batch["labels"] = torch.tensor([sample.label for sample in samples])
+        return batch
+    soft = torch.zeros(len(samples), num_classes)
+    for row, sample in zip(soft, samples):
+        row[sample.label] += sample.share
+        row[sample.partner_label] += 1 - sample.share
+    batch["soft_labels"] = soft
+    return batch
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """What a trained classifier needs to know of its data."""
+
+    sets: ImageSets
+    preprocessing: Preprocessing
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The classes, in the order of their ids."""
+        return self.sets.label_names
+
+    def row_ids(self, index: int) -> str:
+        """What names an evaluation image: its id column, else its file, or file and row."""
+        assert self.sets.eval is not None
+        return self.sets.eval.row_id(index)

@@ -1,0 +1,128 @@
+"""How images become a model's input: size, colour channels, and normalisation, in memory and as preprocessor_config.json."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from accel_train.data.decoding import Mode
+from accel_train.recipe import Recipe
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+"""Of the training images of ImageNet, as fractions of 255: what most vision models are trained with."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What every image goes through, in training and evaluation alike."""
+
+    image_size: int
+    """Edge of the square, in pixels."""
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    """By channel, as a fraction of 255."""
+    std: tuple[float, ...] = IMAGENET_STD
+    crop_fraction: float = 1.0
+    """Evaluation resizes the short edge to image_size / crop_fraction, and cuts out the centre."""
+    resample: int = Image.Resampling.BILINEAR
+    """Pillow's number of the interpolation: 2 bilinear, 3 bicubic."""
+
+    @property
+    def mode(self) -> Mode:
+        """Pillow's name for what the model sees."""
+        return "L" if len(self.mean) == 1 else "RGB"
+
+    def normalise(self, images: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+        """(pixels / 255 - mean) / std: uint8 images (H, W) or (H, W, C) to float32 (N, C, H, W)."""
+        stacked = torch.from_numpy(np.stack(images))
+        channels_last = stacked[..., None] if stacked.ndim == 3 else stacked
+        pixels = channels_last.permute(0, 3, 1, 2).contiguous().float()
+        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        return pixels.div_(255).sub_(mean).div_(std)
+
+    def save(self, folder: Path) -> None:
+        """preprocessor_config.json, with which transformers' AutoImageProcessor repeats `resize_and_crop` and `normalise`."""
+        settings = {
+            "image_processor_type": "BitImageProcessor",
+            "do_convert_rgb": self.mode == "RGB",
+            "do_resize": True,
+            "size": {"shortest_edge": round(self.image_size / self.crop_fraction)},
+            "resample": int(self.resample),
+            "do_center_crop": True,
+            "crop_size": {"height": self.image_size, "width": self.image_size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
+    """The centre of an image as a square of `image_size`: the short edge is resized, what is too long is cut off."""
+    size = preprocessing.image_size
+    short = round(size / preprocessing.crop_fraction)
+    width, height = image.size
+    # The long edge is rounded down, as in transformers.
+    resized = (short, max(short, short * height // width)) if width <= height else (short * width // height, short)
+    if resized != image.size:
+        image = image.resize(resized, preprocessing.resample)
+    if resized == (size, size):
+        return image
+    left, top = (resized[0] - size) // 2, (resized[1] - size) // 2
+    return image.crop((left, top, left + size, top + size))
+
+
+def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tuple[str, ...]]:
+    """What the recipe's model expects of its images: what it was trained with, else ImageNet's figures; and notes on it.
+
+    `config` is the model's transformers configuration.
+
+    Raises:
+        ValueError: the model takes images of other than 1 or 3 channels.
+    """
+    name, size = recipe.model.pretrained, recipe.data.image_size
+    channels = int(getattr(config, "num_channels", 3))
+    if channels not in (1, 3):
+        raise ValueError(f"the model takes {channels} channels; images have 1 (grey) or 3 (RGB): set num_channels")
+    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else (_grey(IMAGENET_MEAN), _grey(IMAGENET_STD))
+    default = Preprocessing(size, mean, std)
+    if name is None:
+        return default, ()
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    try:
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(name)
+    except (OSError, ValueError):
+        return default, (f"{name} has no preprocessor_config.json: images are normalised with ImageNet's figures",)
+    return _from_settings(settings, default), ()
+
+
+def _from_settings(settings: dict[str, Any], default: Preprocessing) -> Preprocessing:
+    """What a preprocessor_config.json says, as far as this package does the same."""
+    mean, std = (tuple(settings.get(f"image_{which}") or ()) for which in ("mean", "std"))
+    if not settings.get("do_normalize", True):
+        mean, std = (0.0,) * len(default.mean), (1.0,) * len(default.mean)
+    fits = len(mean) == len(std) == len(default.mean)
+    fraction = settings.get("crop_pct") or 1.0
+    size, crop = settings.get("size"), settings.get("crop_size")
+    if settings.get("do_center_crop") and isinstance(size, dict) and isinstance(crop, dict) and "shortest_edge" in size:
+        fraction = min(1.0, crop.get("height", size["shortest_edge"]) / size["shortest_edge"])
+    return Preprocessing(
+        image_size=default.image_size,
+        mean=mean if fits else default.mean,
+        std=std if fits else default.std,
+        crop_fraction=float(fraction),
+        resample=default.resample if settings.get("resample") is None else int(settings["resample"]),
+    )
+
+
+def _grey(values: tuple[float, ...]) -> tuple[float, ...]:
+    return (sum(values) / len(values),)

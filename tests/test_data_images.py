@@ -1,0 +1,509 @@
+"""Images from files, tables and arrays: what is decoded, which label it has, what is held out, and what is refused."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.data import labelled_images
+from accel_train.data.decoding import open_image, to_mode
+from accel_train.data.images import FileImages, held_out, inspect_images
+from accel_train.data.labelled_images import ImageSets, LabelledImages, read_labelled_images
+from accel_train.data.vision import Preprocessing, _from_settings, resize_and_crop
+from accel_train.recipe import Data
+from accel_train.state import DataError
+
+
+def picture(number: int, size: tuple[int, int] = (12, 10)) -> Image.Image:
+    width, height = size
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def save(image: Image.Image, path: Path, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+    return path
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(number).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def class_folders(root: Path, *, first: int = 0, each: int = 10, names: tuple[str, ...] = ("cat", "dog")) -> Path:
+    for offset, name in enumerate(names):
+        for number in range(each):
+            save(picture(first + 100 * offset + number), root / name / f"{number:02d}.png")
+    return root
+
+
+def read(train: Any, **settings: Any) -> ImageSets:
+    return read_labelled_images(Data(**{"train": str(train), "eval_fraction": 0.25, **settings}))
+
+
+def labels_by_place(images: LabelledImages) -> dict[str, int]:
+    return {images.where(index): int(images.labels[index]) for index in range(len(images))}
+
+
+def _palette(image: Image.Image) -> Image.Image:
+    return image.quantize(200)
+
+
+def _transparent_palette(image: Image.Image) -> Image.Image:
+    palette = image.quantize(200)
+    palette.info["transparency"] = bytes([128] * 200)
+    return palette
+
+
+@pytest.mark.parametrize(
+    "suffix, change, tolerance",
+    [
+        (".png", lambda image: image, 0),
+        (".jpg", lambda image: image, 40),
+        (".webp", lambda image: image, 60),
+        (".bmp", lambda image: image, 0),
+        (".png", lambda image: image.convert("RGBA"), 0),
+        (".png", _palette, 60),
+        (".png", _transparent_palette, 60),
+        (".gif", _palette, 60),
+        (".tif", lambda image: image.convert("CMYK"), 2),
+        (".jpg", lambda image: image.convert("CMYK"), 40),
+    ],
+)
+def test_every_colour_mode_becomes_the_same_rgb(
+    tmp_path: Path, suffix: str, change: Callable[[Image.Image], Image.Image], tolerance: int
+) -> None:
+    flat = Image.new("RGB", (16, 16), (200, 60, 30))  # without detail that JPEG would lose
+    flat.paste((20, 90, 220), (0, 0, 8, 16))
+    path = save(change(flat), tmp_path / f"image{suffix}")
+    found = np.asarray(to_mode(open_image(path, str(path)), "RGB", str(path))).astype(int)
+    assert found.shape == (16, 16, 3)
+    assert abs(found - np.asarray(flat))[:, [0, 1, 2, -3, -2, -1]].max() <= tolerance
+
+
+def test_sixteen_bits_are_scaled_to_eight_and_not_cut_off(tmp_path: Path) -> None:
+    wide = np.array([[0, 257, 25700], [32896, 65278, 65535]], dtype=np.uint16)
+    for name in ("image.png", "image.tif"):
+        path = save(Image.fromarray(wide), tmp_path / name)
+        assert np.asarray(to_mode(open_image(path, name), "L", name)).tolist() == [[0, 1, 100], [128, 254, 255]]
+        assert np.asarray(to_mode(open_image(path, name), "RGB", name))[1, 0].tolist() == [128] * 3
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_pixels_without_an_agreed_range_are_refused_by_name(tmp_path: Path, dtype: type) -> None:
+    path = save(Image.fromarray(np.ones((4, 4), dtype=dtype)), tmp_path / "depth.tif")
+    with pytest.raises(DataError, match=r"depth\.tif: its pixels are 32-bit .*8 or 16 bits"):
+        to_mode(open_image(path, str(path)), "RGB", str(path))
+
+
+def test_grey_and_black_and_white_images_become_three_equal_channels(tmp_path: Path) -> None:
+    grey = picture(0).convert("L")
+    for image in (grey, grey.convert("LA"), grey.convert("1")):
+        path = save(image, tmp_path / f"{image.mode}.png")
+        found = np.asarray(to_mode(open_image(path, str(path)), "RGB", str(path)))
+        assert (found == np.asarray(image.convert("L"))[..., None]).all()
+
+
+def test_a_photo_is_turned_as_its_exif_orientation_says(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright: turn by 90 degrees clockwise
+    image = Image.new("RGB", (16, 8), (0, 0, 0))
+    image.paste((255, 255, 255), (0, 0, 8, 8))
+    path = save(image, tmp_path / "photo.png", exif=exif)
+    upright = np.asarray(open_image(path, "photo"))
+    assert upright.shape == (16, 8, 3)
+    assert upright[:8].min() == 255
+    assert upright[8:].max() == 0
+
+
+def test_class_folders_give_labels_in_the_order_of_their_names(tmp_path: Path) -> None:
+    class_folders(tmp_path / "pets", names=("dog", "cat"))
+    save(picture(900), tmp_path / "pets/cat/deeper/still.JPG")
+    (tmp_path / "pets/cat/readme.txt").write_text("no image")
+    (tmp_path / "pets/.cache").mkdir()
+    save(picture(901), tmp_path / "pets/cat/.hidden.png")
+    sets = read(tmp_path / "pets", eval_fraction=0)
+    assert sets.label_names == ("cat", "dog")
+    assert sets.eval is None
+    found = {
+        str(Path(place).relative_to(tmp_path / "pets")): label for place, label in labels_by_place(sets.train).items()
+    }
+    assert len(found) == 21
+    assert all(label == place.startswith("dog") for place, label in found.items())
+    assert "cat/deeper/still.JPG" in found
+    assert sets.notes == (f"{tmp_path}/pets: left out 1 files that are no images",)
+
+
+def test_numbered_folders_are_ordered_as_numbers(tmp_path: Path) -> None:
+    sets = read(class_folders(tmp_path, names=("10", "9", "1")), eval_fraction=0)
+    assert sets.label_names == ("1", "9", "10")
+
+
+@pytest.mark.parametrize("given", ["root", "root/train"])
+@pytest.mark.parametrize("held", ["val", "validation", "test"])
+def test_a_held_out_folder_beside_train_is_found(tmp_path: Path, given: str, held: str) -> None:
+    class_folders(tmp_path / "root/train")
+    class_folders(tmp_path / "root" / held, first=50, each=3)
+    sets = read(tmp_path / given)
+    assert sets.eval is not None
+    assert (len(sets.train), len(sets.eval)) == (20, 6)
+    assert f"/root/{held}, found beside" in sets.notes[0]
+
+
+def test_of_a_folder_with_splits_train_is_trained_on_whatever_is_evaluated(tmp_path: Path) -> None:
+    root = class_folders(tmp_path / "root/train").parent
+    class_folders(root / "val", first=50, each=3)
+    other = class_folders(tmp_path / "other", first=70, each=2)
+    assert len(read(root, eval=str(other)).train) == 20
+    shown = read(root, eval=str(root), label_names=["cat", "dog"])
+    assert shown.eval is not None
+    assert len(shown.eval) == 6
+    assert shown.notes == (f"of {root}, val is read",)
+
+
+def test_copies_of_an_image_are_never_on_both_sides(tmp_path: Path) -> None:
+    class_folders(tmp_path, each=40)
+    for number in range(40):  # the same files under other names, and in another class
+        save(picture(number), tmp_path / f"cat/zz-copy-{number}.png")
+        save(picture(number), tmp_path / f"dog/copy-{number}.png")
+    sets = read(tmp_path)
+    assert sets.eval is not None
+    sides = [{side.image(index).tobytes() for index in range(len(side))} for side in (sets.train, sets.eval)]
+    assert not sides[0] & sides[1]
+    assert len(sets.train) + len(sets.eval) == 160
+    assert 0.1 < len(sides[1]) / 80 < 0.4
+
+
+def test_the_split_follows_the_contents_and_not_the_names(tmp_path: Path) -> None:
+    for number in range(60):
+        save(picture(number), tmp_path / f"a/{'ab'[number % 2]}/{number:02d}.png")
+        save(picture(number), tmp_path / f"b/{'ab'[number % 2]}/{99 - number:02d}.png")
+    contents = []
+    for folder in ("a", "b"):
+        sets = read(tmp_path / folder)
+        assert sets.eval is not None
+        contents.append({sets.eval.image(index).tobytes() for index in range(len(sets.eval))})
+    assert contents[0] == contents[1]
+
+
+def test_a_split_holds_out_its_share_and_at_least_one() -> None:
+    digests = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
+    assert held_out(digests, 0.2).mean() == pytest.approx(0.2, abs=0.012)
+    assert (held_out(digests, 0.1) <= held_out(digests, 0.2)).all()
+    assert held_out(digests, 0).sum() == 0
+    few = np.array([2**63 + 5, 2**63, 2**63, 2**63 + 9], dtype=np.uint64)
+    assert held_out(few, 0.01).tolist() == [False, True, True, False]
+
+
+def test_images_that_are_in_both_sets_are_counted(tmp_path: Path) -> None:
+    class_folders(tmp_path / "a")
+    class_folders(tmp_path / "b", first=7)  # 7 to 16: three of each class are in the first folder as well
+    sets = read(tmp_path / "a", eval=str(tmp_path / "b"))
+    assert sets.notes == ("6 of 20 evaluation images are training images as well",)
+
+
+def test_identity_knows_contents_and_labels_but_not_where_they_lie(tmp_path: Path) -> None:
+    first = read(class_folders(tmp_path / "a")).identity
+    assert read(class_folders(tmp_path / "b")).identity == first
+    save(picture(5555), tmp_path / "b/cat/00.png")
+    assert read(tmp_path / "b").identity != first
+    (tmp_path / "a/cat").rename(tmp_path / "a/fox")
+    assert read(tmp_path / "a").identity != first
+
+
+def test_above_the_limit_headers_wait_and_a_broken_file_is_named_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class_folders(tmp_path / "train")
+    class_folders(tmp_path / "val", first=50)
+    (tmp_path / "train/cat/03.png").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"cat/03\.png: cannot be read as an image \(unknown format\)"):
+        read(tmp_path)
+    monkeypatch.setattr(labelled_images, "INSPECTED_LIMIT", 19)
+    sets = read(tmp_path)
+    with pytest.raises(DataError, match=r"train/cat/03\.png: cannot be read as an image"):
+        sets.train.image(3)
+    (tmp_path / "train/cat/03.png").write_bytes(b"other nonsense")
+    assert read(tmp_path).identity != sets.identity
+
+
+def test_a_body_that_is_cut_off_is_named_when_it_is_decoded(tmp_path: Path) -> None:
+    path = save(picture(0, (200, 200)), tmp_path / "a/photo.jpg")
+    path.write_bytes(path.read_bytes()[:5000])
+    images = FileImages(tmp_path, ("a/photo.jpg",))
+    assert len(inspect_images(images)) == 1  # the header is sound
+    with pytest.raises(DataError, match=re.escape(f"{path}: cannot be read as an image (") + ".*truncated"):
+        images[0]
+
+
+def test_broken_files_are_counted_and_an_empty_one_is_called_empty(tmp_path: Path) -> None:
+    class_folders(tmp_path)
+    for number in (4, 5, 6):
+        (tmp_path / f"dog/0{number}.png").write_bytes(b"")
+    message = r"dog/04\.png: is empty, no image; repair or remove it \(and 2 more of 20 images are broken\)"
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+def test_a_header_deep_in_a_file_is_found(tmp_path: Path) -> None:
+    large = Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8))
+    path = save(large, tmp_path / "large.tif")  # its directory is at the end
+    assert path.stat().st_size > 1 << 17
+    assert len(inspect_images(FileImages(tmp_path, ("large.tif",)))) == 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda root: save(picture(1), root / "stray.png"), r"stray\.png lies in no class folder; expected .*/CLASS/"),
+        (lambda root: (root / "bird").mkdir(), r"the class folder .*/bird holds no image"),
+        (lambda root: [file.unlink() for file in root.rglob("*.png")], r"there is no image below the folder"),
+        (lambda root: [file.unlink() for file in (root / "dog").iterdir()] + [(root / "dog").rmdir()], r"needs two"),
+    ],
+)
+def test_a_folder_that_is_no_set_of_classes_is_refused(
+    tmp_path: Path, change: Callable[[Path], Any], message: str
+) -> None:
+    class_folders(tmp_path / "pets")
+    change(tmp_path / "pets")
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "pets")
+
+
+def test_a_class_that_only_the_evaluation_has_is_named(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train")
+    class_folders(tmp_path / "val", first=50, names=("cat", "doge"))
+    with pytest.raises(
+        ValueError, match=r"val/doge/00\.png.*\"doge\" is none of the labels \(cat, dog\); did you mean 'dog'"
+    ):
+        read(tmp_path)
+    class_folders(tmp_path / "val2", first=50, names=("cat", "bird"))
+    sets = read(tmp_path / "train", eval=str(tmp_path / "val2"), label_names=["cat", "dog", "bird"])
+    assert sets.notes == ("no training image is of bird",)
+
+
+def test_a_class_that_is_held_out_as_a_whole_is_refused(tmp_path: Path) -> None:
+    class_folders(tmp_path, each=30)
+    probe = tmp_path.parent / "probe.png"
+    for number in range(1000, 2000):
+        save(picture(number), probe)
+        if inspect_images(FileImages(probe.parent, (probe.name,)))[0] < 2**61:  # it will be held out
+            break
+    save(picture(number), tmp_path / "rare/one.png")
+    with pytest.raises(ValueError, match=r"no training image is of the class 'rare'.*eval_fraction"):
+        read(tmp_path)
+
+
+def table(tmp_path: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
+    path = tmp_path / f"table.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "csv":
+        path.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]) + "\n")
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_table_of_paths_relative_to_itself_is_read(tmp_path: Path, kind: str) -> None:
+    class_folders(tmp_path / "pets")
+    rows = [
+        {"name": f"n{number}", "file": f"pets/{animal}/{number:02d}.png", "animal": animal}
+        for number in range(10)
+        for animal in ("dog", "cat")
+    ]
+    path = table(tmp_path, kind, rows)
+    settings = {"image_column": "file", "label_column": "animal", "id_column": "name", "cache_dir": str(tmp_path / "c")}
+    sets = read(path, **settings)
+    assert sets.label_names == ("cat", "dog")
+    assert sets.eval is not None
+    for side in (sets.train, sets.eval):
+        for index in range(len(side)):
+            row = rows[int(side.rows[index])]
+            assert side.labels[index] == (row["animal"] == "dog")
+            assert side.image(index).tobytes() == Image.open(tmp_path / row["file"]).tobytes()
+    assert sets.eval.row_id(0) == rows[int(sets.eval.rows[0])]["name"]
+    line = {"jsonl": ":1", "csv": ":2", "parquet": ", row 1"}[kind]
+    assert sets.train.images.where(0) == f"{path}{line}"
+
+
+def test_bytes_and_the_images_of_datasets_are_read_from_parquet(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"image": png(number), "label": number % 2} for number in range(12)]
+    plain = table(tmp_path, "parquet", rows)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])})
+    pictures = [{"image": picture(number), "label": number % 2} for number in range(12)]
+    dataset = datasets.Dataset.from_list(pictures, features=features)
+    dataset.to_parquet(tmp_path / "features.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    settings = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0}
+    expected = [picture(number).tobytes() for number in range(12)]
+    for path, names in (
+        (plain, ("0", "1")),
+        (tmp_path / "features.parquet", ("no", "yes")),
+        (tmp_path / "saved", ("no", "yes")),
+    ):
+        sets = read(path, **settings)
+        assert sets.label_names == names
+        assert sets.train.labels.tolist() == [number % 2 for number in range(12)]
+        assert [sets.train.image(index).tobytes() for index in range(12)] == expected
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("csv", {"label": ""}, r"table\.csv:5, column 'label': there is no label"),
+        ("jsonl", {"label": [1]}, r"table\.jsonl:4, column 'label': \[1\] is not a label"),
+        ("jsonl", {"image": None}, r"table\.jsonl:4, column 'image': it is empty, no image"),
+        ("jsonl", {"image": 7}, r"table\.jsonl:4, column 'image': it is a int, no image"),
+        ("csv", {"image": "pets/none.png"}, r"table\.csv:5: .*pets/none\.png: cannot be read \(No such file"),
+        ("parquet", {"image": b"nonsense"}, r"table\.parquet, row 4: cannot be read as an image \(unknown format\)"),
+    ],
+)
+def test_a_broken_row_is_named(tmp_path: Path, kind: str, change: dict[str, Any], message: str) -> None:
+    class_folders(tmp_path / "pets")
+    rows: list[dict[str, Any]] = [
+        {"image": png(n) if kind == "parquet" else f"pets/cat/{n:02d}.png", "label": "ab"[n % 2]} for n in range(8)
+    ]
+    rows[3] |= change
+    with pytest.raises(ValueError, match=message):
+        read(table(tmp_path, kind, rows), cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("column", ["image", "label"])
+def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, kind: str, column: str) -> None:
+    rows = [{"picture": "a.png", ("label" if column == "image" else "image"): "b.png"}]
+    with pytest.raises(ValueError, match=rf"table\.{kind}.*'{column}'.*picture"):
+        read(table(tmp_path, kind, rows), cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (6, 4, 4), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", images=images, labels=np.array([0, 1, 2, 0, 1, 3]))
+    with pytest.raises(ValueError, match=r"a\.npz:5, column 'label': 3 is no id of the 3 classes, 0 to 2"):
+        read(tmp_path / "a.npz", label_names=["red", "green", "blue"])
+
+
+def test_arrays_are_read_and_npy_files_stay_on_disk(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (20, 6, 5, 3), dtype=np.uint8)
+    labels = np.arange(20) % 4
+    np.savez(tmp_path / "set.npz", images=images, label=labels.astype(np.uint8))
+    np.save(tmp_path / "train_images.npy", images)
+    np.save(tmp_path / "train_labels.npy", labels)
+    for name in ("set.npz", "train_images.npy"):
+        sets = read(tmp_path / name, eval_fraction=0)
+        assert sets.decoded
+        assert sets.label_names == ("0", "1", "2", "3")
+        assert sets.train.labels.tolist() == labels.tolist()
+        assert all((np.asarray(sets.train.image(index)) == images[index]).all() for index in range(20))
+    assert isinstance(sets.train.images.array, np.memmap)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "arrays, message",
+    [
+        ({"images": np.zeros((4, 8, 8, 3), np.float32)}, r"images are float32; .*uint8"),
+        ({"images": np.zeros((4, 3, 8, 8), np.uint8)}, r"\(4, 3, 8, 8\) are not N x H x W.*channels first"),
+        ({"images": np.zeros((4, 64), np.uint8)}, r"\(4, 64\) are not N x H x W"),
+        ({"images": np.zeros((3, 8, 8), np.uint8)}, r"3 images, but 'label' has the shape \(4,\)"),
+        ({"pictures": np.zeros((4, 8, 8), np.uint8)}, r"no array 'image' or 'images'; available: labels, pictures"),
+        (
+            {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros((4, 2), int)},
+            r"labels are int64 of shape \(4, 2\)",
+        ),
+        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros(4)}, r"labels are float64"),
+    ],
+)
+def test_arrays_of_a_wrong_shape_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    np.savez(tmp_path / "a.npz", **{"labels": np.arange(4), **arrays})
+    with pytest.raises(ValueError, match=r"a\.npz: .*" + message):
+        read(tmp_path / "a.npz")
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 not really")
+    with pytest.raises(ValueError, match=r"a\.npz: cannot be read as an array"):
+        read(tmp_path / "a.npz")
+
+
+def test_the_digits_are_embedded_and_their_held_out_fifth_is_fixed() -> None:
+    sets = read("digits", eval_fraction=0.2)
+    assert sets.eval is not None
+    assert sets.label_names == tuple("0123456789")
+    assert (len(sets.train), len(sets.eval)) == (1467, 330)
+    assert sets.eval.where(0) == "digits:6"
+    assert sets.train.image(0).size == (8, 8)
+    assert read("digits", eval_fraction=0.2).identity == sets.identity
+
+
+def test_images_without_labels_are_read_for_prediction(tmp_path: Path) -> None:
+    for number in range(3):
+        save(picture(number), tmp_path / f"flat/{number}.png")
+    rows = [{"image": f"flat/{number}.png"} for number in range(3)]
+    names = {"label_names": ["cat", "dog"], "label_column": None}
+    for path in (tmp_path / "flat", table(tmp_path, "csv", rows)):
+        sets = read(path, eval=str(path), **names)
+        assert sets.eval is not None
+        assert sets.eval.labels.tolist() == [-100] * 3
+        assert sets.eval.image(2).tobytes() == picture(2).tobytes()
+        assert sets.notes == ()
+    assert sets.eval.row_id(1) == f"{path}:3"
+    with pytest.raises(ValueError, match=r"data\.label_names says the classes"):
+        read(tmp_path / "flat", label_column=None)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    for name in ("nowhere/at/all.npz", "nowhere.parquet", "./nowhere"):
+        with pytest.raises(ValueError, match=r"data\.train: there is no file .*nowhere"):
+            read(tmp_path / name)
+
+
+def test_resizing_keeps_the_aspect_and_cuts_the_centre() -> None:
+    image = Image.fromarray(np.arange(40, dtype=np.uint8)[None].repeat(10, 0))  # 40 wide, 10 high
+    square = resize_and_crop(image, Preprocessing(10))
+    assert np.asarray(square)[0].tolist() == list(range(15, 25))
+    square = resize_and_crop(image, Preprocessing(8, crop_fraction=0.8))
+    assert np.asarray(square)[0].tolist() == list(range(16, 24))
+    assert resize_and_crop(image.transpose(Image.Transpose.ROTATE_90), Preprocessing(4)).size == (4, 4)
+
+
+def test_normalising_subtracts_the_mean_and_divides_by_the_deviation_of_each_channel() -> None:
+    image = np.zeros((2, 3, 3), np.uint8)
+    image[0, 1] = (255, 51, 0)
+    batch = Preprocessing(2, mean=(0.5, 0.2, 0.0), std=(0.5, 0.1, 2.0)).normalise([image, image])
+    assert batch.shape == (2, 3, 2, 3)
+    assert batch.dtype == torch.float32
+    assert batch[1, :, 0, 1].tolist() == pytest.approx([1.0, 0.0, 0.0])
+    assert batch[0, :, 1, 2].tolist() == pytest.approx([-1.0, -2.0, 0.0])
+    assert Preprocessing(2, mean=(0.5,), std=(0.5,)).normalise([image[..., 0]]).shape == (1, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "settings, mean, fraction, resample",
+    [
+        ({"image_mean": [0.5] * 3, "image_std": [0.4] * 3, "resample": 3, "crop_pct": 0.875}, 0.5, 0.875, 3),
+        ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224}, "do_center_crop": True}, 0.485, 0.875, 2),
+        ({"do_normalize": False, "size": {"height": 224, "width": 224}}, 0.0, 1.0, 2),
+        ({"image_mean": [0.1], "image_std": [0.3]}, 0.485, 1.0, 2),
+    ],
+)
+def test_the_settings_of_a_pretrained_model_are_taken_over(
+    settings: dict[str, Any], mean: float, fraction: float, resample: int
+) -> None:
+    found = _from_settings(settings, Preprocessing(224))
+    assert (found.mean[0], found.crop_fraction, found.resample) == (mean, fraction, resample)
+    assert len(found.mean) == len(found.std) == 3
