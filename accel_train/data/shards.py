@@ -81,7 +81,7 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
     data = recipe.data
     train = resolve_sources(data.train, data, leaf="data.train")
     held_out = () if data.eval is None else resolve_sources(data.eval, data, leaf="data.eval")
-    spec = recipe.tokenizer
+    spec = recipe.tokenizer_in_use
     if isinstance(spec, TrainedTokenizer) and holds_tokens(train):
         raise ValueError(
             "tokenizer: train_bpe needs text, and data.train holds tokens; name the tokenizer that wrote them"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -19,18 +20,38 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from accel_train.data import TextCorpus, collate_windows, prepare_text
+from accel_train.data import IGNORED_LABEL, TextCorpus, collate_windows, prepare_text
+from accel_train.data.fine_tuning import RowCorpus, prepare_rows
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe import Recipe
-from accel_train.task import TaskData
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.causal_attention import choose_attention, use_for_generation
+from accel_train.tasks.fine_tuning import chat_prompt, rows_as_samples
 
 
 class CausalLM:
-    """GPT-style pretraining, and training on from pretrained weights."""
+    """GPT-style pretraining, training on from pretrained weights, and fine-tuning on prompts with completions or chats."""
+
+    positions_per_target = 1.0
+    """Positions that the model computes for each that has a target."""
+    counts_hits = False
+    """Fine-tuning reports the accuracy of tokens, which costs a pass over the logits."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Tokenised windows of the recipe's text; tokenised once, then reused."""
+        """Tokenised windows of the recipe's text, tokenised once, then reused; or rows of `data.format`, in memory."""
+        tokenizer_notes = []
+        if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
+            tokenizer_notes = [f"tokenizer: that of {recipe.model.pretrained}, which the model was trained with"]
+        if recipe.data.format == "text":
+            data = self._load_text(recipe, progress)
+        else:
+            corpus = prepare_rows(recipe, progress=progress)
+            data = rows_as_samples(recipe, corpus, model_config(recipe, corpus.vocab_size, corpus.separator_id))
+            self.positions_per_target, self.counts_hits = data.facts["positions_per_target"], True
+        data.facts["notes"] = [*tokenizer_notes, *data.facts["notes"]]
+        return data
+
+    def _load_text(self, recipe: Recipe, progress: bool) -> TaskData:
         corpus = prepare_text(recipe, progress=progress)
         collate = partial(collate_windows, separator_id=corpus.separator_id, mask_documents=recipe.data.mask_documents)
         return TaskData(
@@ -49,20 +70,21 @@ class CausalLM:
         Raises:
             ValueError: the model cannot take the tokenizer's vocabulary or the sequence length, or cannot be loaded.
         """
-        corpus: TextCorpus = data.source
+        corpus: TextCorpus | RowCorpus = data.source
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
         kwargs = attention_arguments(recipe, config)
         if recipe.model.pretrained is None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                recipe.model.pretrained,
-                config=config,
-                dtype=torch.float32,
-                trust_remote_code=recipe.model.trust_remote_code,
-                use_safetensors=True,  # a pickled weight file could run code
-                **kwargs,
-            )
+            with quiet_bars():
+                model = AutoModelForCausalLM.from_pretrained(
+                    recipe.model.pretrained,
+                    config=config,
+                    dtype=torch.float32,
+                    trust_remote_code=recipe.model.trust_remote_code,
+                    use_safetensors=True,  # a pickled weight file could run code
+                    **kwargs,
+                )
             rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
             if model.get_input_embeddings().num_embeddings < rows:
                 model.resize_token_embeddings(rows, mean_resizing=False)
@@ -78,38 +100,54 @@ class CausalLM:
         The loss is ours and not the model's: transformers divides by the tokens of the micro-batch, and for GPT-2 warns in
         the middle of the graph.
         """
-        inputs = {"input_ids": batch["input_ids"]}
-        if "document_ids" in batch:
-            inputs["position_ids"] = batch["position_ids"]
-            inputs["attention_mask"] = same_document_mask(batch["document_ids"])
-        logits = model(**inputs, use_cache=False).logits
-        return cross_entropy(
-            logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
-        )
+        return summed_loss(next_token_logits(model, batch), batch["labels"])
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """6 N + 12 L D T (PaLM, appendix B), N without embeddings that are only looked up."""
+        """6 N + 12 L D T (PaLM, appendix B), N without embeddings that are only looked up; prompts and padding count too."""
         assert isinstance(model, PreTrainedModel)
         text = model.config.get_text_config()
-        return model_flops_per_token(
+        return self.positions_per_target * model_flops_per_token(
             matmul_parameters(model), text.num_hidden_layers, text.hidden_size, recipe.data.sequence_length
         )
 
-    def score(self, loss: float, data: TaskData) -> dict[str, float]:
-        """Perplexity, and bits per byte of the evaluation text: the figure that does not depend on the tokenizer."""
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The loss; when fine-tuning also how many targets there are, and for how many the likeliest token is the right one."""
+        if not self.counts_hits:
+            return {"loss_sum": self.loss_sum(model, batch)}
+        logits, labels = next_token_logits(model, batch), batch["labels"]
+        return {
+            "loss_sum": summed_loss(logits, labels),
+            "num_hits": (logits.argmax(-1) == labels).sum(),
+            "num_labels": (labels != IGNORED_LABEL).sum(),
+        }
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Perplexity; for text also bits per byte, which does not depend on the tokenizer; for rows the accuracy of tokens."""
         scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         facts = data.facts
         if facts.get("eval_bytes"):
             scores["bits_per_byte"] = loss / math.log(2) * (facts["eval_tokens"] - 1) / facts["eval_bytes"]
-        return scores
+        if "num_hits" in totals:
+            scores["token_accuracy"] = float(totals["num_hits"] / max(1, totals["num_labels"]))
+        return Scores(scores)
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Nothing: a window of text has no label; `accel-train generate` writes text."""
+        return {}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """What knows no language needs for the same evaluation text, in bits per byte."""
-        names = ("unigram_bits_per_byte", "xz_bits_per_byte")
+        """What knows no language reaches on the same evaluation data."""
+        names = ("unigram_bits_per_byte", "xz_bits_per_byte", "unigram_perplexity")
         return {name: data.facts[name] for name in names if data.facts.get(name) is not None}
 
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Configuration and tokenizer in transformers' own layout."""
+        assert isinstance(model, PreTrainedModel)
+        model.config.save_pretrained(folder)
+        data.source.tokenizer.save_pretrained(folder)
+
     def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Weights and tokenizer in transformers' own layout."""
+        """Weights, configuration and tokenizer in transformers' own layout."""
         assert isinstance(model, PreTrainedModel)
         with quiet_bars():
             model.save_pretrained(folder)
@@ -126,12 +164,27 @@ class CausalLM:
         text = generate_text(
             use_for_generation(model),
             data.source.tokenizer,
-            prompt,
+            chat_prompt(data.source.tokenizer, prompt) if recipe.data.format == "chat" else prompt,
             max_new_tokens=recipe.evaluate.sample_tokens,
             temperature=0.8,
             seed=recipe.seed,
         )
         return {"prompt": prompt, "text": text}
+
+
+def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """(B, T, vocabulary), in the precision of the model; attention and positions stay within a document, if there are ids."""
+    inputs = {"input_ids": batch["input_ids"]}
+    if "document_ids" in batch:
+        inputs["position_ids"] = batch["position_ids"]
+        inputs["attention_mask"] = same_document_mask(batch["document_ids"])
+    logits: Tensor = model(**inputs, use_cache=False).logits
+    return logits
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy in fp32, summed over the labels that are not -100."""
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 @contextmanager

@@ -1,0 +1,312 @@
+"""Fine-tuning rows: which tokens are learned, packing that changes no loss, and errors that name file, row and column."""
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_causal_lm import small_config
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_train.data import byte_tokenizer
+from accel_train.data.packing import TokenRows, pack
+from accel_train.data.stdlib_docstrings import stdlib_docstrings
+from accel_train.data.tokenizers import BYTE_SEPARATOR_ID
+from accel_train.recipe import Origin, Recipe
+from accel_train.task import TaskData
+from accel_train.tasks.causal_attention import _CHECKED_MODEL_TYPES
+from accel_train.tasks.causal_lm import CausalLM
+from runs import TINY_MODEL, events, metrics, recipe_dict, run, write_recipe_file
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|endoftext|>\n{%- endgeneration %}"
+    "{% else %}{{ message.content }}<|endoftext|>\n{% endif %}{% endfor %}"
+)
+STRICT = "{% for message in messages %}{% if message.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + message.role) }}{% endif %}{{ message.content }}<|endoftext|>{% endfor %}"
+FORGETFUL = "{% for message in messages %}{% if loop.last or message.role == 'user' %}{{ message.content }}<|endoftext|>{% endif %}{% endfor %}"
+
+WIDE_MODEL = TINY_MODEL | {"n_positions": 160}
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture
+def sft_recipe(tmp_path: Path) -> Make:
+    """A recipe on these rows, written as jsonl; further arguments are settings of `data`."""
+
+    def make(rows: list[dict[str, Any]], *, model: Any = WIDE_MODEL, **data: Any) -> Recipe:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = {"train": str(path), "format": "prompt_completion", "eval_fraction": 0, "sequence_length": 48}
+        section = {"config": dict(model)} if "model_type" in model else model
+        recipe = recipe_dict(tmp_path, task="causal-lm")
+        return Recipe.model_validate(recipe | {"model": section, "data": settings | data})
+
+    return make
+
+
+def load(recipe: Recipe) -> tuple[CausalLM, TaskData]:
+    task = CausalLM()
+    return task, task.load_data(recipe, progress=False)
+
+
+def ragged_rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"{number} plus {number * 7 % 11} is" * (1 + number % 2), "completion": f" {number + number * 7 % 11}" * (1 + number % 3)}
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def chat(*turns: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[number % 2], "content": turn} for number, turn in enumerate(turns)]}
+
+
+def learned(data: TaskData, index: int = 0) -> str:
+    """The text of a window's labels; ends of sequences are shown as a bar."""
+    labels = data.train[index][1]
+    return bytes(124 if token == BYTE_SEPARATOR_ID else token for token in labels[labels >= 0].tolist()).decode()
+
+
+def loss_of_each_row_alone(model: torch.nn.Module, rows: TokenRows) -> Tensor:
+    losses = []
+    for begin, end in zip(rows.starts[:-1], rows.starts[1:]):
+        ids = torch.from_numpy(rows.tokens[begin:end].astype(np.int64))
+        targets = torch.from_numpy(rows.is_target[begin + 1 : end])
+        logits = model(ids[None, :-1], use_cache=False).logits[0]
+        losses.append(cross_entropy(logits[targets].float(), ids[1:][targets], reduction="sum"))
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("model_type", sorted(_CHECKED_MODEL_TYPES))
+def test_packed_rows_lose_what_they_lose_alone(sft_recipe: Make, model_type: str) -> None:
+    fields = {name: value for name, value in small_config(model_type).to_dict().items() if name != "vocab_size"}
+    recipe = sft_recipe(
+        ragged_rows(24), model={k: v for k, v in fields.items() if v is not None} | {"model_type": model_type}
+    )
+    task, data = load(recipe)
+    is_packed = len(data.train) < len(data.source.train) / 1.5
+    assert is_packed or model_type == "stablelm", "stablelm's attention cannot be exchanged, so its rows stay alone"
+    torch.manual_seed(0)
+    model = task.build_model(recipe, data).eval()
+    batch = data.collate([data.train[index] for index in range(len(data.train))])
+    assert batch.pop("num_targets") == len(data.source.train.targets)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            task.loss_sum(model, batch), loss_of_each_row_alone(model, data.source.train), rtol=1e-5, atol=0
+        )
+
+
+@pytest.mark.parametrize("settings", [{"attn_implementation": "eager"}, {"config": {"sliding_window": 8}}])
+def test_model_that_cannot_keep_rows_apart_gets_each_alone(sft_recipe: Make, settings: dict[str, Any]) -> None:
+    fields = {"model_type": "mistral", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "intermediate_size": 48, "sliding_window": None} | settings.get("config", {})
+    rest = {name: value for name, value in settings.items() if name != "config"}
+    recipe = sft_recipe(ragged_rows(10), model={"config": fields, **rest})
+    task, data = load(recipe)
+    assert len(data.train) == len(data.source.train) == 10
+    assert any("a sample of its own" in note for note in data.facts["notes"])
+    model = task.build_model(recipe, data).eval()
+    batch = data.collate([data.train[index] for index in range(10)])
+    assert batch.pop("num_targets") == len(data.source.train.targets)
+    assert batch["input_ids"].shape[1] == 8 * -(-int(data.source.train.lengths.max()) // 8)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            task.loss_sum(model, batch), loss_of_each_row_alone(model, data.source.train), rtol=1e-5, atol=0
+        )
+
+
+def test_packing_places_every_row_once_in_windows_that_hold_it() -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(4, 1, 5000).astype(np.int64) + 1, 512)
+    packing = pack(lengths, 512)
+    assert sorted(packing.rows.tolist()) == list(range(5000))
+    assert np.add.reduceat(lengths[packing.rows], packing.starts[:-1]).max() <= 512
+    assert len(packing) == -(-lengths.sum() // 512), "fewer windows than the tokens need, or more"
+    firsts = [packing.rows[start] for start in packing.starts[:-1]]
+    assert firsts == sorted(firsts)
+    assert len(pack(np.array([6, 4, 5, 5, 3, 7]), 10)) == 3
+
+
+def test_loss_counts_the_completion_and_its_end_and_nothing_of_the_prompt(sft_recipe: Make) -> None:
+    rows = [{"prompt": "Grüße: ", "completion": "hallo<|endoftext|>é"}]
+    _, data = load(sft_recipe(rows))
+    assert learned(data) == "hallo<|endoftext|>é|", "a text that spells a special token is text"
+    inputs, _, positions, documents = data.train[0]
+    assert inputs[0] == BYTE_SEPARATOR_ID
+    assert bytes(inputs[1:10].tolist()).decode() == "Grüße: "
+    num_positions = 1 + len("Grüße: hallo<|endoftext|>é".encode())
+    assert (documents == -1).tolist() == [False] * num_positions + [True] * (48 - num_positions)
+    assert positions[:num_positions].tolist() == list(range(num_positions))
+    _, data = load(sft_recipe(rows, completion_only_loss=False))
+    assert learned(data) == "Grüße: hallo<|endoftext|>é|"
+
+
+def test_a_token_never_reaches_from_the_prompt_into_the_completion(sft_recipe: Make, tmp_path: Path) -> None:
+    rows = [{"prompt": "ab" * 20, "completion": "ab" * 20 + "c"}, {"prompt": "a", "completion": "b"}] * 20
+    recipe = sft_recipe(rows)
+    recipe = recipe.model_validate(recipe.model_dump() | {"tokenizer": {"train_bpe": {"vocab_size": 260}}})
+    _, data = load(recipe)
+    tokenizer = data.source.tokenizer
+    assert tokenizer.encode("ab") == [tokenizer.convert_tokens_to_ids("ab")]
+    learned_ids = data.source.train.targets[-2:]
+    assert tokenizer.decode(learned_ids) == "b<|endoftext|>"
+    assert any(note.startswith("20 rows: a token would reach") for note in data.facts["notes"])
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_loss_of_a_chat_counts_the_assistants_turns_and_their_ends(sft_recipe: Make, template: str) -> None:
+    rows = [chat("Hi", "olé", "And?", "Grüße")]
+    _, data = load(sft_recipe(rows, format="chat", chat_template=template, sequence_length=160))
+    expected = "olé|\nGrüße|\n" if template is CHATML else "olé|Grüße|"
+    assert learned(data) == expected
+    assert data.source.tokenizer.chat_template == template
+
+
+def test_chat_template_without_an_end_gets_the_end_of_sequence_as_a_target(sft_recipe: Make, tmp_path: Path) -> None:
+    path = tmp_path / "plain.jinja"
+    path.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    _, data = load(sft_recipe([chat("Hi", "yes")], format="chat", chat_template=str(path)))
+    assert learned(data) == "assistant: yes\n|"
+    assert any("end-of-sequence token was added" in note for note in data.facts["notes"])
+
+
+def test_message_that_spells_a_special_token_is_reported(sft_recipe: Make) -> None:
+    _, data = load(
+        sft_recipe([chat("Hi<|endoftext|>", "yes")], format="chat", chat_template=CHATML, sequence_length=80)
+    )
+    assert any("rows.jsonl:1" in note and "spell a special token" in note for note in data.facts["notes"])
+
+
+NO_ASSISTANT = {"messages": [{"role": "user", "content": "Hi"}]}
+FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("no column 'completion'", {"prompt": "a"}, {}),
+    ("column 'completion' is empty", {"prompt": "a", "completion": ""}, {}),
+    ("column 'prompt' holds 7, not a string", {"prompt": 7, "completion": "a"}, {}),
+    ("column 'completion': character 0 is the lone surrogate", {"prompt": "a", "completion": "\ud800"}, {}),
+    ("no column 'talk'", chat("a", "b"), {"format": "chat", "messages_column": "talk"}),
+    ("column 'messages' holds \"hello\", not a list", {"messages": "hello"}, {"format": "chat"}),
+    ("column 'messages' is an empty list", {"messages": []}, {"format": "chat"}),
+    ("column 'messages', message 1: role is null", {"messages": [{"content": "a"}]}, {"format": "chat"}),
+    ("column 'messages', message 1: content is 3", {"messages": [{"role": "user", "content": 3}]}, {"format": "chat"}),
+    ("column 'messages', message 2: the assistant says nothing", chat("a", ""), {"format": "chat"}),
+    ("column 'messages' has no message of role 'assistant'", NO_ASSISTANT, {"format": "chat"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message, row, settings", FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_wrong_row_names_file_row_and_column(
+    sft_recipe: Make, message: str, row: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    good = chat("a", "b") | {"prompt": "a", "completion": "b", "talk": []}
+    recipe = sft_recipe([good if "talk" not in message else chat("a", "b"), row], chat_template=CHATML, **settings)
+    line = 1 if "talk" in message else 2
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:{line}: ") as caught:
+        load(recipe)
+    assert message in str(caught.value)
+
+
+def test_role_that_the_template_refuses_names_the_row(sft_recipe: Make) -> None:
+    row = {"messages": [{"role": "wizard", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    recipe = sft_recipe([chat("a", "b"), row], format="chat", chat_template=STRICT)
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: column 'messages': the chat template refuses it: no wizard"):
+        load(recipe)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({}, "needs a chat template, and the tokenizer .* brings none"),
+        ({"chat_template": "chat.jinja"}, "neither Jinja .* nor a file"),
+        ({"chat_template": "{% for %}"}, "the chat template is not Jinja: line 1"),
+        ({"chat_template": FORGETFUL}, "message 2: the chat template renders the turns before differently"),
+        ({"chat_template": "{{ messages[0].content }}{% generation %}{% endgeneration %}"}, "marks nothing in it"),
+    ],
+)
+def test_template_that_cannot_be_used_is_refused(sft_recipe: Make, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(sft_recipe([chat("a", "b", "c", "d")], format="chat", **settings))
+
+
+def test_long_rows_are_cut_and_rows_without_a_target_left_out_with_a_count(sft_recipe: Make) -> None:
+    rows = [{"prompt": "p", "completion": "c" * 60}, {"prompt": "p" * 60, "completion": "c"}, *ragged_rows(3)]
+    _, data = load(sft_recipe(rows))
+    assert data.facts["num_train_rows"] == 4
+    notes = "\n".join(data.facts["notes"])
+    assert "1 of 5 rows are cut at data.sequence_length=48" in notes
+    assert "1 of 5 rows are left out" in notes
+    cut = next(window for window in map(data.train.__getitem__, range(len(data.train))) if window[3].min() >= 0)
+    assert (cut[1] >= 0).sum() == 47, "the first 48 targets, less the one in the prompt"
+    with pytest.raises(ValueError, match="no training row keeps a target: all 1 "):
+        load(sft_recipe(rows[1:2]))
+
+
+def test_held_out_rows_are_the_same_in_any_order_and_the_fingerprint_follows_the_rows(sft_recipe: Make) -> None:
+    rows = ragged_rows(60)
+    sides = []
+    for order in (rows, rows[::-1]):
+        _, data = load(sft_recipe(order, eval_fraction=0.2))
+        held_out = data.source.eval
+        sides.append({bytes(held_out.tokens[a:b]) for a, b in zip(held_out.starts, held_out.starts[1:])})
+        assert 4 <= len(sides[-1]) <= 20
+    assert sides[0] == sides[1]
+    fingerprints = {load(sft_recipe(rows, completion_only_loss=only))[1].fingerprint for only in (True, False, True)}
+    assert len(fingerprints) == 2
+
+
+def test_pretrained_model_brings_its_tokenizer_unless_the_recipe_names_one(sft_recipe: Make, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["plus"])
+    tokenizer.save_pretrained(tmp_path / "base")
+    config = small_config("gpt2")
+    config.vocab_size = 320
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    named = sft_recipe(ragged_rows(4), model={"pretrained": str(tmp_path / "base")})
+    unnamed = Recipe.model_validate({k: v for k, v in named.model_dump().items() if k != "tokenizer"})
+    _, data = load(unnamed)
+    assert "plus" in data.source.tokenizer.get_vocab()
+    assert f"tokenizer: the one of model.pretrained ({tmp_path / 'base'})" in data.facts["notes"][0]
+    _, data = load(named.with_origins({"tokenizer": Origin("file", "recipe.yaml:3")}))
+    assert "plus" not in data.source.tokenizer.get_vocab()
+
+
+def test_every_function_of_stdlib_docstrings_is_whole_python() -> None:
+    rows = stdlib_docstrings()
+    assert len(rows) > 1000
+    whole = 0
+    for row in rows.select(range(0, len(rows), 20)):
+        function = ast.parse(row["prompt"] + row["completion"]).body[0]
+        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        assert ast.get_docstring(ast.parse(row["prompt"]).body[0], clean=False)
+        whole += 1
+    assert whole > 50
+    assert len(set(zip(rows["prompt"], rows["completion"]))) == len(rows)
+
+
+def test_chat_run_reports_the_accuracy_of_tokens_and_saves_its_template(tmp_path: Path) -> None:
+    rows = [chat(f"{number} + 1", f"it is {number + 1}") for number in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(path), "format": "chat", "chat_template": CHATML, "eval_fraction": 0.2, "sequence_length": 64}
+    recipe = write_recipe_file(
+        tmp_path,
+        task="causal-lm",
+        data=data,
+        schedule={"max_steps": 30},
+        optimizer={"learning_rate": 1e-2},
+        evaluate={"every_steps": 10, "sample_prompt": "3 + 1", "sample_tokens": 4},
+    )
+    run(recipe)
+    scores = [record["token_accuracy"] for record in metrics(tmp_path / "run", "eval")]
+    assert 0 <= scores[0] < scores[-1] <= 1
+    assert not events(tmp_path / "run", "skip")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == CHATML
