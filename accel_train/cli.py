@@ -7,18 +7,20 @@ or hung; 6 out of memory; 75 preempted, run again to go on; 130 interrupted. A m
 
 import argparse
 import errno
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from accel_train import __version__
-from accel_train.state import CheckpointError, Preempted, TrainingStopped
+from accel_train.flags import RECIPE_COMMANDS, UserError, build_parser, split_settings
+from accel_train.state import CheckpointError, DataError, Preempted, RecipeError, TrainingStopped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,17 +31,11 @@ WAIT_FOR_RANK_0_SECONDS = 3.0
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
-class UserError(Exception):
-    """A mistake in what the user gave: told in one line, without a traceback."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    # Where torchao is installed, transformers imports it, and it tells of compiled parts that nothing here uses.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -56,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(error: BaseException) -> int | None:
     """What a failure exits with; None for one that nobody foresaw."""
     kinds: dict[type[BaseException], int] = {
-        UserError: 2, TrainingStopped: 3, CheckpointError: 4, Preempted: 75, KeyboardInterrupt: 130, MemoryError: 6,
+        UserError: 2, DataError: 2, RecipeError: 2, TrainingStopped: 3, CheckpointError: 4, Preempted: 75, KeyboardInterrupt: 130, MemoryError: 6,
     }  # fmt: skip
     for kind, code in kinds.items():
         if isinstance(error, kind):
@@ -123,67 +119,9 @@ def _dispatch(arguments: list[str]) -> int:
     if command in RECIPE_COMMANDS:
         arguments, settings = split_settings(arguments, RECIPE_COMMANDS[command])
     parsed = parser.parse_args(arguments)
-    if parsed.command != "run" and os.environ.get("RANK", "0") != "0":
-        return 0  # only training takes several processes
+    if parsed.command not in SEVERAL_PROCESSES and os.environ.get("RANK", "0") != "0":
+        return 0  # what the others take is one process
     return COMMANDS[parsed.command](parsed, settings)
-
-
-def split_settings(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments of the command itself, and the recipe's `--section.field VALUE`, which argparse does not know."""
-    rest = list(arguments)
-    ours: list[str] = []
-    settings: list[str] = []
-    while rest:
-        word = rest.pop(0)
-        name, equals, _ = word.partition("=")
-        target = ours if name in own or not word.startswith("--") or word == "--help" else settings
-        if target is settings and "." not in name and (near := get_close_matches(name, own, n=1, cutoff=0.8)):
-            raise UserError(f"unknown flag {name}; did you mean {near[0]}?")
-        target.append(word)
-        if word.startswith("--") and not equals and word != "--help" and rest and not rest[0].startswith("--"):
-            target.append(rest.pop(0))
-    return ours, settings
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """All commands and their own flags."""
-    parser = _Parser(
-        prog="accel-train", description="Train on any number of GPUs, guarded and resumable.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"accel-train {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def add(name: str, about: str, usage: str | None = None) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=about, description=about, usage=usage, allow_abbrev=False)
-
-    settings = "[--section.field VALUE ...]"
-    run = add("run", "train; resumes by itself", f"accel-train run RECIPE {settings}")
-    plan = add(
-        "plan",
-        "say everything a run will be, before it costs anything",
-        f"accel-train plan RECIPE [--world-size N] [--gpu NAME] {settings}",
-    )
-    for command in (run, plan):
-        command.add_argument(
-            "recipe", metavar="RECIPE", help="a recipe file; --section.field VALUE overrides any of its settings"
-        )
-    plan.add_argument("--world-size", type=int, metavar="N", help="processes (GPUs) to plan for; default: those here")
-    plan.add_argument("--gpu", metavar="NAME", help="the GPU to plan for: H200, A100, ...; default: the one here")
-    generate = add("generate", "write text with a finished causal-lm run")
-    generate.add_argument("run", metavar="RUN", help="the output_dir of a finished run")
-    generate.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
-    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
-    generate.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token; default: 0.8"
-    )
-    generate.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
-    report = add("report", "write report.html (and PNGs) of one run, or a comparison of several")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
-    report.add_argument("--out", metavar="FILE", help="where to write the HTML")
-    verify = add("verify", "check every checkpoint's digests, and say which one a resume would use")
-    verify.add_argument("run", metavar="RUN", help="the output_dir of a run")
-    add("doctor", "GPUs, driver, versions, precision, launcher, disk: what is wrong, and what to do")
-    return parser
 
 
 def _load(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe":
@@ -237,6 +175,67 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     return 0
 
 
+def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    with users_mistakes():
+        from accel_train.evaluating import format_measured, measure, open_for_evaluation, write_evaluation
+
+        run = open_for_evaluation(Path(arguments.run), arguments.data, settings)
+    measured = measure(run)
+    if run.accelerator.is_main_process:
+        print(format_measured(measured))
+        print(write_evaluation(run, measured, arguments.data), file=sys.stderr)
+    _leave_the_other_processes(run.inner)
+    return 0
+
+
+def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    with users_mistakes():
+        from accel_train.predicting import open_for_prediction, predict
+
+        run, out = open_for_prediction(Path(arguments.run), arguments.data, arguments.out, settings)
+        if run.why_unlabelled is not None and run.accelerator.is_main_process:
+            print(f"no true labels, because with labels it cannot be read: {run.why_unlabelled}", file=sys.stderr)
+    written = predict(run, out)
+    if written is not None:
+        print(written)
+    _leave_the_other_processes(run.inner)
+    return 0
+
+
+def _export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    with users_mistakes():
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}: export takes one process; start it without a launcher"
+            )
+        from accel_train.export import export_run, format_export
+
+        exported = export_run(Path(arguments.run), Path(arguments.out) if arguments.out else None, arguments.quantize)
+    print(format_export(exported))
+    return 0
+
+
+def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    with users_mistakes():
+        recipe = _load(arguments, settings)
+        from accel_train.range_test import rates_of_test
+
+        rates = rates_of_test(arguments.min, arguments.max, arguments.steps)
+        from accel_train.find_lr import prepare_test, run_test
+        from accel_train.range_test import format_test, write_test
+
+    with TemporaryDirectory(prefix="accel-train-find-lr-") as folder:
+        with users_mistakes(), redirect_stdout(sys.stderr):  # what a run says of itself; the answer is the table
+            run, recorder = prepare_test(recipe, rates, Path(folder))
+        test = run_test(run, recorder, rates)
+    if test.is_main_process:
+        print(format_test(test))
+        for path in write_test(test, Path(arguments.out or recipe.output_dir)):
+            print(path, file=sys.stderr)
+    _leave_the_other_processes(run.module)
+    return 0
+
+
 def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     with users_mistakes():
         from accel_train.generate import generate_from_run
@@ -287,10 +286,14 @@ def _doctor(_: argparse.Namespace, __: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "run": _run,
     "plan": _plan,
+    "evaluate": _evaluate,
+    "predict": _predict,
     "generate": _generate,
+    "export": _export,
+    "find-lr": _find_lr,
     "report": _report_runs,
     "verify": _verify,
     "doctor": _doctor,
 }
-RECIPE_COMMANDS = {"run": (), "plan": ("--world-size", "--gpu")}
-"""Commands that take a recipe's settings as flags, with their own flags."""
+SEVERAL_PROCESSES = ("run", "evaluate", "predict", "find-lr")
+"""Commands that all processes of a launch work on together."""

@@ -1,0 +1,81 @@
+"""A finished run's metrics, on the data it was evaluated on or on other data."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.evaluation import evaluate
+from accel_train.observe.ledger import write_json
+from accel_train.trained import TrainedRun, open_run
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation of a finished run found, the same on all processes."""
+
+    metrics: dict[str, Any]
+    """The loss, the task's metrics, and `num_targets`."""
+    details: dict[str, Any]
+    """A classification report, a confusion matrix; plain JSON values."""
+
+
+def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
+    """The run with data to evaluate it on.
+
+    Raises:
+        ValueError: there is no finished run, or no data to evaluate on.
+    """
+    run = open_run(folder, data=data, settings=settings)
+    if run.data.eval is None:
+        raise ValueError(f"{folder} held out no data to evaluate on; name some with --data")
+    return run
+
+
+def measure(run: TrainedRun) -> Measured:
+    """Evaluate on all of the data, as the run itself does at its end: with the same weights, the same numbers."""
+    result = evaluate(
+        run.accelerator,
+        run.inner,
+        run.data,
+        run.sizes.per_device_eval_batch_size,
+        max_samples=None,
+        num_workers=run.num_workers,
+        pin_memory=run.pin_memory,
+    )
+    found = run.task.score(result.loss, result.totals, run.data)
+    return Measured({"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details)
+
+
+def write_evaluation(run: TrainedRun, measured: Measured, data: str | None) -> Path:
+    """`evaluation.json` of the run's own data, `evaluation-NAME.json` of other data; returns its path."""
+    metrics = {name: value for name, value in measured.metrics.items() if name != "num_targets"}
+    record = {"step": run.steps, "metrics": metrics, "details": measured.details}
+    if data is None:
+        return write_json(run.folder / "evaluation.json", record)
+    facts = {"data": data, "num_targets": measured.metrics["num_targets"]}
+    return write_json(run.folder / f"evaluation-{short_name(data)}.json", {**facts, **record})
+
+
+def short_name(data: str) -> str:
+    """What a data source is called in the name of a file: `test` for `tables/test.csv`, `user-set` for `user/set`."""
+    path = Path(data)
+    stem = path.stem if path.exists() else data
+    return re.sub(r"[^A-Za-z0-9_]+", "-", stem).strip("-") or "data"
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """One line a metric, aligned as at the end of a run."""
+    return "\n".join(
+        f"  {name.replace('_', ' '):24}{value:>14,.4f}"
+        if isinstance(value, float)
+        else f"  {name.replace('_', ' '):24}{value:>14,}"
+        for name, value in metrics.items()
+    )
+
+
+def format_measured(measured: Measured) -> str:
+    """Metrics, and the classification report where there is one."""
+    report = measured.details.get("classification", {}).get("report_text")
+    return format_metrics(measured.metrics) + (f"\n\n{str(report).rstrip()}" if report else "")

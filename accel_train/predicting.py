@@ -1,0 +1,187 @@
+"""A finished run's predictions: a row for each sample, in a table; for segmentation a mask for each image."""
+
+import csv
+import io
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from accel_train.evaluation import evaluation_mode, evaluation_reader, rows_in_order
+from accel_train.observe.ledger import write_atomically
+from accel_train.sampling import evaluation_batches
+from accel_train.state import RecipeError
+from accel_train.trained import TrainedRun, check_finished, open_run, recipe_of_trained
+
+SUFFIXES = (".csv", ".jsonl", ".parquet")
+MAX_SCORE_COLUMNS = 20
+"""Up to this many classes a table has a column for the score of each."""
+IGNORED_LABEL = -100
+_PALETTE_SEED = 7
+
+Columns = dict[str, list[Any]]
+"""Plain values by column, None where there is none; all of one length."""
+
+
+def open_for_prediction(
+    folder: Path, data: str | None, out: str | None, settings: Sequence[str] = ()
+) -> tuple[TrainedRun, Path]:
+    """The run with the data to predict for, and where the table goes.
+
+    Raises:
+        ValueError: there is no finished run, no data, or its task predicts nothing for a sample; or a file of no known kind.
+    """
+    check_finished(folder)
+    table = folder / "predictions.csv" if out is None else Path(out)
+    if table.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--out {table}: its name must end in {', '.join(SUFFIXES)}, which says how it is written")
+    if not table.parent.is_dir():
+        raise ValueError(f"--out {table}: there is no folder {table.parent}; make it first")
+    if recipe_of_trained(folder, data, settings).task == "causal-lm":
+        raise ValueError(
+            f"{folder} is a language model, which has no label for a sample; `accel-train generate {folder}` writes text"
+        )
+    run = open_run(folder, data=data, settings=settings, labels_optional=data is not None)
+    if run.data.eval is None:
+        raise ValueError(f"{folder} held out no data to predict; name some: accel-train predict {folder} DATA")
+    return run, table
+
+
+@torch.no_grad()
+def predict(run: TrainedRun, out: Path) -> Path | None:
+    """Predict every sample once, over all processes, and write the table; its path, on the main process.
+
+    Raises:
+        RecipeError: the task predicts nothing for a sample.
+    """
+    assert run.data.eval is not None
+    masks = out.with_name(f"{out.stem}-masks")
+    aside = masks.with_name(f".tmp-{masks.name}")
+    main = run.accelerator.is_main_process
+    if main:
+        shutil.rmtree(aside, ignore_errors=True)
+    run.accelerator.wait_for_everyone()
+    rows: dict[str, list[Tensor]] = {}
+    size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
+    indices = evaluation_batches(len(run.data.eval), size, run.accelerator.process_index, processes)  # type: ignore[arg-type]
+    reader = evaluation_reader(run.accelerator, run.data, size, None, run.num_workers, run.pin_memory)
+    with evaluation_mode(run.inner):
+        for index, (batch, _) in zip(indices, reader, strict=True):
+            found = dict(run.inner(batch, "predictions"))
+            if "mask" in found:
+                _write_masks(aside, run, index, {name: value.cpu().numpy() for name, value in found.items()})
+                found = {}
+            elif not found:
+                break
+            elif (labels := batch.get("labels")) is not None:
+                found["truth"] = labels
+            for name, value in {"index": torch.tensor(index), **found}.items():
+                rows.setdefault(name, []).append(value.cpu())
+    gathered = rows_in_order(run.accelerator, rows)
+    if not gathered:
+        raise RecipeError(
+            f"task={run.recipe.task} predicts nothing for a sample; `accel-train evaluate` gives its metrics"
+        )
+    if not main:
+        return None
+    columns: Columns = {"id": [run.data.source.row_ids(index) for index in gathered["index"].tolist()]}
+    if aside.is_dir():
+        shutil.rmtree(masks, ignore_errors=True)
+        aside.rename(masks)
+        columns["mask"] = [f"{masks.name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
+    else:
+        names = tuple(getattr(run.data.source, "label_names", ()))
+        columns |= label_columns(gathered, names, labelled=run.recipe.data.label_column is not None)
+    return write_table(columns, out)
+
+
+def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, labelled: bool) -> Columns:
+    """What a table says of each sample: the prediction by name, its score, and what is true where that is known."""
+    truth = rows.get("truth") if labelled else None
+    columns: Columns = {}
+    if "value" in rows:
+        columns["value"] = _numbers(rows["value"])
+        if truth is not None:
+            columns["true_value"] = [None if number != number else number for number in _numbers(truth)]
+    if "label" in rows:
+        columns["label"] = [_name(index, names) for index in rows["label"].tolist()]
+        if "score" in rows:
+            columns["score"] = _numbers(rows["score"])
+        if truth is not None:
+            columns["true_label"] = [_name(index, names) for index in truth.tolist()]
+    if "labels" in rows:
+        columns["labels"] = [_joined(row, names) for row in rows["labels"]]
+        if truth is not None:
+            columns["true_labels"] = [_joined(row > 0, names) if (row >= 0).all() else None for row in truth]
+    scores = rows.get("scores")
+    if scores is not None and scores.shape[1] <= MAX_SCORE_COLUMNS:
+        columns |= {f"score_{_name(index, names)}": _numbers(scores[:, index]) for index in range(scores.shape[1])}
+    return columns
+
+
+def _name(index: int, names: Sequence[str]) -> str | None:
+    if index < 0:  # no label
+        return None
+    return names[index] if index < len(names) else str(index)
+
+
+def _joined(chosen: NDArray[Any], names: Sequence[str]) -> str:
+    return "|".join(str(_name(index, names)) for index in np.flatnonzero(chosen).tolist())
+
+
+def _numbers(values: NDArray[Any]) -> list[float]:
+    """As short as they are exact: 0.9 for the float32 that is nearest to it, and not 0.8999999761581421."""
+    return [float(str(value)) for value in values]
+
+
+def write_table(columns: Columns, out: Path) -> Path:
+    """A csv, jsonl or parquet file by the end of its name, whole or not at all; returns its path."""
+    kind = out.suffix.lower()
+    if kind == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+        return write_atomically(out, buffer.getvalue())
+    text = io.StringIO(newline="")
+    if kind == ".csv":
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    else:
+        for row in zip(*columns.values(), strict=True):
+            text.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n")
+    return write_atomically(out, text.getvalue().encode())
+
+
+def _mask_name(run: TrainedRun, index: int) -> str:
+    """A file name that is the sample's own: its number, and what its id ends in."""
+    stem = Path(str(run.data.source.row_ids(index))).stem
+    return f"{index:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', stem)[:80]}.png"
+
+
+def _write_masks(folder: Path, run: TrainedRun, indices: Sequence[int], found: Mapping[str, NDArray[Any]]) -> None:
+    """Each mask as a PNG whose pixel values are the classes, with a palette to look at.
+
+    Where `height` and `width` are given, a mask is what lies within them: images of several sizes share a batch.
+    """
+    from PIL import Image
+
+    folder.mkdir(exist_ok=True)
+    # Black for class 0, which most often is the background; the others far from each other, and the same in every run.
+    palette = np.random.default_rng(_PALETTE_SEED).integers(40, 256, (256, 3), dtype=np.uint8)
+    palette[0] = 0
+    masks = found["mask"]
+    heights, widths = (found.get(name, np.full(len(masks), 65535)) for name in ("height", "width"))
+    for index, mask, height, width in zip(indices, masks, heights, widths, strict=True):
+        image = Image.fromarray(np.ascontiguousarray(mask[:height, :width]))
+        image.putpalette(palette.tobytes())
+        image.save(folder / _mask_name(run, index))

@@ -1,0 +1,247 @@
+"""A finished run, opened again: its model and data, as something to evaluate, predict with or export."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import nn
+
+from accel_train.batching import BatchSizes, resolve_batch
+from accel_train.compiling import compile_module
+from accel_train.doctor import check_launcher
+from accel_train.loading import choose_num_workers, choose_pin_memory
+from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_summary
+from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
+from accel_train.recipe import Data, Model, Recipe
+from accel_train.recipe_file import load_recipe
+from accel_train.state import DataError
+from accel_train.step import TrainingModule
+from accel_train.task import Task, TaskData, load_task
+
+SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
+"""Sections of a recipe that matter to a model that is already trained."""
+_SETTINGS_OF_MODEL = ("model.attn_implementation", "model.trust_remote_code")
+_DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
+_PROBLEM_TYPES = {
+    "single_label_classification": "single_label",
+    "multi_label_classification": "multi_label",
+    "regression": "regression",
+}
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run on this machine, its model in place."""
+
+    folder: Path
+    recipe: Recipe
+    """That of the run, with the trained weights as `model.pretrained`."""
+    task: Task
+    data: TaskData
+    accelerator: Accelerator
+    inner: TrainingModule
+    """On its device, in the precision of the recipe; no wrapper synchronises it."""
+    sizes: BatchSizes
+    """Of the run: the same evaluation batches give the same numbers, on any number of processes."""
+    num_workers: int
+    pin_memory: bool
+    steps: int | None
+    """What the run was trained for."""
+    why_unlabelled: str | None = None
+    """The data was read without its labels, for this reason."""
+
+
+def open_run(
+    folder: Path, *, data: str | None = None, settings: Sequence[str] = (), labels_optional: bool = False
+) -> TrainedRun:
+    """Load a run's model, and the data that it was evaluated on, or other data.
+
+    `settings` are `--section.field VALUE`, on top of the run's recipe. With `labels_optional` data is read without labels
+    where it cannot be read with them.
+
+    Raises:
+        ValueError: there is no finished run in the folder, or the data does not fit its model.
+    """
+    recipe = recipe_of_trained(folder, data, settings)
+    processes = start_processes()
+    check_launcher(processes.num_processes)
+    summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
+    sizes = resolve_batch(recipe.batch, summary.get("world_size", 1))
+    precision = choose_mixed_precision(recipe.precision, processes.device)
+    set_backends(recipe.precision, precision.value, processes.device)
+    accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
+    recipe, task, task_data, why_unlabelled = _load(recipe, labels_optional, progress=accelerator.is_main_process)
+    inner = TrainingModule(_trained_model(folder, recipe, task, task_data), task)
+    compile_module(inner, recipe.precision.compile)
+    accelerator.prepare_model(inner.to(accelerator.device), evaluation_mode=True)
+    return TrainedRun(
+        folder=folder,
+        recipe=recipe,
+        task=task,
+        data=task_data,
+        accelerator=accelerator,
+        inner=inner,
+        sizes=sizes,
+        num_workers=choose_num_workers(recipe.data.num_workers, task_data, accelerator.num_processes).value,
+        pin_memory=choose_pin_memory(recipe.data.pin_memory, accelerator.device).value,
+        steps=summary.get("steps"),
+        why_unlabelled=why_unlabelled,
+    )
+
+
+def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe of a finished run, changed so that its task builds the trained model; `data` takes the place of its data.
+
+    Raises:
+        ValueError: the folder holds no finished run, or a setting would change nothing.
+    """
+    check_finished(folder)
+    check_settings(settings)
+    recipe = load_recipe(folder / RECIPE_FILE, arguments=settings)
+    weights = folder / "model"
+    config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
+    changes["problem_type"] = _PROBLEM_TYPES.get(config.get("problem_type"), recipe.model.problem_type)
+    model = recipe.model.model_copy(update=changes)
+    section = recipe.data
+    if data is not None:
+        names = _label_names(config) if changes["problem_type"] != "regression" else None
+        section = section.model_copy(
+            update={"train": data, "eval": data, "label_names": names or section.label_names, "group_by_length": False}
+        )
+    # A tokenizer that was trained or loaded is the one beside the weights; `bytes` is code, and as fast as it was.
+    has_own = (weights / "tokenizer_config.json").is_file()
+    tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
+    return recipe.model_copy(update={"model": model, "data": section, "tokenizer": tokenizer})
+
+
+def check_finished(folder: Path) -> None:
+    """Refuse a folder without a trained model.
+
+    Raises:
+        ValueError: says what is missing, and what to give.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
+    if not (folder / RECIPE_FILE).is_file():
+        raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
+    if not (folder / "model" / "config.json").is_file():
+        raise ValueError(
+            f"{folder} has no trained model yet (no model/config.json); "
+            f"accel-train run {folder / RECIPE_FILE} goes on with it"
+        )
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Refuse settings that belong to training, or that another argument gives.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for word in settings:
+        name = word.partition("=")[0].removeprefix("--")
+        if not word.startswith("--"):
+            continue
+        if name in _DATA_IS_NAMED_ELSEWHERE:
+            raise ValueError(
+                f"--{name}: other data is named by the command's own argument (evaluate RUN --data WHAT, predict RUN WHAT)"
+            )
+        if name.split(".")[0] not in SETTINGS and name not in _SETTINGS_OF_MODEL:
+            raise ValueError(
+                f"--{name} changes nothing of a model that is trained; settings of {', '.join(SETTINGS)} do"
+            )
+
+
+def _label_names(config: dict[str, Any]) -> tuple[str, ...] | None:
+    names = config.get("id2label")
+    return None if names is None else tuple(names[index] for index in sorted(names, key=int))
+
+
+def _load(recipe: Recipe, labels_optional: bool, *, progress: bool) -> tuple[Recipe, Task, TaskData, str | None]:
+    task = load_task(recipe.task)
+    try:
+        return recipe, task, task.load_data(recipe, progress=progress), None
+    except DataError:
+        raise
+    except ValueError as error:
+        if not labels_optional or recipe.data.label_column is None:
+            raise
+        bare = recipe.model_copy(update={"data": without_labels(recipe.data)})
+        task = load_task(recipe.task)
+        try:
+            return bare, task, task.load_data(bare, progress=progress), str(error)
+        except ValueError:
+            raise error from None
+
+
+def without_labels(data: Data) -> Data:
+    """The same data, read for its inputs alone."""
+    return data.model_copy(update={"label_column": None, "mask_column": None})
+
+
+def _trained_model(folder: Path, recipe: Recipe, task: Task, data: TaskData) -> nn.Module:
+    """The trained model in fp32 on the CPU, adapters of an unmerged run put in.
+
+    Raises:
+        ValueError: what the task builds is not what lies in `RUN/model`.
+    """
+    torch.manual_seed(recipe.seed)
+    model = task.build_model(recipe, data)
+    check_weights(model, folder / "model", recipe.task)
+    if recipe.model.lora is not None and not recipe.model.lora.merge:
+        _put_in_adapters(model, recipe.model, folder / "adapter")
+    return model.eval()
+
+
+def check_weights(model: nn.Module, folder: Path, task: str) -> None:
+    """Prove that a model holds the weights of a folder: a head for other labels, say, would be new and random.
+
+    Raises:
+        ValueError: it does not, or the folder holds no weights.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no weights (*.safetensors); was the run finished?")
+    state = model.state_dict()
+    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    common = [name for name in saved if name in state]
+    wrong = [
+        name
+        for name in common
+        if saved[name].shape != state[name].shape or not torch.equal(saved[name].to(state[name].dtype), state[name])
+    ]
+    if wrong or not common:
+        what = f"{wrong[0]} is another" if wrong else "no weight has the same name"
+        raise ValueError(
+            f"task={task}: the model that is built for this data is not the one in {folder} ({what}). Are the labels those it "
+            "was trained on? A task of your own must load model.pretrained where it is given"
+        )
+
+
+def _put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
+    from accel_train.lora import ADAPTER, add_adapters
+
+    assert section.lora is not None
+    add_adapters(model, section.lora)
+    saved = load_file(folder / "adapter_model.safetensors")
+    state = {
+        name.removeprefix("base_model.model.").replace(".weight", f".{ADAPTER}.weight"): tensor
+        for name, tensor in saved.items()
+    }
+    unknown = model.load_state_dict(state, strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(
+            f"{folder} does not fit the model: {unknown[0]} is none of its weights; is the folder complete?"
+        )
+
+
+def with_model(run: TrainedRun, model: nn.Module) -> TrainedRun:
+    """The same run with another model in the place of its own, in the same precision."""
+    inner = TrainingModule(model.eval(), run.task).to(run.accelerator.device)
+    run.accelerator.prepare_model(inner, evaluation_mode=True)
+    return replace(run, inner=inner)

@@ -1,0 +1,208 @@
+"""`accel-train evaluate`: the numbers a run ended with, on other data too, on any number of processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+import runs
+from accel_train.cli import main
+from accel_train.evaluating import format_metrics, short_name
+
+DIGITS: dict[str, Any] = {
+    "task": "image-classification",
+    "output_dir": "digits",
+    "model": {
+        "config": {
+            "model_type": "resnet",
+            "num_channels": 1,
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "layer_type": "basic",
+        }
+    },
+    "data": {"train": "digits", "eval_fraction": 0.1, "image_size": 16, "num_workers": 0},
+    "batch": {"global_batch_size": 32},
+    "optimizer": {"learning_rate": 1e-2, "ema_decay": 0.9},
+    "schedule": {"max_steps": 20},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+    "log": {"progress": False},
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two finished runs, `digits` and `text`, and their data."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("digits.yaml").write_text(yaml.safe_dump(DIGITS))
+        assert main(["run", "digits.yaml"]) == 0
+        runs.write_corpus(folder)
+        text = runs.write_recipe_file(
+            folder, task="causal-lm", output_dir=str(folder / "text"), tokenizer={"train_bpe": {"vocab_size": 300}}
+        )
+        assert main(["run", str(text), "--schedule.max_steps", "3"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In that folder, in no launch."""
+    monkeypatch.chdir(finished)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return finished
+
+
+def evaluate_on_two_processes(*arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "-m",
+        "accel_train",
+    ]
+    return subprocess.run(
+        [*launcher, "evaluate", *arguments],
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["digits", "text"])
+def test_on_its_own_data_a_run_prints_the_very_numbers_it_ended_with(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = Path(name, "evaluation.json").read_text()
+    Path(name, "evaluation.json").unlink()
+    assert main(["evaluate", name]) == 0
+    ended_with = json.loads(Path(name, "summary.json").read_text())["eval"]
+    assert capsys.readouterr().out.startswith(format_metrics(ended_with))
+    assert Path(name, "evaluation.json").read_text() == left
+
+
+def test_two_processes_give_the_numbers_of_one_to_the_last_digit() -> None:
+    alone = Path("digits/evaluation.json").read_text()
+    Path("digits/evaluation.json").unlink()
+    done = evaluate_on_two_processes("digits")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert Path("digits/evaluation.json").read_text() == alone
+    assert done.stdout.count("macro avg") == 1  # one process speaks
+
+
+def test_the_classification_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "digits"]) == 0
+    printed = capsys.readouterr().out
+    assert "precision    recall  f1-score   support" in printed
+    assert "weighted avg" in printed
+
+
+def test_a_language_model_is_evaluated_on_another_text_with_its_own_tokenizer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("other.txt").write_text("step1 loss2 token3 " * 300)
+    own = Path("text/evaluation.json").read_text()
+    assert main(["evaluate", "text", "--data", "other.txt"]) == 0
+    capsys.readouterr()
+    written = json.loads(Path("text/evaluation-other.json").read_text())
+    assert written["data"] == "other.txt"
+    assert 0 < written["metrics"]["loss"] < 10
+    assert Path("text/evaluation.json").read_text() == own
+
+
+def test_other_images_keep_the_classes_of_the_model_whatever_they_hold() -> None:
+    import numpy as np
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    for label in (7, 3):  # two of ten classes, in another order than their ids
+        for number, image in enumerate(found.images[found.target == label][:5]):
+            path = Path("two", str(label), f"{number}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((image * 255 / 16).astype(np.uint8)).save(path)
+    assert main(["evaluate", "digits", "--data", "two"]) == 0
+    details = json.loads(Path("digits/evaluation-two.json").read_text())["details"]["classification"]
+    assert details["label_names"] == [str(digit) for digit in range(10)]
+    assert [sum(row) for row in details["confusion_matrix"]] == [0, 0, 0, 5, 0, 0, 0, 5, 0, 0]
+
+
+def test_settings_of_data_and_evaluation_are_taken() -> None:
+    main(["evaluate", "digits", "--evaluate.metrics", "[auroc]", "--batch.per_device_eval_batch_size", "7"])
+    metrics = json.loads(Path("digits/evaluation.json").read_text())["metrics"]
+    main(["evaluate", "digits"])
+    plain = json.loads(Path("digits/evaluation.json").read_text())["metrics"]
+    assert metrics.pop("auroc") > 0
+    assert metrics == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
+        (["cache"], "cache is no run folder (it has no recipe.yaml)"),
+        (["unfinished"], "unfinished has no trained model yet (no model/config.json); accel-train run"),
+        (["digits", "--data", "nowhere.csv"], "nowhere.csv"),
+        (["digits", "--optimizer.learning_rate", "1"], "--optimizer.learning_rate changes nothing of a model that is trained"),
+        (["digits", "--data.train", "x"], "--data.train: other data is named by the command's own argument"),
+        (["digits", "--data.image_sise", "8"], "did you mean --data.image_size?"),
+        (["digits", "--dada", "x"], "unknown flag --dada; did you mean --data?"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exits_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("unfinished").mkdir(exist_ok=True)
+    Path("unfinished/recipe.yaml").write_text(Path("digits/recipe.yaml").read_text())
+    assert main(["evaluate", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_run_that_held_out_nothing_asks_for_data(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path("text/recipe.yaml")
+    before = recipe.read_text()
+    recipe.write_text(before.replace("eval_fraction: 0.1", "eval_fraction: 0.0"))
+    try:
+        assert main(["evaluate", "text"]) == 2
+    finally:
+        recipe.write_text(before)
+    assert "held out no data to evaluate on; name some with --data" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_the_trained_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    # `text` is built for 300 tokens and more rows; a foreign weight file is noticed before any number is printed.
+    weights = Path("digits/model/model.safetensors")
+    before = weights.read_bytes()
+    tensors = load_file(weights)
+    tensors["classifier.1.weight"] = tensors["classifier.1.weight"][:7].contiguous()
+    save_file(tensors, weights, metadata={"format": "pt"})
+    try:
+        assert main(["evaluate", "digits"]) == 2
+    finally:
+        weights.write_bytes(before)
+    assert "is not the one in digits/model (classifier.1.weight is another)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "data, name",
+    [("tables/test.csv", "tables-test-csv"), ("user/set", "user-set"), ("parts/*.csv", "parts-csv"), ("*", "data")],
+)
+def test_other_data_names_its_file(data: str, name: str) -> None:
+    assert short_name(data) == name
+    assert short_name(__file__) == "test_evaluate_command"

@@ -1,0 +1,247 @@
+"""`accel-train export`: folders that load again, and int8 that computes what its numbers say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from torch import nn
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
+import runs
+from accel_train.cli import main
+from accel_train.export import load_exported, samples_per_second
+from accel_train.int8 import int8_tensors, left_alone, matrices, put_int8_tensors, quantize_int8
+from accel_train.trained import open_run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished language model `run`, and `adapted`, trained on with adapters that are not merged."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        runs.write_corpus(folder)
+        recipe = runs.write_recipe_file(folder, task="causal-lm")
+        assert main(["run", str(recipe), "--schedule.max_steps", "3"]) == 0
+        adapted = runs.recipe_dict(
+            folder, task="causal-lm", output_dir="adapted", optimizer={"learning_rate": 0.1}, schedule={"max_steps": 3}
+        )
+        adapted["model"] = {"pretrained": "run/model", "lora": {"rank": 2, "merge": False}}
+        Path("adapted.yaml").write_text(yaml.safe_dump(adapted))
+        assert main(["run", "adapted.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In that folder, in no launch."""
+    monkeypatch.chdir(finished)
+    monkeypatch.setattr("accel_train.export._TIMED_SECONDS", 0.01)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return finished
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(tokens()).logits
+    return found
+
+
+def bert(**settings: Any) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, **settings
+    )
+    return BertForSequenceClassification(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["linear", "without bias", "conv1d"])
+def test_an_int8_layer_computes_with_the_dequantised_weights(kind: str) -> None:
+    torch.manual_seed(0)
+    module = Conv1D(40, 24) if kind == "conv1d" else nn.Linear(24, 40, bias=kind == "linear")
+    model = nn.Sequential(module)
+    whole = module.weight.detach().T.clone() if kind == "conv1d" else module.weight.detach().clone()
+    inputs = torch.randn(5, 7, 24)
+    scale = whole.abs().amax(dim=1, keepdim=True) / 127.5
+    by_hand = (whole / scale).round().clamp(-128, 127)
+
+    assert quantize_int8(model) == ("0",)
+    tensors = int8_tensors(model, ("0",))
+    saved = tensors["0.weight.int8"]
+    assert saved.dtype == torch.int8
+    torch.testing.assert_close(tensors["0.weight.scale"], scale)
+    assert (
+        saved - by_hand
+    ).abs().max() <= 1  # w / s lies halfway in a few places, where w (1 / s) is rounded otherwise
+    dequantised = saved * tensors["0.weight.scale"]
+    assert (dequantised - whole).abs().max() <= 0.501 * scale.max()
+    with torch.no_grad():
+        found = model(inputs)
+    torch.testing.assert_close(found, linear(inputs, dequantised, module.bias), rtol=1e-5, atol=1e-5)
+    assert (found - linear(inputs, whole, module.bias)).abs().max() > 1e-4
+
+
+def test_tied_matrices_stay_whole_and_what_stays_is_counted() -> None:
+    model = AutoModelForCausalLM.from_pretrained("run/model")
+    names = matrices(model)
+    assert "lm_head" not in names
+    assert len(names) == 8  # four matrices a block
+    num_whole = sum(parameter.numel() for parameter in model.parameters())
+    num_int8 = sum(model.get_parameter(f"{name}.weight").numel() for name in names)
+    assert sum(left_alone(model, names).values()) == num_whole - num_int8
+    untied = bert(num_labels=3)
+    assert {"classifier", "bert.pooler.dense"} <= set(matrices(untied))
+
+
+def test_a_model_without_matrices_is_refused() -> None:
+    with pytest.raises(ValueError, match="Sequential has no linear layer"):
+        quantize_int8(nn.Sequential(nn.Conv2d(1, 1, 3)))
+
+
+def test_int8_tensors_make_the_same_model_again() -> None:
+    model, other = bert(num_labels=3), bert(num_labels=3)
+    names = quantize_int8(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    put_int8_tensors(other, names, int8_tensors(model, names))
+    with torch.no_grad():
+        assert torch.equal(other(tokens() % 64).logits, model(tokens() % 64).logits)
+    tensors = int8_tensors(model, names)
+    del tensors["classifier.weight.scale"]
+    with pytest.raises(ValueError, match=r"classifier\.weight\.scale is missing"):
+        put_int8_tensors(bert(num_labels=3), names, tensors)
+    tensors = int8_tensors(model, names)
+    del tensors["bert.pooler.dense.bias"]
+    with pytest.raises(ValueError, match=r"bert\.pooler\.dense\.bias does not fit"):
+        put_int8_tensors(bert(num_labels=3), names, tensors)
+
+
+def test_an_export_is_for_from_pretrained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run"]) == 0
+    assert capsys.readouterr().out.startswith("run/export: 0.")
+    whole = logits(AutoModelForCausalLM.from_pretrained("run/model").eval())
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("run/export").eval()), whole)
+    assert torch.equal(logits(load_exported("run/export")), whole)
+    assert Path("run/export/tokenizer.json").is_file()
+
+
+def test_an_int8_export_loads_again_and_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run", "--quantize", "int8", "--out", "small"]) == 0
+    printed = capsys.readouterr().out
+    record = json.loads(Path("small/export.json").read_text())
+    assert record["weights_bytes"]["after"] < record["weights_bytes"]["before"]
+    assert record["weights_bytes"]["after"] == Path("small/model-int8.safetensors").stat().st_size
+    ended_with = json.loads(Path("run/evaluation.json").read_text())["metrics"]
+    assert {name: record["metrics"]["before"][name] for name in ended_with} == ended_with
+    assert record["metrics"]["after"]["loss"] == pytest.approx(ended_with["loss"], rel=0.01)
+    assert record["metrics"]["after"]["loss"] != ended_with["loss"]
+    assert record["samples_per_second"]["after"] > 0
+    for said in ("before", "samples per second", "perplexity", "on this machine (cpu", "left in floating point"):
+        assert said in printed
+
+    whole, small = (
+        logits(load_exported("run/export") if Path("run/export").exists() else whole_model()),
+        logits(load_exported("small")),
+    )
+    assert 0 < (whole - small).abs().max() < 0.05 * whole.abs().max()
+    with safe_open("small/model-int8.safetensors", "pt") as file:
+        assert "transformer.h.0.attn.c_attn.weight.int8" in file.keys()  # noqa: SIM118
+    assert not list(Path("small").glob("*.bin"))
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained("small")  # and does not load a part of it
+    assert "load_exported" in Path("small/README.md").read_text()
+
+
+def whole_model() -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained("run/model").eval()
+    return model
+
+
+def test_adapters_that_were_not_merged_are_merged_in_an_export() -> None:
+    assert main(["evaluate", "adapted"]) == 0
+    ended_with = json.loads(Path("adapted/summary.json").read_text())["eval"]["loss"]
+    assert json.loads(Path("adapted/evaluation.json").read_text())["metrics"]["loss"] == ended_with
+    assert main(["export", "adapted"]) == 0
+    exported, base = load_exported("adapted/export"), whole_model()
+    assert not torch.equal(logits(exported), logits(base))
+    run = open_run(Path("adapted"))
+    torch.testing.assert_close(logits(exported), logits(run.inner.model), rtol=1e-4, atol=1e-4)
+    assert [rate > 0 for rate in samples_per_second([run], seconds=0.01)] == [True]
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run", "--out", "again"]) == 0
+    Path("again/stale").write_text("")
+    assert main(["export", "run", "--out", "again"]) == 0
+    assert not Path("again/stale").exists()
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("mine")
+    assert main(["export", "run", "--out", "mine"]) == 2
+    assert "mine holds something that is no export" in capsys.readouterr().err
+    assert Path("mine/thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
+        (["run", "--out", "recipe.yaml"], "--out recipe.yaml is a file; give a folder"),
+        (["run", "--out", "no/where"], "there is no folder no; make it first"),
+        (["run", "--quantize", "int4"], "invalid choice: 'int4'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exits_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", *arguments]) == 2
+    captured = capsys.readouterr().err
+    assert said in captured
+    assert captured.count("\n") == 1
+
+
+def test_without_torchao_the_way_to_get_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    assert main(["export", "run", "--quantize", "int8", "--out", "none"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: int8 needs the package torchao; install it: pip install 'accel-train[quantize]'\n"
+    )
+    assert not Path("none").exists()
+
+
+def test_a_launch_of_several_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["export", "run"]) == 2
+    assert "export takes one process" in capsys.readouterr().err
+
+
+def test_what_torchao_says_at_its_import_does_not_reach_the_screen() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_train", "export", "run", "--quantize", "int8", "--out", "quiet"],
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr == ""

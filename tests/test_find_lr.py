@@ -1,0 +1,184 @@
+"""`accel-train find-lr`: it finds where the loss falls fastest, says when it cannot tell, and touches nothing."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+import runs
+from accel_train.cli import main
+from accel_train.find_lr import Recorder, find_learning_rate
+from accel_train.range_test import local_lines, rates_of_test, suggest
+from accel_train.recipe import Recipe
+from accel_train.state import StepResult
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In a folder with a recipe and its data, in no launch."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    runs.write_corpus(tmp_path)
+    recipe = runs.recipe_dict(
+        tmp_path,
+        task="causal-lm",
+        output_dir="run",
+        optimizer={"lr_scaling": {"rule": "linear", "base_batch_size": 32}, "ema_decay": 0.9, "layer_decay": 0.5},
+        evaluate={"every_steps": 1},
+        checkpoint={"every_steps": 1},
+    )
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def curve(num_steps: int = 100, noise: float = 0.0) -> np.ndarray:
+    """A loss that falls fastest at 3/5 of the steps, and rises in the last tenth."""
+    at = np.linspace(0, 1, num_steps)
+    loss = 3 - 2 / (1 + np.exp(-(at - 0.6) / 0.05)) + np.where(at > 0.9, 40 * (at - 0.9), 0)
+    return loss + noise * np.random.default_rng(0).standard_normal(num_steps)
+
+
+def step(number: int, loss: float) -> StepResult:
+    return StepResult(number, loss, 1.0, 1, False, None, False)
+
+
+@pytest.mark.parametrize("num_steps", [40, 100, 300])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.15])
+def test_the_steepest_descent_is_found_under_noise(num_steps: int, noise: float) -> None:
+    suggestion = suggest(curve(num_steps, noise), diverged=True)
+    assert suggestion.index is not None, suggestion.reason
+    assert abs(suggestion.index / num_steps - 0.6) < 0.06
+
+
+def test_a_steeper_fall_after_the_lowest_point_is_not_taken() -> None:
+    wild = np.concatenate([curve(100), [30.0, 29.0, 12.0, 7.0, 5.0]])
+    found = suggest(wild, diverged=True).index
+    assert found is not None
+    assert abs(found - 60) < 5
+
+
+def test_losses_that_only_scatter_give_no_suggestion() -> None:
+    for seed in range(20):
+        losses = 3 + 0.1 * np.random.default_rng(seed).standard_normal(60)
+        suggestion = suggest(losses, diverged=False)
+        assert suggestion.index is None
+        assert "too few steps to tell" in suggestion.reason
+
+
+def test_a_loss_that_diverges_at_once_gives_no_suggestion() -> None:
+    suggestion = suggest(np.array([2.0, 2.1, 9.0, math.nan]), diverged=True)
+    assert suggestion.index is None
+    assert "too few steps: the loss diverged after 3 steps; lower --min" in suggestion.reason
+
+
+def test_a_loss_that_never_rises_asks_for_a_higher_end() -> None:
+    suggestion = suggest(3 - np.linspace(0, 1, 50) ** 4, diverged=False)
+    assert suggestion.index is not None
+    assert "a higher --max may find a higher rate" in suggestion.reason
+
+
+def test_a_local_line_is_exact_on_a_line() -> None:
+    level, slope, _ = local_lines(5 - 0.3 * np.arange(50.0))
+    np.testing.assert_allclose(level, 5 - 0.3 * np.arange(50.0), atol=1e-9)
+    np.testing.assert_allclose(slope, -0.3, atol=1e-9)
+
+
+@pytest.mark.parametrize("end", [math.nan, math.inf, 50.0])
+def test_the_test_ends_when_the_loss_diverges(end: float) -> None:
+    recorder = Recorder(num_steps=100)
+    ended = 0
+    for number in range(1, 60):
+        try:
+            recorder.on_step(step(number, 3.0 if number < 30 else end), 0.1)
+        except Exception:
+            ended = number
+            break
+    assert 30 <= ended <= 31
+    assert recorder.diverged
+
+
+def test_rates_rise_by_one_factor() -> None:
+    rates = rates_of_test(1e-5, 1e-1, 41)
+    np.testing.assert_allclose(rates[1:] / rates[:-1], 10**0.1)
+    assert rates[0] == pytest.approx(1e-5)
+    assert rates[-1] == pytest.approx(1e-1)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--min", "1", "--max", "0.1"], "--min 1 --max 0.1: the rates must be positive, and --min below --max"),
+        (["--min", "0"], "the rates must be positive"),
+        (["--max", "nan"], "the rates must be positive"),
+        (["--steps", "5"], "--steps 5: a slope needs at least 20 steps"),
+        (["--stepps", "50"], "unknown flag --stepps; did you mean --steps?"),
+        (["--data.train", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exits_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["find-lr", "r.yaml", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.splitlines()[-1].startswith("error: ")
+
+
+def test_a_recipe_gets_a_rate_for_its_learning_rate_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    assert main(["find-lr", "r.yaml", "--steps", "60", "--min", "1e-5", "--max", "3"]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(Path("run/find-lr.json").read_text())
+    # 8 samples a step for a base of 32: the optimizer gets a quarter of what the recipe says.
+    assert found["learning_rate"] / 4 == pytest.approx(found["learning_rate_after_scaling"], rel=0.06)
+    assert 1e-4 < found["learning_rate_after_scaling"] < 0.3
+    assert f"optimizer.learning_rate: {found['learning_rate']:g}\n" in printed
+    assert "(before lr_scaling, which makes" in printed
+    assert "<- steepest descent" in printed
+    assert found["steps"][0]["learning_rate"] == pytest.approx(1e-5)
+    assert len(found["steps"]) <= 60
+    with Image.open("run/find-lr.png") as picture:
+        assert picture.size[0] > 1000
+    assert sorted(path.name for path in Path("run").iterdir()) == ["find-lr.json", "find-lr.png"]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_an_earlier_run_in_the_folder_is_left_as_it_is() -> None:
+    assert main(["run", "r.yaml", "--schedule.max_steps", "2"]) == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert main(["find-lr", "r.yaml", "--steps", "20"]) == 0
+    after = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert {path: after[path] for path in before} == before
+    assert {path.name for path in after.keys() - before.keys()} == {"find-lr.json", "find-lr.png"}
+
+
+def test_the_steps_are_those_of_a_run_at_the_rates_of_the_test() -> None:
+    # At rates too small to move a weight, each loss is that of the untrained model on the run's own samples.
+    tiny = ["--optimizer.learning_rate", "1e-30", "--optimizer.ema_decay", "null", "--optimizer.layer_decay", "1"]
+    assert main(["run", "r.yaml", "--output_dir", "still", "--schedule.max_steps", "20", *tiny]) == 0
+    trained = [line["loss"] for line in runs.metrics(Path("still"))]
+    recipe = Recipe.from_yaml("r.yaml", optimizer={"ema_decay": None, "layer_decay": 1.0})
+    test = find_learning_rate(recipe, low=1e-32, high=1e-31, num_steps=20)
+    assert test.losses.tolist() == pytest.approx(trained, rel=1e-6)
+    assert test.learning_rate is None
+
+
+def test_each_group_of_parameters_keeps_its_share_of_the_rate() -> None:
+    recipe = Recipe.from_yaml("r.yaml", optimizer={"layer_decay": 1e-9, "lr_scaling": {"rule": "none"}})
+    slow = find_learning_rate(recipe, low=1e-5, high=1.0, num_steps=40)
+    whole = find_learning_rate(
+        Recipe.from_yaml("r.yaml", optimizer={"layer_decay": 1.0, "lr_scaling": {"rule": "none"}}),
+        low=1e-5,
+        high=1.0,
+        num_steps=40,
+    )
+    assert slow.losses.min() > whole.losses.min() + 0.1  # only the last norm learns

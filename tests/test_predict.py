@@ -1,0 +1,255 @@
+"""`accel-train predict`: a row for each sample in its order, on any number of processes, with labels or without."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import runs
+from accel_train.cli import main
+from accel_train.predicting import label_columns, write_table
+
+TOPICS = {"loop": "step batch epoch update", "number": "loss norm mean sum", "machine": "rank device memory host"}
+QUIET: dict[str, Any] = {
+    "schedule": {"max_steps": 12},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+    "log": {"progress": False},
+}
+TEXTS: dict[str, Any] = {
+    **QUIET,
+    "task": "text-classification",
+    "output_dir": "texts",
+    "model": {
+        "config": {
+            "model_type": "bert",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 1024,
+        }
+    },
+    "data": {"train": "texts.csv", "eval_fraction": 0.4, "id_column": "id"},
+    "batch": {"global_batch_size": 16, "per_device_eval_batch_size": 4},
+    "optimizer": {"learning_rate": 1e-2},
+}
+SCENES: dict[str, Any] = {
+    **QUIET,
+    "task": "semantic-segmentation",
+    "output_dir": "scenes",
+    "model": {
+        "config": {
+            "model_type": "segformer",
+            "hidden_sizes": [8, 8, 8, 8],
+            "depths": [1, 1, 1, 1],
+            "num_attention_heads": [1, 1, 1, 1],
+            "decoder_hidden_size": 8,
+        }
+    },
+    "data": {"train": "digit-scenes", "image_size": 32, "num_workers": 0},
+    "batch": {"global_batch_size": 8},
+    "schedule": {"max_steps": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run on texts about three topics."""
+    folder = tmp_path_factory.mktemp("finished")
+    with (folder / "texts.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "text", "label"])
+        for number in range(90):
+            name = list(TOPICS)[number % 3]
+            words = TOPICS[name].split()
+            text = " ".join(words[(number + i * i) % 4] for i in range(1 + number * 7 % 18))
+            writer.writerow([f"row-{number}", f"{text} {number}", name])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("texts.yaml").write_text(yaml.safe_dump(TEXTS))
+        assert main(["run", "texts.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In that folder, in no launch."""
+    monkeypatch.chdir(finished)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return finished
+
+
+def read_csv(path: str | Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_without_data_a_row_is_written_for_each_sample_that_was_held_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "texts"]) == 0
+    assert capsys.readouterr().out == "texts/predictions.csv\n"
+    rows = read_csv("texts/predictions.csv")
+    truth = {row["id"]: row["label"] for row in read_csv("texts.csv")}
+    assert len(rows) == json.loads(Path("texts/summary.json").read_text())["eval"]["num_targets"] > 10
+    ids = [int(row["id"].removeprefix("row-")) for row in rows]
+    assert ids == sorted(set(ids))
+    assert all(row["true_label"] == truth[row["id"]] for row in rows)
+    hits = sum(row["label"] == row["true_label"] for row in rows)
+    accuracy = json.loads(Path("texts/evaluation.json").read_text())["metrics"]["accuracy"]
+    assert hits / len(rows) == pytest.approx(accuracy, abs=1e-12)
+    assert {row["label"] for row in rows} <= set(TOPICS)
+    assert all(1 / 3 <= float(row["score"]) <= 1 for row in rows)
+
+
+def test_two_processes_write_the_table_of_one() -> None:
+    assert main(["predict", "texts", "texts.csv", "--out", "one.csv"]) == 0
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "-m",
+        "accel_train",
+    ]
+    done = subprocess.run(
+        [*launcher, "predict", "texts", "texts.csv", "--out", "two.csv"],
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "two.csv\n"
+    assert [row["id"] for row in read_csv("one.csv")] == [f"row-{number}" for number in range(90)]
+    assert Path("two.csv").read_text() == Path("one.csv").read_text()
+
+
+def test_what_has_no_labels_is_predicted_as_if_it_had(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bare.csv").write_text(
+        "".join(f"{row['id']},{row['text']}\n" for row in [{"id": "id", "text": "text"}, *read_csv("texts.csv")])
+    )
+    assert main(["predict", "texts", "texts.csv", "--out", "with.csv"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "texts", "bare.csv", "--out", "without.csv"]) == 0
+    said = capsys.readouterr().err
+    assert "no true labels, because with labels it cannot be read: bare.csv" in said
+    with_labels, without = read_csv("with.csv"), read_csv("without.csv")
+    assert "true_label" not in without[0]
+    for row in with_labels:
+        del row["true_label"]
+    assert without == with_labels
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_end_of_the_name_says_how_the_table_is_written(suffix: str) -> None:
+    out = f"table.{suffix}"
+    assert main(["predict", "texts", "--out", out]) == 0
+    rows = (
+        pyarrow.parquet.read_table(out).to_pylist()
+        if suffix == "parquet"
+        else [json.loads(line) for line in Path(out).read_text().splitlines()]
+    )
+    assert main(["predict", "texts", "--out", "table.csv"]) == 0
+    assert [{name: str(value) for name, value in row.items()} for row in rows] == read_csv("table.csv")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["texts", "--out", "table.xls"], "its name must end in .csv, .jsonl, .parquet"),
+        (["texts", "--out", "nowhere/table.csv"], "there is no folder nowhere; make it first"),
+        (["texts", "nowhere.csv"], "nowhere.csv"),
+        (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
+        (["texts", "texts.csv", "--data.text_columns", "[words]"], "there is no column 'words'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exits_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", *arguments]) == 2
+    captured = capsys.readouterr().err
+    assert said in captured
+    assert captured.splitlines()[-1].startswith("error: ")
+
+
+def test_a_language_model_is_sent_to_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("lm/model").mkdir(parents=True, exist_ok=True)
+    Path("lm/model/config.json").write_text("{}")
+    Path("lm/recipe.yaml").write_text(
+        yaml.safe_dump({**QUIET, "output_dir": "lm", "model": TEXTS["model"], "data": {"train": "x"}})
+    )
+    assert main(["predict", "lm"]) == 2
+    assert "`accel-train generate lm` writes text" in capsys.readouterr().err
+
+
+def test_masks_are_written_with_a_class_in_each_pixel() -> None:
+    Path("scenes.yaml").write_text(yaml.safe_dump(SCENES))
+    assert main(["run", "scenes.yaml"]) == 0
+    Path("scenes/predictions-masks").mkdir()
+    Path("scenes/predictions-masks/old.png").write_bytes(b"")
+    assert main(["predict", "scenes"]) == 0
+    rows = read_csv("scenes/predictions.csv")
+    labels = json.loads(Path("scenes/model/config.json").read_text())["id2label"]
+    evaluation = json.loads(Path("scenes/evaluation.json").read_text())
+    confusion = np.array(evaluation["details"]["segmentation"]["confusion_matrix"])
+    assert len({row["mask"] for row in rows}) == len(rows) == len(list(Path("scenes/predictions-masks").iterdir()))
+    counts = np.zeros(256, dtype=np.int64)
+    for row in rows:
+        with Image.open(Path("scenes", row["mask"])) as image:
+            counts += np.bincount(np.asarray(image).ravel(), minlength=256)
+    assert counts[: len(labels)].sum() == counts.sum()
+    if confusion.sum() == counts.sum():  # no pixel of the truth is ignored
+        assert counts[: len(labels)].tolist() == confusion.sum(axis=0).tolist()
+
+
+def test_labels_by_name_and_none_where_the_truth_is_not_known() -> None:
+    rows = {
+        "label": np.array([1, 0, 2]),
+        "score": np.array([0.9, 0.7, 0.1], dtype=np.float32),
+        "truth": np.array([1, -100, 0]),
+        "scores": np.eye(3, dtype=np.float32),
+    }
+    columns = label_columns(rows, ("a", "b"), labelled=True)
+    assert columns["label"] == ["b", "a", "2"]
+    assert columns["score"] == [0.9, 0.7, 0.1]  # and not 0.8999999761581421
+    assert columns["true_label"] == ["b", None, "a"]
+    assert columns["score_a"] == [1.0, 0.0, 0.0]
+    assert "true_label" not in label_columns(rows, ("a", "b"), labelled=False)
+
+
+def test_many_classes_have_no_column_each() -> None:
+    rows = {"label": np.array([1]), "scores": np.zeros((1, 21), dtype=np.float32)}
+    assert list(label_columns(rows, [str(index) for index in range(21)], labelled=True)) == ["label"]
+
+
+def test_several_labels_are_joined_and_numbers_are_numbers() -> None:
+    several = {
+        "labels": np.array([[True, False, True], [False, False, False]]),
+        "truth": np.array([[0.0, 1.0, 1.0], [0.0, -100.0, 0.0]]),
+    }
+    columns = label_columns(several, ("a", "b", "c"), labelled=True)
+    assert columns == {"labels": ["a|c", ""], "true_labels": ["b|c", None]}
+    numbers = {"value": torch.tensor([0.1, 2.5]).numpy(), "truth": np.array([0.25, np.nan], dtype=np.float32)}
+    assert label_columns(numbers, ("rating",), labelled=True) == {"value": [0.1, 2.5], "true_value": [0.25, None]}
+
+
+def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "table.csv"
+    write_table({"id": ["a,b", 'c"d'], "label": ["x\ny", None]}, out)
+    assert read_csv(out) == [{"id": "a,b", "label": "x\ny"}, {"id": 'c"d', "label": ""}]
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        write_table({"id": ["a", "b"], "label": ["x"]}, out)
+    assert len(read_csv(out)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
