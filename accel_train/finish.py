@@ -39,21 +39,12 @@ def evaluate_run(run: Run, *, whole: bool = False) -> bool:
     began = time.perf_counter()
     state, section = run.state, run.recipe.evaluate
     with run.observer.pause(), run.memory.phase("evaluate"), run.averaged():
-        result = evaluate(
-            run.accelerator,
-            run.inner,
-            run.data,
-            run.sizes.per_device_eval_batch_size,
-            max_samples=None if whole else section.max_samples,
-            num_workers=run.num_workers,
-            pin_memory=run.pin_memory,
-        )
-    found = run.task.score(result.loss, result.totals, run.data)
-    metrics = {"loss": result.loss, **found.metrics}
+        metrics, details = _own_scores(run) if run.evaluate is not None else _task_scores(run, whole)
     seconds = time.perf_counter() - began
-    run.observer.on_evaluation(state.step, {**metrics, "num_targets": result.num_targets, "seconds": seconds})
-    run.last_scores = {**metrics, "num_targets": result.num_targets}
-    run.last_details = {"step": state.step, "metrics": metrics, "details": found.details}
+    run.observer.on_evaluation(state.step, {**metrics, "seconds": seconds})
+    run.last_scores = dict(metrics)
+    measured = {name: value for name, value in metrics.items() if name != "num_targets"}
+    run.last_details = {"step": state.step, "metrics": measured, "details": details}
     value = metric_for_best(metrics, section.metric_for_best_model)
     if whole and section.max_samples:
         return False  # of other samples than the evaluations before it
@@ -69,6 +60,25 @@ def evaluate_run(run: Run, *, whole: bool = False) -> bool:
             "early_stop", state.step, f"stopped early: {best}, and {patience} evaluations since have not been better"
         )
     return False
+
+
+def _task_scores(run: Run, whole: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    result = evaluate(
+        run.accelerator,
+        run.inner,
+        run.data,
+        run.sizes.per_device_eval_batch_size,
+        max_samples=None if whole else run.recipe.evaluate.max_samples,
+        num_workers=run.num_workers,
+        pin_memory=run.pin_memory,
+    )
+    found = run.task.score(result.loss, result.totals, run.data)
+    return {"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details
+
+
+def _own_scores(run: Run) -> tuple[dict[str, float], dict[str, Any]]:
+    assert run.evaluate is not None
+    return dict(run.evaluate()), {}
 
 
 def metric_for_best(metrics: Mapping[str, float], name: str) -> float:
@@ -132,7 +142,7 @@ def save_run(run: Run) -> None:
 
 def finish_run(run: Run) -> dict[str, Any]:
     """After the last step: the whole evaluation, the best weights if asked for, `model/`, summary.json and report.html."""
-    if run.data.eval is not None:
+    if run.can_evaluate:
         evaluate_run(run, whole=True)
         if run.recipe.checkpoint.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
             load_best(run)

@@ -104,7 +104,7 @@ def between_steps(run: Run, stopping: bool) -> None:
         CheckpointError: a checkpoint could not be written.
     """
     state, asked = run.state, run.requests or Requests()
-    improved = (run.evaluation_due() or (asked.evaluate and run.data.eval is not None)) and evaluate_run(run)
+    improved = (run.evaluation_due() or (asked.evaluate and run.can_evaluate)) and evaluate_run(run)
     state.stopped_early |= asked.stop
     if improved or stopping or state.stopped_early or asked.save or run.checkpoint_due():
         save_run(run)

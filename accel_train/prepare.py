@@ -4,7 +4,7 @@ What a user can have wrong is found here, in the order of what it costs to find 
 a model is built.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,10 @@ class Extensions:
     """The learning rate of each parameter group at a 0-based step, in place of the recipe's schedule."""
     epoch_order: Callable[[int], NDArray[np.int64]] | None = None
     """The samples of an epoch (0-based) in order, in place of ours."""
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+    """In place of the task's evaluation: the metrics by name, the same on all processes."""
+    find_unused_parameters: bool = False
+    """Let DDP look for parameters that took no part in a step, which costs a walk through the graph; else it fails there."""
     requests: Requests | None = None
     """What observers ask of the loop. With it the host waits for every step, so that they see a step before the next begins."""
 
@@ -99,6 +103,8 @@ class Run:
     """What is let go at the end, however it comes: folder, trackers, progress bar."""
     found: Found
     """What this sitting goes on from."""
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+    """A program's own evaluation, in place of the task's."""
     requests: Requests | None = None
     last_scores: dict[str, Any] = field(default_factory=dict)
     """Of the newest evaluation."""
@@ -110,9 +116,14 @@ class Run:
         """Steps of the whole run."""
         return self.steps.max_steps
 
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.data.eval is not None or self.evaluate is not None
+
     def evaluation_due(self) -> bool:
         """Whether to evaluate after the step just done; the end has an evaluation of its own."""
-        if self.data.eval is None or self.state.step >= self.max_steps:
+        if not self.can_evaluate or self.state.step >= self.max_steps:
             return False
         step, every_epochs = self.state.step, self.recipe.evaluate.every_epochs
         if every_epochs is None:
@@ -202,6 +213,7 @@ def _build(
     )
     inner.model.to(device)
     build = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
+    accelerator.ddp_handler.find_unused_parameters = extensions.find_unused_parameters
     optimizer = name_parameters(build(inner.model), inner.model)
     module, prepared = accelerator.prepare(inner, optimizer)
     optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
@@ -244,6 +256,7 @@ def _build(
         memory=PeakMemory(device),
         resources=ExitStack(),
         found=found,
+        evaluate=extensions.evaluate,
         requests=extensions.requests,
     )
 

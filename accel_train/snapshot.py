@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint import Writer
 from accel_train.ema import WeightAverage
-from accel_train.state import TrainState
+from accel_train.state import CheckpointError, TrainState
 
 MODEL, OPTIMIZER, AVERAGE, TRAINER = "model.safetensors", "optimizer.safetensors", "average.safetensors", "trainer.json"
 
@@ -101,7 +101,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     for name, parameter in _named_parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                assert isinstance(value, Tensor), f"optimizer state {key} of {name} is no tensor"
+                if not isinstance(value, Tensor):
+                    raise CheckpointError(
+                        f"this optimizer keeps {key}={value!r} for {name}, and a checkpoint holds tensors only; use another one"
+                    )
                 tensors[f"{key}.{name}"] = value.detach().contiguous()
     return tensors
 

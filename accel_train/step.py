@@ -222,7 +222,7 @@ def update_unless_nonfinite(
     # torch.nn.utils.get_total_norm, less its grouping by device and dtype: 40 us a step on a small model.
     grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     skipped = (grad_norm - grad_norm).ne(0).to(grad_norm.dtype)  # x - x is 0, or NaN where x is not finite
-    fused = optimizer.defaults["fused"] and scaler is None
+    fused = optimizer.defaults.get("fused", False) and scaler is None
     if max_grad_norm and not fused:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm, foreach=True)
     if scaler is not None:

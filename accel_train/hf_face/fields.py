@@ -1,0 +1,238 @@
+"""Every field of `transformers.TrainingArguments`, and what becomes of it here: the table of docs/hf_trainer.md.
+
+A field is translated into leaves of the recipe, honoured by the face itself, or refused: then only the values that change
+nothing are accepted, and any other is a ValueError that names the field, its value, and what to do instead.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Allowed = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one field."""
+
+    kind: Literal["translated", "honoured", "refused"]
+    says: str
+    """The table's text: the recipe's leaves, how it is honoured, or what to do instead."""
+    allowed: Allowed | None = None
+    """Values that can be honoured; none: all. The remedy for the others is `says`, or `remedy` where that is given."""
+    remedy: str = ""
+
+
+def leaf(*names: str, note: str = "") -> Rule:
+    """Translated into these leaves of the recipe."""
+    return Rule("translated", " and ".join(f"`{name}`" for name in names) + (f": {note}" if note else ""))
+
+
+def honoured(how: str, *, allowed: Allowed | None = None, remedy: str = "") -> Rule:
+    """Honoured by the face, without a leaf."""
+    return Rule("honoured", how, allowed, remedy)
+
+
+def refused(remedy: str, *, allowed: Allowed | None = None) -> Rule:
+    """Only values that ask for nothing are accepted: the ones given, else false, none and empty ones."""
+    return Rule("refused", remedy, allowed or (lambda value: not value))
+
+
+def _is(*values: Any) -> Allowed:
+    return lambda value: any(value is known or value == known for known in values)
+
+
+def _plain_accelerator_config(config: Any) -> bool:
+    settings = config if isinstance(config, dict) else {} if config is None else config.to_dict()
+    usual = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
+    return all(usual.get(name, value or None) == (value if name in usual else None) for name, value in settings.items())
+
+
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+"""`optim` -> `optimizer.name`."""
+
+AUTO_BATCH = (
+    "transformers would train another global batch after an out-of-memory error; lower per_device_train_batch_size and raise "
+    "gradient_accumulation_steps by the same factor, which changes the memory and nothing else"
+)
+
+FIELDS: dict[str, Rule] = {
+    # What is trained, for how long
+    "output_dir": leaf("output_dir", note="the run folder"),
+    "per_device_train_batch_size": leaf("batch.per_device_batch_size"),
+    "num_train_epochs": leaf(
+        "schedule.max_steps", note="so many times the steps of an epoch, unless max_steps is given"
+    ),
+    "max_steps": leaf("schedule.max_steps"),
+    "gradient_accumulation_steps": leaf("batch.gradient_accumulation_steps"),
+    "average_tokens_across_devices": honoured(
+        "always: the loss is a sum divided once by the targets of the global batch",
+        allowed=bool,
+        remedy="leave it True: the loss is always divided by the targets of all devices",
+    ),
+    "auto_find_batch_size": refused(AUTO_BATCH),
+    # Optimizer and schedule
+    "learning_rate": leaf("optimizer.learning_rate"),
+    "lr_scheduler_type": Rule(
+        "translated",
+        "`schedule.type`; where kwargs have no leaf, transformers' own scheduler gives the rates of all steps",
+        lambda value: str(getattr(value, "value", value)) not in ("reduce_lr_on_plateau", "greedy"),
+        "its rate depends on evaluations, and here it is a function of the step, so that a resume repeats it; use cosine, or "
+        "warmup_stable_decay",
+    ),
+    "lr_scheduler_kwargs": leaf("schedule.min_lr_ratio", "schedule.num_cycles", "schedule.power", note="as above"),
+    "warmup_steps": leaf("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
+    "optim": Rule(
+        "translated",
+        "`optimizer.name`: adamw_torch and adamw_torch_fused (both fused), sgd",
+        lambda value: str(getattr(value, "value", value)) in OPTIMIZERS,
+        f"use {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(class, kwargs) or optimizers=(optimizer, None)",
+    ),
+    "optim_args": Rule(
+        "translated",
+        "`optimizer.momentum`, for sgd",
+        lambda value: not value or (str(value).replace(" ", "").startswith("momentum=") and "," not in str(value)),
+        "only sgd's momentum=NUMBER has a leaf; pass optimizer_cls_and_kwargs=(class, kwargs)",
+    ),
+    "optim_target_modules": refused(
+        "it belongs to GaLore and APOLLO; pass such an optimizer as optimizer_cls_and_kwargs"
+    ),
+    "weight_decay": leaf("optimizer.weight_decay", note="on the parameters that transformers decays"),
+    "adam_beta1": leaf("optimizer.betas"),
+    "adam_beta2": leaf("optimizer.betas"),
+    "adam_epsilon": leaf("optimizer.eps"),
+    "max_grad_norm": leaf("optimizer.max_grad_norm"),
+    "label_smoothing_factor": leaf(
+        "loss.label_smoothing", note="computed by transformers' LabelSmoother, in evaluation too"
+    ),
+    # Precision and speed
+    "bf16": leaf("precision.mixed_precision"),
+    "fp16": leaf("precision.mixed_precision", note="with a loss scale that starts at 2^14 and has a floor"),
+    "bf16_full_eval": refused("evaluate under autocast with bf16=True, or hand over model.to(torch.bfloat16)"),
+    "fp16_full_eval": refused("evaluate under autocast with fp16=True, or hand over model.half()"),
+    "tf32": leaf("precision.tf32"),
+    "activation_checkpointing": leaf("precision.gradient_checkpointing"),
+    "activation_checkpointing_kwargs": honoured("handed to the model's activation_checkpointing_enable"),
+    "gradient_checkpointing": leaf("precision.gradient_checkpointing"),
+    "gradient_checkpointing_kwargs": honoured("the old name of activation_checkpointing_kwargs"),
+    "torch_compile": leaf("precision.compile", note="block by block where the model repeats blocks"),
+    "torch_compile_backend": refused("only inductor; leave it out", allowed=_is(None, "inductor")),
+    "torch_compile_mode": refused("only the default mode; leave it out"),
+    "use_liger_kernel": refused(
+        "call liger's apply_liger_kernel_to_... on the model yourself, and hand over the model"
+    ),
+    "liger_kernel_config": refused("as use_liger_kernel"),
+    "use_cache": honoured("set on model.config, as transformers does"),
+    "neftune_noise_alpha": refused("add the noise in a forward hook on the model's embedding, and hand over the model"),
+    "torch_empty_cache_steps": refused("leave it out: freed memory is kept for the next step, which is faster"),
+    "full_determinism": leaf("precision.deterministic"),
+    "use_cpu": honoured("TrainingArguments itself chooses the device, and the run follows it"),
+    # Logging
+    "logging_strategy": honoured("by DefaultFlowCallback: what goes into state.log_history, and when"),
+    "logging_steps": leaf(
+        "log.every_steps", note="below 1, a fraction of all steps; metrics.jsonl has its lines there too"
+    ),
+    "logging_first_step": honoured("by DefaultFlowCallback"),
+    "log_on_each_node": honoured("as transformers: who sets log_level"),
+    "logging_nan_inf_filter": honoured(
+        "never: a NaN is logged as NaN, with the number of skipped steps; both values are accepted",
+    ),
+    "include_num_input_tokens_seen": refused(
+        "metrics.jsonl has num_targets and tokens_per_second of each logged step", allowed=_is("no", False)
+    ),
+    "log_level": honoured("sets transformers' verbosity, as there"),
+    "log_level_replica": honoured("sets transformers' verbosity, as there"),
+    "disable_tqdm": leaf("log.progress", note="True also prints logs, by PrinterCallback"),
+    "report_to": honoured("by transformers' own reporting callbacks, which are given what is logged"),
+    "run_name": honoured("by those reporting callbacks"),
+    "project": honoured("by those reporting callbacks"),
+    "trackio_space_id": honoured("by transformers' TrackioCallback"),
+    "trackio_bucket_id": honoured("by transformers' TrackioCallback"),
+    "trackio_static_space_id": honoured("by transformers' TrackioCallback"),
+    # Evaluation
+    "eval_strategy": leaf("evaluate.every_steps", note="epoch: the steps of an epoch"),
+    "eval_steps": leaf("evaluate.every_steps", note="below 1, a fraction of all steps"),
+    "eval_delay": honoured("by DefaultFlowCallback; the host then waits for every step"),
+    "per_device_eval_batch_size": leaf("batch.per_device_eval_batch_size"),
+    "prediction_loss_only": honoured("predict and evaluate keep no predictions"),
+    "eval_on_start": honoured("evaluate() before the first step"),
+    "eval_do_concat_batches": honoured("False: predictions and labels are lists of batches"),
+    "eval_use_gather_object": honoured("always: predictions are gathered as objects, of any shape"),
+    "eval_accumulation_steps": honoured("always 1: predictions go to the host batch by batch, so the GPU holds one"),
+    "include_for_metrics": honoured("inputs and loss are handed to compute_metrics"),
+    "batch_eval_metrics": honoured("compute_metrics gets batch by batch, and compute_result=True with the last"),
+    # Checkpoints
+    "save_only_model": refused(
+        "checkpoints hold the optimizer, so that they can be gone on from; `model/` holds weights only"
+    ),
+    "save_strategy": leaf("checkpoint.every_steps", "checkpoint.keep_best", note="the last step is always saved"),
+    "save_steps": leaf("checkpoint.every_steps", note="below 1, a fraction of all steps"),
+    "save_on_each_node": refused("the main process writes checkpoints; give output_dir on storage that all nodes see"),
+    "save_total_limit": leaf("checkpoint.keep", note="newest ones; the best is kept beside them"),
+    "enable_jit_checkpoint": honoured("always: SIGTERM saves after the step that runs, and train() raises Preempted"),
+    "load_best_model_at_end": leaf("checkpoint.load_best_model_at_end"),
+    "metric_for_best_model": leaf("evaluate.metric_for_best_model", note="without its eval_ prefix"),
+    "greater_is_better": leaf("evaluate.greater_is_better"),
+    "ignore_data_skip": refused("leave it False: going on at any step reads nothing that is skipped"),
+    "restore_callback_states_from_checkpoint": honoured("callbacks that export a state get back the checkpoint's"),
+    "resume_from_checkpoint": honoured("not read by transformers' Trainer either: pass it to train()"),
+    # Hub
+    "push_to_hub": honoured("through huggingface_hub, after each save and at the end, as hub_strategy says"),
+    "hub_token": honoured("never written anywhere"),
+    "hub_private_repo": honoured("when the repository is created"),
+    "hub_model_id": honoured("the repository; none: the name of output_dir"),
+    "hub_strategy": honoured("end, every_save, checkpoint, all_checkpoints"),
+    "hub_always_push": honoured("False: a save is not pushed while the last push is under way"),
+    "hub_revision": honoured("the branch"),
+    # Reproducibility and data
+    "seed": leaf("seed"),
+    "data_seed": honoured(
+        "the order of epoch e is torch.randperm of the seed data_seed (none: seed) + e, as in transformers"
+    ),
+    "accelerator_config": refused(
+        "the loop owns batches, order and accumulation; leave it out", allowed=_plain_accelerator_config
+    ),
+    "parallelism_config": refused("this trains data-parallel only; leave it out"),
+    "dataloader_drop_last": leaf("data.last_batch", note="False: short; True: drop"),
+    "dataloader_num_workers": leaf("data.num_workers"),
+    "dataloader_pin_memory": leaf("data.pin_memory", note="True: where there is a GPU"),
+    "dataloader_persistent_workers": honoured("always in training: one set of workers reads the whole run"),
+    "dataloader_prefetch_factor": refused("workers read 4 micro-batches ahead; leave it out", allowed=_is(None, 4)),
+    "dataloader_multiprocessing_context": refused("leave it out, or override get_train_dataloader", allowed=_is(None)),
+    "dataloader_in_order": refused("leave it True: the order of the samples is part of the run", allowed=_is(True)),
+    "remove_unused_columns": honoured("by the signature of the model's forward, as in transformers"),
+    "label_names": honoured("which inputs are labels; none: by the signature of the model's forward"),
+    "train_sampling_strategy": Rule(
+        "translated",
+        "`data.shuffle` and `data.group_by_length`: random, sequential, group_by_length",
+        _is("random", "sequential", "group_by_length"),
+        "use random, sequential or group_by_length",
+    ),
+    "length_column_name": honoured("the lengths for group_by_length"),
+    # Launching
+    "ddp_find_unused_parameters": honoured("none: as in transformers, for its own models"),
+    "ddp_bucket_cap_mb": refused("leave it out: DDP's own size is used"),
+    "ddp_broadcast_buffers": refused("buffers are broadcast where there are batch norms, and not else; leave it out"),
+    "ddp_static_graph": refused("leave it out"),
+    "ddp_backend": honoured("TrainingArguments itself starts the process group"),
+    "ddp_timeout": honoured("TrainingArguments itself starts the process group"),
+    "fsdp": refused("this trains data-parallel only; use transformers.Trainer"),
+    "fsdp_config": refused("as fsdp", allowed=lambda value: True),
+    "deepspeed": refused("this trains data-parallel only; use transformers.Trainer"),
+    "debug": refused("a bad step is skipped and named in events.jsonl; leave it out"),
+    "skip_memory_metrics": refused("summary.json has the peak memory; leave it True", allowed=bool),
+    "do_train": honoured("not read by transformers' Trainer either: it is for your script"),
+    "do_eval": honoured("not read by transformers' Trainer either: it is for your script"),
+    "do_predict": honoured("not read by transformers' Trainer either: it is for your script"),
+    "local_rank": honoured("not read by transformers' Trainer either: the launcher says it"),
+}
+
+
+def table() -> str:
+    """The table of docs/hf_trainer.md, a line for each field."""
+    lines = ["| TrainingArguments | here | how, or what to do instead |", "|---|---|---|"]
+    for name, rule in FIELDS.items():
+        some = rule.kind != "refused" and rule.allowed is not None
+        remedy = f"; refused else: {rule.remedy}" if some and rule.remedy else ""
+        lines.append(f"| `{name}` | {rule.kind} | {rule.says}{remedy} |")
+    return "\n".join(lines)

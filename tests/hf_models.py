@@ -1,0 +1,155 @@
+"""What the tests of the Trainer face share: tiny models, data, arguments, and both trainers on them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
+
+from accel_train.hf import Trainer
+
+Row = dict[str, Any]
+CLOCKS = ("_runtime", "_per_second", "_preparation_time")
+
+
+def bert(kind: Any = BertForSequenceClassification, *, num_labels: int = 3, seed: int = 0, **config: Any) -> Any:
+    """Two layers without dropout, so that both trainers compute the same."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": num_labels,
+    }
+    return kind(BertConfig(**settings | config))
+
+
+def llama(seed: int = 0) -> Any:
+    """A causal language model whose loss takes num_items_in_batch."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+
+
+class Plain(nn.Module):
+    """No transformers model: a layer, its mean loss in a tuple, and no `num_items_in_batch`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        logits = self.layer(features)
+        return (logits,) if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
+def rows(count: int, *, length: int = 12, seed: int = 1) -> list[Row]:
+    """Texts of one length with a class each; which class follows from the text, so it can be learned."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(0, 64, (length,), generator=generator) for _ in range(count)]
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids[0]) % 3} for ids in texts]
+
+
+def plain_rows(count: int, seed: int = 1) -> list[Row]:
+    """Rows of `Plain`."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, 8, generator=generator)
+    return [{"features": feature, "labels": int(feature[0] > 0)} for feature in features]
+
+
+def token_rows(count: int, seed: int = 1) -> list[Row]:
+    """Texts of different lengths with a class for each token, some of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        ids = torch.randint(1, 64, (4 + number * 5 % 9,), generator=generator)
+        labels = ids % 3
+        labels[0] = -100
+        made.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return made
+
+
+def pad(samples: list[Row]) -> dict[str, Tensor]:
+    """A collator that pads to the longest of the batch."""
+    width = max(len(sample["input_ids"]) for sample in samples)
+    ids = [sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples]
+    labels = [sample["labels"] + [-100] * (width - len(sample["labels"])) for sample in samples]
+    mask = [[1] * len(sample["input_ids"]) + [0] * (width - len(sample["input_ids"])) for sample in samples]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
+
+
+def token_bert() -> Any:
+    """A model for `token_rows`."""
+    return bert(BertForTokenClassification)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Small complete arguments."""
+    usual: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **usual | changes)
+
+
+def both(
+    folder: Path,
+    make_model: Any = bert,
+    kinds: tuple[Any, Any] = (transformers.Trainer, Trainer),
+    act: Any = lambda trainer: trainer.train(),
+    **setup: Any,
+) -> Any:
+    """The same trainer twice, transformers' and ours, and what each gives: (theirs, ours, expected, found).
+
+    One after the other, because TrainingArguments take down what an earlier trainer computes on. `arguments` are given as
+    `args={...}`, and what has to be made anew for each as `make_NAME=function`.
+    """
+    args = setup.pop("args", {})
+    made, given = [], []
+    for kind, name in zip(kinds, ("theirs", "ours"), strict=True):
+        chosen = {
+            key.removeprefix("make_"): value() if key.startswith("make_") else value for key, value in setup.items()
+        }
+        made.append(kind(make_model(), arguments(folder / name, **args), **chosen))
+        given.append(act(made[-1]))
+    return *made, *given
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference between two models' weights."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((a.cpu().float() - b.cpu().float()).abs().max()) for a, b in pairs)
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    """The log without its clocks."""
+    return [
+        {name: value for name, value in line.items() if not name.endswith(CLOCKS)} for line in trainer.state.log_history
+    ]

@@ -1,0 +1,308 @@
+"""TrainingArguments: every field is translated, honoured or refused, and docs/hf_trainer.md says which."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import Plain, arguments, bert, plain_rows, rows
+from torch import nn
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from accel_train.hf import Trainer
+from accel_train.hf_face.arguments import Length, check_arguments, length_of, to_recipe
+from accel_train.hf_face.fields import FIELDS, OPTIMIZERS, table
+from accel_train.hf_face.optimizers import decayed_names
+from accel_train.optim import parameter_groups
+from accel_train.recipe import Recipe
+from accel_train.recipe_names import recipe_names
+
+DOCS = Path(__file__).parent.parent / "docs" / "hf_trainer.md"
+
+# A value of each refused field (and of fields that are honoured for some values only) that has to be an error.
+REFUSED: dict[str, Any] = {
+    "average_tokens_across_devices": False,
+    "auto_find_batch_size": True,
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "optim": "adafactor",
+    "optim_args": "beta=0.5",
+    "optim_target_modules": ["q"],
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
+    "torch_compile_backend": "eager",
+    "torch_compile_mode": "max-autotune",
+    "use_liger_kernel": True,
+    "liger_kernel_config": {"rope": True},
+    "neftune_noise_alpha": 5.0,
+    "torch_empty_cache_steps": 3,
+    "include_num_input_tokens_seen": "all",
+    "save_only_model": True,
+    "save_on_each_node": True,
+    "ignore_data_skip": True,
+    "accelerator_config": {"split_batches": True},
+    "parallelism_config": object(),
+    "dataloader_prefetch_factor": 8,
+    "dataloader_multiprocessing_context": "spawn",
+    "dataloader_in_order": False,
+    "train_sampling_strategy": "batch_rebalance",
+    "ddp_bucket_cap_mb": 10,
+    "ddp_broadcast_buffers": True,
+    "ddp_static_graph": True,
+    "fsdp": "full_shard",
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "debug": "underflow_overflow",
+    "skip_memory_metrics": False,
+}
+TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"per_device_train_batch_size": 4}, "batch.per_device_batch_size", 4),
+    ({"num_train_epochs": 3}, "schedule.max_steps", 15),
+    ({"max_steps": 9}, "schedule.max_steps", 9),
+    ({"gradient_accumulation_steps": 2}, "batch.gradient_accumulation_steps", 2),
+    ({"learning_rate": 3e-4}, "optimizer.learning_rate", 3e-4),
+    ({"lr_scheduler_type": "cosine"}, "schedule.type", "cosine"),
+    ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, "schedule.min_lr_ratio", 0.1),
+    ({"warmup_steps": 3}, "schedule.warmup_steps", 3),
+    ({"warmup_steps": 0.25}, "schedule.warmup_steps", 3),
+    ({"optim": "sgd"}, "optimizer.name", "sgd"),
+    ({"optim": "sgd", "optim_args": "momentum=0.8"}, "optimizer.momentum", 0.8),
+    ({"weight_decay": 0.05}, "optimizer.weight_decay", 0.05),
+    ({"adam_beta1": 0.8}, "optimizer.betas", (0.8, 0.999)),
+    ({"adam_beta2": 0.98}, "optimizer.betas", (0.9, 0.98)),
+    ({"adam_epsilon": 1e-6}, "optimizer.eps", 1e-6),
+    ({"max_grad_norm": 0.5}, "optimizer.max_grad_norm", 0.5),
+    ({"label_smoothing_factor": 0.1}, "loss.label_smoothing", 0.1),
+    ({"bf16": True}, "precision.mixed_precision", "bf16"),
+    ({"tf32": False}, "precision.tf32", False),
+    ({"activation_checkpointing": True}, "precision.gradient_checkpointing", True),
+    ({"torch_compile": True}, "precision.compile", True),
+    ({"full_determinism": True}, "precision.deterministic", True),
+    ({"logging_steps": 7}, "log.every_steps", 7),
+    ({"logging_steps": 0.3}, "log.every_steps", 3),
+    ({"disable_tqdm": False}, "log.progress", "auto"),
+    ({"eval_strategy": "steps", "eval_steps": 4}, "evaluate.every_steps", 4),
+    ({"eval_strategy": "epoch"}, "evaluate.every_steps", 5),
+    ({"per_device_eval_batch_size": 3}, "batch.per_device_eval_batch_size", 3),
+    ({"save_strategy": "epoch"}, "checkpoint.every_steps", 5),
+    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "checkpoint.keep_best", True),
+    ({"save_strategy": "steps", "save_steps": 0.5}, "checkpoint.every_steps", 5),
+    ({"save_total_limit": 3}, "checkpoint.keep", 3),
+    ({"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}, "checkpoint.load_best_model_at_end", True),
+    ({"metric_for_best_model": "eval_f1"}, "evaluate.metric_for_best_model", "f1"),
+    ({"metric_for_best_model": "eval_f1"}, "evaluate.greater_is_better", True),
+    ({"seed": 7}, "seed", 7),
+    ({"dataloader_drop_last": True}, "data.last_batch", "drop"),
+    ({"dataloader_num_workers": 2}, "data.num_workers", 2),
+    ({"train_sampling_strategy": "sequential"}, "data.shuffle", False),
+    ({"train_sampling_strategy": "group_by_length"}, "data.group_by_length", True),
+]  # fmt: skip
+
+
+def recipe_of(args: TrainingArguments, model: Any = None, num_samples: int = 40) -> Recipe:
+    model = model or Plain()
+    return to_recipe(
+        args,
+        length_of(args, num_samples, None, 1),
+        model,
+        decayed=decayed_names(model),
+        resume="never",
+        by_callbacks=False,
+        has_eval=True,
+        train_name="rows",
+    )
+
+
+def set_field(args: TrainingArguments, name: str, value: Any) -> TrainingArguments:
+    """As if it had been given: some values need hardware or packages that TrainingArguments ask for at once."""
+    setattr(args, name, value)
+    return args
+
+
+def test_every_field_has_a_rule_and_no_rule_is_of_a_field_that_is_not_there() -> None:
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} == FIELDS.keys()
+
+
+def test_the_table_in_the_docs_is_that_of_the_code() -> None:
+    assert table() in DOCS.read_text()
+
+
+def test_the_defaults_are_all_accepted(tmp_path: Path) -> None:
+    check_arguments(TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_every_refused_field_is_refused_by_name_with_its_value_and_a_remedy(tmp_path: Path) -> None:
+    partly = {name for name, rule in FIELDS.items() if rule.allowed is not None}
+    assert {name for name, rule in FIELDS.items() if rule.kind == "refused"} - REFUSED.keys() == {"fsdp_config"}
+    assert REFUSED.keys() <= partly
+    for name, value in REFUSED.items():
+        args = set_field(arguments(tmp_path), name, value)
+        with pytest.raises(ValueError, match=rf"cannot honour: {name}=") as caught:
+            check_arguments(args)
+        remedy = FIELDS[name].remedy or FIELDS[name].says
+        assert remedy in str(caught.value)
+
+
+def test_a_refused_field_stops_the_trainer_at_once_and_all_are_named(tmp_path: Path) -> None:
+    args = arguments(tmp_path, neftune_noise_alpha=5.0, optim="adafactor")
+    with pytest.raises(ValueError, match=r"optim='adafactor': use .*; neftune_noise_alpha=5.0"):
+        Trainer(Plain(), args)
+
+
+def test_fields_of_a_subclass_are_refused_once_they_are_set(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class More(TrainingArguments):
+        predict_with_generate: bool = False
+
+    check_arguments(More(str(tmp_path), use_cpu=True))
+    with pytest.raises(ValueError, match=r"predict_with_generate=True: accel_train\.Trainer does not know this field"):
+        check_arguments(More(str(tmp_path), use_cpu=True, predict_with_generate=True))
+
+
+@pytest.mark.parametrize(("given", "leaf", "expected"), TRANSLATED, ids=lambda value: str(value))
+def test_fields_become_leaves_of_the_recipe(tmp_path: Path, given: dict[str, Any], leaf: str, expected: Any) -> None:
+    recipe: Any = recipe_of(arguments(tmp_path, **given))
+    for part in leaf.split("."):
+        recipe = getattr(recipe, part)
+    assert recipe == expected
+
+
+def test_every_translated_field_is_in_the_test_above_and_names_leaves_that_exist() -> None:
+    tested = {name for given, _, _ in TRANSLATED for name in given}
+    elsewhere = {"output_dir", "fp16", "gradient_checkpointing", "greater_is_better", "dataloader_pin_memory"}
+    translated = {name for name, rule in FIELDS.items() if rule.kind == "translated"}
+    assert translated <= tested | elsewhere
+    for name in translated:
+        leaves = [word for word in FIELDS[name].says.split("`")[1::2] if "." in word]
+        assert all(leaf in recipe_names() for leaf in leaves), name
+
+
+def test_old_names_switches_and_tokens(tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning, match="gradient_checkpointing"):
+        args = arguments(tmp_path, gradient_checkpointing=True)
+    assert recipe_of(args).precision.gradient_checkpointing
+    args = set_field(arguments(tmp_path, hub_token="hf_secret", greater_is_better=False), "fp16", True)
+    recipe = recipe_of(args)
+    assert recipe.precision.mixed_precision == "fp16"
+    assert recipe.evaluate.greater_is_better is False
+    assert recipe.output_dir == str(tmp_path)
+    assert "hf_secret" not in recipe.model_dump_json()
+    assert recipe.options["training_arguments"]["num_train_epochs"] == 2
+    assert recipe_of(set_field(arguments(tmp_path), "dataloader_pin_memory", True)).data.pin_memory == "auto"
+    assert recipe_of(arguments(tmp_path)).data.pin_memory is False  # TrainingArguments(use_cpu=True) switches it off
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate=0.0: Input should be greater than 0"),
+        ({"warmup_steps": 50, "max_steps": 10}, "warmup_steps=50"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0"),
+        ({"adam_beta1": 1.5}, "adam_beta1=1.5"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_is_named_as_the_user_wrote_it(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        recipe_of(arguments(tmp_path, **given))
+
+
+@pytest.mark.parametrize(
+    ("given", "num_samples", "world_size", "expected"),
+    [
+        ({}, 45, 1, (6, 6, 12, 2)),
+        ({"gradient_accumulation_steps": 4}, 45, 1, (6, 2, 4, 2)),
+        ({"num_train_epochs": 2.5}, 45, 1, (6, 6, 15, 3)),
+        ({"max_steps": 7}, 45, 1, (6, 6, 7, 2)),
+        ({}, 45, 4, (2, 2, 4, 2)),
+        ({"dataloader_drop_last": True}, 45, 1, (5, 5, 10, 2)),
+        ({"max_steps": 9}, None, 1, (9, 9, 9, 1)),
+    ],
+)
+def test_steps_and_epochs_are_counted_as_in_transformers(
+    tmp_path: Path, given: dict[str, Any], num_samples: int | None, world_size: int, expected: tuple[int, ...]
+) -> None:
+    length = length_of(arguments(tmp_path, **given), num_samples, None, world_size)
+    assert (length.batches_per_epoch, length.steps_per_epoch, length.max_steps, length.num_epochs) == expected
+
+
+def test_epochs_count_micro_batches() -> None:
+    length = Length(7, 4, 8, 2, 16, 100)
+    assert [length.epoch_at(step, 2) for step in (1, 3, 4, 5)] == pytest.approx([2 / 7, 6 / 7, 1.0, 1 + 2 / 7])
+
+
+def test_a_last_step_that_the_recipe_cannot_say_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path, dataloader_drop_last=True, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="no multiple of gradient_accumulation_steps=2"):
+        length_of(args, 45, None, 1)
+
+
+def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path: Path) -> None:
+    """Ours spares every class called norm, theirs LayerNorm and what is called norm: a BatchNorm in a list is decayed there."""
+
+    class Mixed(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Embedding(3, 4)])
+
+    model = Mixed()
+    for weight_decay in (0.0, 0.1):
+        recipe = recipe_of(arguments(tmp_path, weight_decay=weight_decay), model)
+        groups = parameter_groups(model, recipe.optimizer)
+        ours = {name for group in groups for name, _ in group["params"] if group["weight_decay"]}
+        assert ours == (set(decayed_names(model)) if weight_decay else set())
+    assert "blocks.0.weight" in ours
+
+
+def test_other_optimizers_are_refused_with_what_to_use() -> None:
+    for name in OptimizerNames:
+        allowed = FIELDS["optim"].allowed
+        assert allowed is not None
+        assert allowed(name) == (name.value in OPTIMIZERS)
+
+
+def test_a_class_of_optimizer_takes_the_place_of_a_refused_one(tmp_path: Path) -> None:
+    setup = {"train_dataset": plain_rows(16), "optimizer_cls_and_kwargs": (torch.optim.Adagrad, {"lr": 1e-3})}
+    trainer = Trainer(Plain(), arguments(tmp_path, max_steps=2), **setup)
+    trainer.train()
+    assert isinstance(trainer.optimizer, torch.optim.Adagrad)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "exactly one of model and model_init"),
+        ({"model": "Plain", "model_init": Plain}, "exactly one of model and model_init"),
+        ({"model": "Plain", "tokenizer": 1, "processing_class": 2}, "tokenizer is the old name of processing_class"),
+        ({"model": "Plain", "data_collator": 3}, "data_collator=3 cannot be called"),
+        ({"model": "Plain", "optimizers": (None, object())}, "a scheduler belongs to its optimizer"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    given = {**given, "model": Plain()} if given.get("model") == "Plain" else given
+    with pytest.raises(ValueError, match=said):
+        Trainer(args=arguments(tmp_path), **given)
+
+
+def test_evaluation_asked_for_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="eval_strategy=epoch needs an eval_dataset"):
+        Trainer(Plain(), arguments(tmp_path, eval_strategy="epoch"))
+    with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
+        Trainer(Plain(), arguments(tmp_path)).evaluate()
+    with pytest.raises(ValueError, match="training needs a train_dataset"):
+        Trainer(Plain(), arguments(tmp_path)).train()
+
+
+def test_models_are_set_up_as_transformers_does(tmp_path: Path) -> None:
+    model = bert()
+    model.config.use_cache = True
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows(16))
+    assert model.config.use_cache is False
+    assert trainer.label_names == ["labels"]
+    assert trainer.signature.takes_num_items
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 16
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (8, 12)
+    assert trainer.is_world_process_zero()
+    assert trainer.is_local_process_zero()

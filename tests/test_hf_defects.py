@@ -1,0 +1,125 @@
+"""What was found wrong in transformers' Trainer by running it (5.23), each run on both: theirs still does it, ours does not."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import Plain, arguments, bert, both, difference, history, pad, plain_rows, rows, token_bert, token_rows
+from transformers.trainer_utils import get_last_checkpoint as their_last_checkpoint
+
+from accel_train.hf import Trainer, get_last_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the report takes longer than everything else here together."""
+    monkeypatch.setattr("accel_train.finish.write_report", lambda runs: runs[0] / "report.html")
+
+
+def test_a_nan_batch_leaves_the_weights_alone_and_is_seen_in_the_log(tmp_path: Path) -> None:
+    """transformers: every weight NaN, every later log `loss: 0`, no error."""
+    data = plain_rows(80)
+    data[20]["features"] = data[20]["features"] * math.nan
+    args = {"num_train_epochs": 1, "logging_steps": 1, "train_sampling_strategy": "sequential"}
+    theirs, ours, _, found = both(tmp_path, Plain, train_dataset=data, args=args)
+    assert all(torch.isnan(parameter).all() for parameter in theirs.model.parameters())
+    assert [line["loss"] for line in history(theirs) if "loss" in line][3:] == [0.0] * 7
+
+    assert all(torch.isfinite(parameter).all() for parameter in ours.model.parameters())
+    losses = [line["loss"] for line in history(ours) if "loss" in line]
+    assert [number for number, loss in enumerate(losses, start=1) if math.isnan(loss)] == [3]
+    assert history(ours)[2]["skipped_steps"] == 1
+    assert found.metrics["train_skipped_steps"] == 1
+    assert math.isfinite(found.training_loss)
+    events = [json.loads(line) for line in (tmp_path / "ours" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "skip"] == [3]
+
+
+def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    """transformers (issue 39241): the mean of batch means, so a batch of few tokens weighs as much as one of many."""
+    found: dict[Any, list[float]] = {transformers.Trainer: [], Trainer: []}
+    for kind, losses in found.items():
+        for size in (1, 2, 5, 16):
+            args = arguments(tmp_path, per_device_eval_batch_size=size)
+            losses.append(kind(token_bert(), args, pad, eval_dataset=token_rows(16)).evaluate()["eval_loss"])
+    theirs, ours = found.values()
+    assert max(theirs) - min(theirs) > 1e-3
+    assert max(ours) - min(ours) < 1e-6
+
+
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """transformers: get_last_checkpoint returns the folder with the highest number, whatever is in it."""
+    args = {"save_strategy": "steps", "save_steps": 4}
+    _, ours, *_ = both(tmp_path, train_dataset=rows(45), args=args)
+    for folder in (tmp_path / "theirs" / "checkpoint-99", tmp_path / "ours" / "checkpoints" / "step-00000099"):
+        folder.mkdir()
+        (folder / "checkpoint-is-incomplete.txt").touch()
+    assert their_last_checkpoint(str(tmp_path / "theirs")) == str(tmp_path / "theirs" / "checkpoint-99")
+
+    newest = tmp_path / "ours" / "checkpoints" / "step-00000012"
+    assert get_last_checkpoint(tmp_path / "ours") == str(newest)
+    (newest / "model.safetensors").write_bytes(b"cut short")
+    assert get_last_checkpoint(tmp_path / "ours") == str(tmp_path / "ours" / "checkpoints" / "step-00000008")
+    again = Trainer(bert(), arguments(tmp_path / "ours", **args), train_dataset=rows(45))
+    assert again.train(resume_from_checkpoint=True).global_step == 12
+    assert difference(again.model, ours.model) == 0
+
+
+def test_an_out_of_memory_error_never_changes_the_global_batch(tmp_path: Path) -> None:
+    """transformers' auto_find_batch_size: 8 samples a step become 7 and 10 steps 12, with the same learning rate."""
+
+    class Tight(Plain):
+        def forward(self, features: Any, labels: Any = None) -> Any:
+            if len(features) > 7:
+                raise RuntimeError("CUDA out of memory.")
+            return super().forward(features, labels)
+
+    args = {"num_train_epochs": 1, "auto_find_batch_size": True}
+    theirs = transformers.Trainer(Tight(), arguments(tmp_path / "theirs", **args), train_dataset=plain_rows(80))
+    assert theirs.train().global_step == 12
+
+    with pytest.raises(
+        ValueError, match=r"auto_find_batch_size=True: .*raise gradient_accumulation_steps by the same factor"
+    ):
+        Trainer(Tight(), arguments(tmp_path / "ours", **args), train_dataset=plain_rows(80))
+    smaller = arguments(
+        tmp_path / "ours", num_train_epochs=1, per_device_train_batch_size=4, gradient_accumulation_steps=2
+    )
+    ours, whole = Trainer(Tight(), smaller, train_dataset=plain_rows(80)), Plain()
+    assert ours.train().global_step == 10
+    Trainer(whole, arguments(tmp_path / "whole", num_train_epochs=1), train_dataset=plain_rows(80)).train()
+    assert difference(ours.model, whole) < 1e-6
+
+
+def test_accumulation_changes_neither_the_loss_nor_the_gradient(tmp_path: Path) -> None:
+    """transformers (issue 37766): a model that takes **kwargs and ignores num_items_in_batch has both doubled (BERT does)."""
+    norms: dict[Any, list[float]] = {transformers.Trainer: [], Trainer: []}
+    for kind, found in norms.items():
+        for size, accumulation in ((8, 1), (4, 2), (2, 4)):
+            args = arguments(
+                tmp_path / f"{kind.__module__}-{accumulation}",
+                per_device_train_batch_size=size,
+                gradient_accumulation_steps=accumulation,
+                max_steps=1,
+                logging_steps=1,
+                train_sampling_strategy="sequential",
+            )
+            trainer = kind(bert(), args, train_dataset=rows(16))
+            trainer.train()
+            found.append(history(trainer)[0]["grad_norm"])
+    theirs, ours = norms.values()
+    assert theirs == pytest.approx([theirs[0], 2 * theirs[0], 4 * theirs[0]], rel=1e-3)
+    assert ours == pytest.approx([theirs[0]] * 3, rel=1e-4)
+
+
+def test_a_nan_evaluation_loss_is_reported(tmp_path: Path) -> None:
+    """transformers: logging_nan_inf_filter leaves such batches out of eval_loss."""
+    data = plain_rows(16)
+    data[3]["features"] = data[3]["features"] * math.nan
+    *_, expected, found = both(tmp_path, Plain, eval_dataset=data, act=lambda trainer: trainer.evaluate()["eval_loss"])
+    assert math.isfinite(expected)
+    assert math.isnan(found)

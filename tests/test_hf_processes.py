@@ -1,0 +1,43 @@
+"""The Trainer face on two processes: the same run as on one, and every sample evaluated once, in order."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import TESTS, environment
+
+
+def result(folder: Path, processes: int) -> dict[str, Any]:
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes > 1 else []
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(TESTS / "hf_program.py"), str(folder)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def flat(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for name in sorted(value) for number in flat(value[name])]
+    return [number for item in value for number in flat(item)] if isinstance(value, list) else [float(value)]
+
+
+def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
+    one, two = result(tmp_path / "one", 1), result(tmp_path / "two", 2)
+    assert [sorted(line) for line in two["log"]] == [sorted(line) for line in one["log"]]
+    for name in one:
+        assert flat(two[name]) == pytest.approx(flat(one[name]), abs=2e-5, rel=1e-4), name
+    assert one["own"]["eval_count"] == 13
+    assert one["stopped_at"] == 2
+    assert one["batches"] == [3, 3, 3, 3, 1]

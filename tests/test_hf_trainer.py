@@ -1,0 +1,704 @@
+"""accel_train.Trainer held to transformers.Trainer, in one process: the same arguments and data, the same weights, log and metrics."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_models import (
+    Plain,
+    arguments,
+    bert,
+    both,
+    difference,
+    history,
+    llama,
+    pad,
+    plain_rows,
+    rows,
+    token_bert,
+    token_rows,
+)
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForQuestionAnswering,
+    EarlyStoppingCallback,
+    EvalPrediction,
+    TrainerCallback,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import accel_train
+from accel_train.hf import Trainer, get_last_checkpoint
+from accel_train.state import TrainingStopped
+
+CLOSE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the report takes longer than everything else here together."""
+    monkeypatch.setattr("accel_train.finish.write_report", lambda runs: runs[0] / "report.html")
+
+
+def accuracy(found: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "count": len(found.label_ids)}
+
+
+def same_log(theirs: Any, ours: Any) -> None:
+    assert [sorted(line) for line in history(theirs)] == [sorted(line) for line in history(ours)]
+    for one, other in zip(history(theirs), history(ours), strict=True):
+        assert other == pytest.approx(one, abs=CLOSE)
+
+
+def test_the_package_exports_the_trainer() -> None:
+    assert accel_train.Trainer is Trainer
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"gradient_accumulation_steps": 3, "warmup_steps": 2, "lr_scheduler_type": "cosine"},
+        {"max_steps": 7, "weight_decay": 0.1, "warmup_steps": 0.3, "max_grad_norm": 0.05},
+        {"num_train_epochs": 2.5, "optim": "sgd", "learning_rate": 0.1, "logging_strategy": "epoch", "data_seed": 5},
+        {"dataloader_drop_last": True, "train_sampling_strategy": "sequential", "logging_first_step": True},
+        {"optim": "sgd", "optim_args": "momentum=0.9", "max_grad_norm": 0.0, "logging_steps": 0.3, "seed": 3},
+    ],
+    ids=lambda args: ",".join(args) or "defaults",
+)
+def test_weights_and_log_are_those_of_transformers(tmp_path: Path, args: dict[str, Any]) -> None:
+    theirs, ours, expected, found = both(
+        tmp_path,
+        Plain,
+        # Under accumulation, theirs weighs a short micro-batch as much as a full one.
+        train_dataset=plain_rows(48 if "gradient_accumulation_steps" in args else 45),
+        args={"learning_rate": 1e-2, **args},
+    )
+    assert difference(theirs.model, ours.model) < CLOSE
+    assert found.global_step == expected.global_step
+    assert found.training_loss == pytest.approx(expected.training_loss, abs=CLOSE)
+    assert found.metrics.keys() == expected.metrics.keys()
+    same_log(theirs, ours)
+
+
+def test_evaluations_and_best_model_are_those_of_transformers(tmp_path: Path) -> None:
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy",
+        "learning_rate": 5e-3,
+        "num_train_epochs": 3,
+        "weight_decay": 0.1,
+    }
+    theirs, ours, *_ = both(
+        tmp_path, train_dataset=rows(45), eval_dataset=rows(24, seed=2), compute_metrics=accuracy, args=args
+    )
+    same_log(theirs, ours)
+    assert ours.state.best_metric == theirs.state.best_metric
+    assert ours.state.best_global_step == theirs.state.best_global_step
+    assert difference(theirs.model, ours.model) < CLOSE  # both went back to the best
+    best = ours.state.best_model_checkpoint
+    assert Path(best).name == f"step-{ours.state.best_global_step:08d}"
+    assert difference(AutoModelForSequenceClassification.from_pretrained(best), ours.model) == 0
+    assert ours.evaluate()["eval_accuracy"] == ours.state.best_metric
+
+
+def test_token_losses_over_accumulation_are_those_of_transformers(tmp_path: Path) -> None:
+    """Both divide the summed loss by the targets of the whole step: ragged micro-batches and short steps included."""
+    data = [{"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]} for row in token_rows(42)]
+    args = {"gradient_accumulation_steps": 2, "learning_rate": 3e-3, "eval_strategy": "epoch"}
+    theirs, ours, *_ = both(tmp_path, llama, train_dataset=data, eval_dataset=data[:8], data_collator=pad, args=args)
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        ("linear", None),
+        ("cosine", None),
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {"num_cycles": 2}),
+        ("polynomial", {"power": 2.0, "lr_end": 1e-5}),
+        ("constant", None),
+        ("constant_with_warmup", None),
+        ("inverse_sqrt", None),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 4}),
+    ],
+)
+def test_learning_rates_are_those_of_transformers(tmp_path: Path, kind: str, kwargs: dict[str, Any] | None) -> None:
+    args = {
+        "lr_scheduler_type": kind,
+        "lr_scheduler_kwargs": kwargs,
+        "warmup_steps": 2,
+        "max_steps": 12,
+        "logging_steps": 1,
+    }
+    theirs, ours, expected, found = both(tmp_path, Plain, train_dataset=plain_rows(16), args=args)
+    expected, found = ([line["learning_rate"] for line in history(one) if "loss" in line] for one in (theirs, ours))
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_resume_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    setup = {"train_dataset": rows(45), "eval_dataset": rows(16, seed=2)}
+    args = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    whole = Trainer(bert(), arguments(tmp_path, **args), **setup)
+    whole.train()
+    again = Trainer(bert(), arguments(tmp_path, **args), **setup)
+    result = again.train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-8")
+    )  # transformers' name of checkpoints/step-00000008
+    assert difference(whole.model, again.model) == 0
+    assert result.global_step == whole.state.global_step == 12
+    assert result.metrics["train_samples_per_second"] > 0
+    assert history(again)[:-1] == history(whole)[:-1]  # the last line is the mean loss of each call
+    last = Trainer(bert(), arguments(tmp_path, **args), **setup)
+    assert last.train(resume_from_checkpoint=True).global_step == 12  # nothing left to do
+
+
+def test_going_on_without_a_checkpoint_is_refused_and_starting_anew_keeps_what_was_there(tmp_path: Path) -> None:
+    trainer = Trainer(Plain(), arguments(tmp_path / "run", max_steps=2), train_dataset=plain_rows(16))
+    with pytest.raises(ValueError, match="resume_from_checkpoint=True: there is no checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    trainer.train()
+    assert (tmp_path / "run" / "previous-1" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_second_train_goes_on_from_the_weights_of_the_first(tmp_path: Path) -> None:
+    trainer = Trainer(Plain(), arguments(tmp_path, max_steps=3, learning_rate=0.1), train_dataset=plain_rows(16))
+    first = trainer.train().training_loss
+    assert trainer.train().training_loss < first
+
+
+def test_model_init_makes_a_new_model_for_each_train(tmp_path: Path) -> None:
+    trainer = Trainer(model_init=Plain, args=arguments(tmp_path, max_steps=3), train_dataset=plain_rows(16))
+    assert trainer.train().training_loss == trainer.train().training_loss
+
+
+# Data
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+@pytest.mark.parametrize("kind", ["datasets", "columns", "stream"])
+def test_data_sets_of_all_kinds_train_the_same(tmp_path: Path, kind: str) -> None:
+    data = rows(24)
+    columns = {
+        "input_ids": torch.stack([row["input_ids"] for row in data]),
+        "attention_mask": torch.stack([row["attention_mask"] for row in data]),
+        "labels": torch.tensor([row["labels"] for row in data]),
+    }
+    table = datasets.Dataset.from_dict({**{k: v.tolist() for k, v in columns.items()}, "text": ["unused"] * 24})
+    given = {"datasets": table, "columns": columns, "stream": Stream(data)}[kind]
+    args = {"max_steps": 7, "gradient_accumulation_steps": 1, "train_sampling_strategy": "sequential"}
+    theirs = transformers.Trainer(bert(), arguments(tmp_path / "theirs", **args), train_dataset=data)
+    theirs.train()
+    ours = Trainer(bert(), arguments(tmp_path / "ours", **args), train_dataset=given)
+    ours.train()
+    assert difference(theirs.model, ours.model) < CLOSE
+    assert ours.state.epoch == pytest.approx(7 / 3 if kind != "stream" else 1.0)
+
+
+def test_a_stream_is_resumed_by_reading_to_its_place(tmp_path: Path) -> None:
+    args = {"max_steps": 7, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2}
+    whole = Trainer(bert(), arguments(tmp_path, **args), train_dataset=Stream(rows(45)))
+    whole.train()
+    again = Trainer(bert(), arguments(tmp_path, **args), train_dataset=Stream(rows(45)))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "step-00000004"))
+    assert difference(whole.model, again.model) == 0
+
+
+def test_a_stream_needs_max_steps(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set max_steps"):
+        Trainer(bert(), arguments(tmp_path), train_dataset=Stream(rows(8))).train()
+
+
+def test_an_overridden_train_dataloader_is_what_is_trained_on(tmp_path: Path) -> None:
+    def get_train_dataloader(self: Any) -> DataLoader[Any]:
+        data = self.train_dataset
+        return DataLoader(data, batch_size=5, sampler=SequentialSampler(data), collate_fn=self.data_collator)
+
+    kinds = tuple(
+        type("Own", (base,), {"get_train_dataloader": get_train_dataloader}) for base in (transformers.Trainer, Trainer)
+    )
+    theirs, ours, expected, found = both(
+        tmp_path, Plain, kinds, train_dataset=plain_rows(30), args={"gradient_accumulation_steps": 2}
+    )
+    assert difference(theirs.model, ours.model) < CLOSE
+    assert found.global_step == expected.global_step == 6
+    same_log(theirs, ours)
+
+
+def test_columns_that_the_model_does_not_take_never_reach_it(tmp_path: Path) -> None:
+    data = [{**row, "text": "unused"} for row in plain_rows(16)]
+    Trainer(Plain(), arguments(tmp_path, max_steps=1), train_dataset=data).train()
+    table = datasets.Dataset.from_dict({"text": ["a"] * 8})
+    with pytest.raises(ValueError, match=r"no column of the data set \(text\)"):
+        Trainer(Plain(), arguments(tmp_path, max_steps=1), train_dataset=table).train()
+
+
+def test_batches_of_like_length_have_less_padding(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def collate(samples: list[Any]) -> Any:
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        seen.append(max(lengths) - min(lengths))
+        return pad(samples)
+
+    spreads = {}
+    for strategy in ("random", "group_by_length"):
+        seen.clear()
+        args = arguments(tmp_path / strategy, max_steps=8, train_sampling_strategy=strategy)
+        Trainer(token_bert(), args, collate, token_rows(64)).train()
+        spreads[strategy] = np.mean(seen)
+    assert spreads["group_by_length"] < spreads["random"] / 2
+
+
+# Loss
+
+
+def test_an_overridden_compute_loss_is_used_and_weighs_targets(tmp_path: Path) -> None:
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs[0], labels, label_smoothing=0.3)
+        return (loss, outputs) if return_outputs else loss
+
+    kinds = tuple(type("Own", (base,), {"compute_loss": compute_loss}) for base in (transformers.Trainer, Trainer))
+    theirs, ours, *_ = both(
+        tmp_path,
+        Plain,
+        kinds,
+        train_dataset=plain_rows(45),
+        eval_dataset=plain_rows(16),
+        args={"eval_strategy": "epoch"},
+    )
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+
+
+@pytest.mark.parametrize("how", ["compute_loss_func", "label_smoothing"])
+def test_other_losses_are_those_of_transformers(tmp_path: Path, how: str) -> None:
+    def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        flat = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return flat / num_items_in_batch
+
+    setup: dict[str, Any] = {"compute_loss_func": loss_of} if how == "compute_loss_func" else {}
+    args = {"label_smoothing_factor": 0.2 if how == "label_smoothing" else 0.0, "gradient_accumulation_steps": 2}
+    theirs, ours, *_ = both(tmp_path, token_bert, train_dataset=token_rows(42), data_collator=pad, args=args, **setup)
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+
+
+def regression() -> tuple[Any, list[Any]]:
+    return bert(num_labels=1), [{**row, "labels": float(row["labels"])} for row in rows(24)]
+
+
+def multi_label() -> tuple[Any, list[Any]]:
+    model = bert(problem_type="multi_label_classification")
+    return model, [{**row, "labels": torch.eye(3)[row["labels"]]} for row in rows(24)]
+
+
+def question_answering() -> tuple[Any, list[Any]]:
+    data = [{"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": 5} for row in rows(24)]
+    return bert(BertForQuestionAnswering, num_labels=2), data
+
+
+def images() -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    config = ViTConfig(image_size=16, patch_size=8, num_labels=3, hidden_dropout_prob=0.0, **sizes)
+    pixels = torch.randn(24, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    return ViTForImageClassification(config), [{"pixel_values": one, "label": i % 3} for i, one in enumerate(pixels)]
+
+
+@pytest.mark.parametrize("kind", [regression, multi_label, question_answering, images])
+def test_other_kinds_of_labels_are_trained_and_evaluated_as_in_transformers(tmp_path: Path, kind: Any) -> None:
+    _, data = kind()
+    setup = {"train_dataset": data, "eval_dataset": data[:16]}
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "eval_on_start": True,
+        "eval_delay": 2,
+        "dataloader_num_workers": 1,
+    }
+    # The clip rounds otherwise, which Adam makes visible in biases of attention keys, whose gradient is 0.
+    args |= {"logging_first_step": True, "max_grad_norm": 100.0}
+    theirs, ours, *_ = both(tmp_path, lambda: kind()[0], args=args, **setup)
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+
+
+def test_smoothing_labels_that_are_several_at_once_is_refused(tmp_path: Path) -> None:
+    model = bert(problem_type="multi_label_classification")
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
+        Trainer(model, arguments(tmp_path, label_smoothing_factor=0.1))
+
+
+# Optimizers
+
+
+def test_given_optimizers_classes_and_overrides_are_used(tmp_path: Path) -> None:
+    def given(model: Any) -> Any:
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=3e-3)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.RMSprop(self.model.parameters(), lr=3e-3)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
+            return self.lr_scheduler
+
+    data, args = plain_rows(45), {"logging_steps": 1}
+    model = Plain()
+    theirs = transformers.Trainer(
+        model, arguments(tmp_path / "theirs", **args), train_dataset=data, optimizers=given(model)
+    )
+    theirs.train()
+    for name, kind in (("pair", Trainer), ("overrides", Own)):
+        model = Plain()
+        setup = {"optimizers": given(model)} if kind is Trainer else {}
+        ours = kind(model, arguments(tmp_path / name, **args), train_dataset=data, **setup)
+        ours.train()
+        assert difference(theirs.model, ours.model) < CLOSE
+        same_log(theirs, ours)
+
+
+def test_an_optimizer_class_gets_transformers_groups_and_schedule(tmp_path: Path) -> None:
+    given = (torch.optim.NAdam, {"lr": 2e-3})
+    theirs, ours, *_ = both(
+        tmp_path, train_dataset=rows(24), optimizer_cls_and_kwargs=given, args={"weight_decay": 0.1, "warmup_steps": 2}
+    )
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+
+
+def test_a_schedule_that_follows_a_metric_is_refused(tmp_path: Path) -> None:
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pair = (optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(ValueError, match="ReduceLROnPlateau, whose rates follow a metric"):
+        Trainer(model, arguments(tmp_path), train_dataset=plain_rows(8), optimizers=pair).train()
+
+
+# Evaluate and predict
+
+
+def test_predictions_come_in_order_and_padded_as_in_transformers(tmp_path: Path) -> None:
+    data = token_rows(21)
+    *_, expected, found = both(tmp_path, token_bert, data_collator=pad, act=lambda trainer: trainer.predict(data))
+    np.testing.assert_allclose(found.predictions, expected.predictions, atol=CLOSE)
+    np.testing.assert_array_equal(found.label_ids, expected.label_ids)
+    assert found.predictions.shape[0] == 21
+    assert set(found.metrics) >= {"test_loss", "test_runtime", "test_samples_per_second", "test_steps_per_second"}
+
+
+def test_a_dict_of_data_sets_is_evaluated_one_by_one(tmp_path: Path) -> None:
+    parts = {"easy": rows(16, seed=2), "hard": rows(8, seed=3)}
+    args = {"eval_strategy": "epoch", "metric_for_best_model": "eval_hard_loss", "load_best_model_at_end": True}
+    theirs, ours, *_ = both(
+        tmp_path,
+        train_dataset=rows(24),
+        eval_dataset=parts,
+        compute_metrics=accuracy,
+        args={**args, "save_strategy": "epoch"},
+    )
+    same_log(theirs, ours)
+    assert ours.state.best_metric == pytest.approx(theirs.state.best_metric)
+    assert {"eval_easy_loss", "eval_hard_accuracy"} <= ours.evaluate().keys()
+    assert {"test_a_loss"} <= ours.evaluate({"a": parts["easy"]}, metric_key_prefix="test").keys()
+
+
+def test_inputs_and_losses_are_handed_to_compute_metrics(tmp_path: Path) -> None:
+    shapes = {}
+
+    def look(found: EvalPrediction) -> dict[str, float]:
+        shapes["inputs"], shapes["losses"] = found.inputs.shape, found.losses.shape
+        return {}
+
+    args = arguments(tmp_path, include_for_metrics=["inputs", "loss"])
+    Trainer(bert(), args, eval_dataset=rows(11), compute_metrics=look).evaluate()
+    assert shapes == {"inputs": (11, 12), "losses": (11,)}
+
+
+def test_batch_metrics_see_every_sample_once_and_are_asked_for_a_result_at_the_end(tmp_path: Path) -> None:
+    calls = []
+
+    def by_batch(found: EvalPrediction, compute_result: bool = False) -> dict[str, float]:
+        calls.append((len(found.label_ids), compute_result))
+        return {"count": sum(number for number, _ in calls)} if compute_result else {}
+
+    trainer = Trainer(
+        bert(), arguments(tmp_path, batch_eval_metrics=True), eval_dataset=rows(19), compute_metrics=by_batch
+    )
+    assert trainer.evaluate()["eval_count"] == 19
+    assert calls == [(8, False), (8, False), (3, True)]
+
+
+def test_logits_are_preprocessed_and_batches_kept_apart_if_asked(tmp_path: Path) -> None:
+    setup = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    trainer = Trainer(bert(), arguments(tmp_path, eval_do_concat_batches=False), **setup)
+    found = trainer.predict(rows(11))
+    assert [part.shape for part in found.predictions] == [(8,), (3,)]
+    only = Trainer(bert(), arguments(tmp_path, prediction_loss_only=True)).predict(rows(11))
+    assert only.predictions is None
+    assert "test_loss" in only.metrics
+
+
+def test_overridden_evaluation_methods_are_called_in_training(tmp_path: Path) -> None:
+    called = []
+
+    class Own(Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            called.append("evaluate")
+            return {**super().evaluate(*args, **kwargs), "eval_of_mine": 0.5}
+
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            called.append("prediction_step")
+            return super().prediction_step(*args, **kwargs)
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+            called.append("get_eval_dataloader")
+            return DataLoader(self.eval_dataset, batch_size=4, collate_fn=self.data_collator)
+
+        def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+            called.append("log")
+            super().log(logs, start_time)
+
+    args = arguments(tmp_path, eval_strategy="epoch", num_train_epochs=1)
+    trainer = Own(Plain(), args, train_dataset=plain_rows(16), eval_dataset=plain_rows(8))
+    trainer.train()
+    assert [name for name in called if name != "log"] == [
+        "evaluate",
+        "get_eval_dataloader",
+        "prediction_step",
+        "prediction_step",
+    ]
+    assert called.count("log") == 3
+    line = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
+    assert line["of_mine"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("training_step", "override compute_loss"), ("_get_train_sampler", "override get_train_dataloader")],
+)
+def test_an_overridden_method_that_is_never_called_is_an_error(tmp_path: Path, name: str, remedy: str) -> None:
+    own = type("Own", (Trainer,), {name: lambda self, *args: None})
+    with pytest.raises(ValueError, match=rf"Own\.{name}: {remedy}"):
+        own(Plain(), arguments(tmp_path))
+
+
+# Callbacks
+
+
+class Listener(TrainerCallback):
+    """Writes down what it is told, and at which step."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return lambda args, state, control, **kwargs: self.heard.append((name, state.global_step))
+        return super().__getattribute__(name)
+
+
+def test_callbacks_are_told_what_transformers_tells_them_and_when(tmp_path: Path) -> None:
+    args = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4, "num_train_epochs": 2}
+    listeners = [Listener(), Listener()]
+    for kind, listener, name in zip((transformers.Trainer, Trainer), listeners, ("theirs", "ours"), strict=True):
+        data = {"train_dataset": plain_rows(24), "eval_dataset": plain_rows(8)}
+        kind(Plain(), arguments(tmp_path / name, **args), callbacks=[listener], **data).train()
+    never = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
+    expected, found = ([event for event in one.heard if event[0] not in never] for one in listeners)
+    # A step begins right after the one before it, and an epoch ends with its last step: before what is evaluated or saved there.
+    order = ("on_step_begin", "on_epoch_begin", "on_epoch_end")
+    assert [event for event in found if event[0] not in order] == [event for event in expected if event[0] not in order]
+    assert sorted(found) == sorted(expected)
+
+
+def test_callbacks_stop_save_evaluate_and_log_at_the_very_step(tmp_path: Path) -> None:
+    class Wishes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_log = state.global_step in (1, 3)
+            control.should_evaluate = state.global_step == 2
+            control.should_save = state.global_step == 3
+            control.should_training_stop = state.global_step == 5
+
+    data = {"train_dataset": plain_rows(80), "eval_dataset": plain_rows(8)}
+    trainer = Trainer(Plain(), arguments(tmp_path), callbacks=[Wishes()], **data)
+    result = trainer.train()
+    assert result.global_step == 5
+    assert [(line["step"], "loss" in line) for line in history(trainer)] == [
+        (1, True),
+        (2, False),
+        (3, True),
+        (5, False),
+    ]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
+
+
+def test_early_stopping_stops_where_transformers_stops(tmp_path: Path) -> None:
+    args = {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "learning_rate": 0.5,
+        "num_train_epochs": 10,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    data = {"train_dataset": plain_rows(24, seed=4), "eval_dataset": [{**row, "labels": 2} for row in plain_rows(16)]}
+    theirs, ours, expected, found = both(
+        tmp_path, Plain, make_callbacks=lambda: [EarlyStoppingCallback(2)], args=args, **data
+    )
+    assert found.global_step == expected.global_step < 30
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+
+
+def test_callbacks_that_export_a_state_get_it_back(tmp_path: Path) -> None:
+    args = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    args |= {"metric_for_best_model": "loss", "restore_callback_states_from_checkpoint": True, "learning_rate": 0.5}
+    worse = [{**row, "labels": 2} for row in plain_rows(8)]
+    callbacks = [EarlyStoppingCallback(9), EarlyStoppingCallback(9)]
+    for callback, resume in zip(callbacks, (None, str(tmp_path / "checkpoints" / "step-00000002")), strict=True):
+        data = {"train_dataset": plain_rows(16), "eval_dataset": worse}
+        trainer = Trainer(Plain(), arguments(tmp_path, **args), callbacks=[callback], **data)
+        trainer.train(resume_from_checkpoint=resume)
+    assert callbacks[1].early_stopping_patience_counter == callbacks[0].early_stopping_patience_counter == 1
+
+
+def test_what_a_callback_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+    class Gradients(TrainerCallback):
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError
+
+    class EndsEpochs(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = True
+
+    for callback, said in (
+        (Gradients(), r"Gradients\.on_optimizer_step"),
+        (EndsEpochs(), "should_epoch_stop at step 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Trainer(Plain(), arguments(tmp_path), callbacks=[callback], train_dataset=plain_rows(16)).train()
+
+
+def test_without_callbacks_of_the_user_the_host_waits_for_no_step(tmp_path: Path) -> None:
+    from accel_train.hf_face.flow import may_ask
+
+    trainer = Trainer(Plain(), arguments(tmp_path), train_dataset=plain_rows(16))
+    assert not may_ask(trainer.callback_handler.callbacks)
+    trainer.add_callback(Listener)
+    assert may_ask(trainer.callback_handler.callbacks)
+    assert isinstance(trainer.pop_callback(Listener), Listener)
+    trainer.remove_callback(transformers.PrinterCallback)
+    assert [type(callback).__name__ for callback in trainer.callback_handler.callbacks] == ["DefaultFlowCallback"]
+
+
+def test_the_guard_stops_a_run_that_only_gives_nan(tmp_path: Path) -> None:
+    data = [{**row, "features": row["features"] * float("nan")} for row in plain_rows(64)]
+    with pytest.raises(TrainingStopped, match="in a row"):
+        Trainer(Plain(), arguments(tmp_path), train_dataset=data).train()
+
+
+# Files
+
+
+def test_everything_that_is_saved_can_be_loaded(tmp_path: Path) -> None:
+    trainer = Trainer(bert(), arguments(tmp_path / "run", save_strategy="steps", save_steps=3), train_dataset=rows(24))
+    result = trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.save_state()
+    trainer.save_metrics("train", result.metrics)
+    trainer.log_metrics("train", result.metrics)
+    for folder in (tmp_path / "saved", tmp_path / "run" / "model", get_last_checkpoint(tmp_path / "run")):
+        assert difference(AutoModelForSequenceClassification.from_pretrained(folder), trainer.model) == 0
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert state["global_step"] == 6
+    assert state["log_history"] == trainer.state.log_history
+    assert json.loads((tmp_path / "run" / "train_results.json").read_text())["train_loss"] == result.training_loss
+    assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in trainer.model.parameters())
+    assert len(trainer.get_learning_rates()) >= 1
+    trainer.create_model_card(model_name="tiny", tags="test")
+    assert "tiny" in (tmp_path / "run" / "README.md").read_text()
+
+
+def test_pushing_without_a_hub_says_what_to_do_and_keeps_what_was_trained(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the Hugging Face Hub did not take it"):
+        Trainer(Plain(), arguments(tmp_path, push_to_hub=True, hub_token="hf_secret"))
+    trainer = Trainer(Plain(), arguments(tmp_path))
+    with pytest.raises(ValueError, match="hf auth login"):
+        trainer.push_to_hub()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("end", [None]),
+        ("every_save", [None, None, None]),
+        ("checkpoint", [None, "last-checkpoint", None, "last-checkpoint", None]),
+        ("all_checkpoints", [None, "step-00000002", None, "step-00000004", None]),
+    ],
+)
+def test_saves_are_pushed_as_the_strategy_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, expected: list[str | None]
+) -> None:
+    uploads: list[dict[str, Any]] = []
+
+    class Hub:
+        def __init__(self, token: str | None) -> None:
+            assert token == "hf_secret"
+
+        def create_repo(self, name: str, **settings: Any) -> Any:
+            return SimpleNamespace(repo_id=f"someone/{name}")
+
+        def upload_folder(self, **what: Any) -> Any:
+            uploads.append(what)
+            return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+    monkeypatch.setattr("accel_train.hf_face.hub.HfApi", Hub)
+    args = {"push_to_hub": True, "hub_strategy": strategy, "hub_token": "hf_secret", "max_steps": 4}
+    args |= {"save_strategy": "steps", "save_steps": 2}
+    trainer = Trainer(bert(), arguments(tmp_path / "tiny", **args), train_dataset=rows(16))
+    trainer.train()
+    trainer.push_to_hub()
+    assert [upload["path_in_repo"] for upload in uploads] == expected
+    assert {upload["repo_id"] for upload in uploads} == {"someone/tiny"}
+    assert "checkpoints/*" in uploads[-1]["ignore_patterns"]
+    assert "hf_secret" not in "".join(path.read_text() for path in (tmp_path / "tiny").rglob("*.json"))
