@@ -70,6 +70,7 @@ def generate_text(
     tokens = start + tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:
         raise ValueError("an empty prompt needs a tokenizer with a separator (bos or eos token); give a prompt")
+    ends = sorted({token for token in (separator, tokenizer.eos_token_id) if token is not None})
     device = model.device
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**30
     rows = model.get_output_embeddings().weight.shape[0]
@@ -90,13 +91,13 @@ def generate_text(
                     attention_mask=torch.ones_like(given),
                     max_new_tokens=min(left, positions - len(window)),
                     suppress_tokens=list(range(len(tokenizer), rows)) or None,
-                    eos_token_id=separator,
+                    eos_token_id=ends or None,
                     pad_token_id=separator if separator is not None else 0,
                     **sampling,
                 )[0, len(window) :].tolist()
                 tokens += written
                 left -= len(written)
-                if separator is not None and written[-1] == separator:
+                if written[-1] in ends:
                     break
     finally:
         model.train(was_training)

@@ -141,7 +141,8 @@ def resolve_plan(
         steps=steps,
         learning_rate=resolved.learning_rate,
         num_samples=num_samples,
-        num_targets_per_epoch=max(data.facts.get("train_tokens", 0) - 1, 0)
+        num_targets_per_epoch=data.facts.get("train_targets")
+        or max(data.facts.get("train_tokens", 0) - 1, 0)
         or round(num_targets_per_sample * num_samples),
         data_facts=data.facts,
         num_parameters=num_parameters,

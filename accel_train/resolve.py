@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_train.batching import BatchSizes, scale_learning_rate
 from accel_train.freezing import freeze
-from accel_train.model_check import check_model_config
+from accel_train.model_check import check_model_config, pretrained_config
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.recipe import Recipe
 from accel_train.sampling import DataOrder
@@ -39,6 +39,8 @@ def check_recipe(recipe: Recipe) -> Task:
     task = load_task(recipe.task)
     if recipe.task in TASKS:
         check_model_config(recipe)
+        if recipe.model.pretrained is not None:
+            pretrained_config(recipe)  # that it can be loaded, before the data is read
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
     check_tracker_names(recipe.log.trackers)

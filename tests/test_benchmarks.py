@@ -39,6 +39,7 @@ def parse_table(text: str) -> list[dict[str, str]]:
 # --- end to end ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_four_loops_train_the_same_model_and_accel_train_reads_no_tensor(tmp_path: Path) -> None:
     printed = run("overhead", "--preset", "micro", "--count-reads", "--in-order", "--save", str(tmp_path))
     reads = parse_table(printed)
@@ -55,6 +56,7 @@ def test_the_four_loops_train_the_same_model_and_accel_train_reads_no_tensor(tmp
         assert figures["weights_l1"] == pytest.approx(runs["raw"]["weights_l1"], rel=1e-6), variant
 
 
+@pytest.mark.slow
 def test_overhead_prints_one_row_per_variant_and_judges_accel_train_alone() -> None:
     settings = ("--preset", "micro", "--steps", "12", "--warmup", "4", "--rounds", "1")
     rows = parse_table(run("overhead", *settings, "--variants", "raw,accel_train"))
@@ -77,6 +79,7 @@ def test_gpu_says_in_one_line_that_there_is_no_cuda() -> None:
     assert run("gpu").splitlines() == ["benchmarks.gpu is skipped: torch sees no CUDA device on this machine."]
 
 
+@pytest.mark.slow
 def test_gpu_measures_each_variant_and_writes_what_it_printed(tmp_path: Path) -> None:
     printed = run("gpu", "--device", "cpu", "--compile", "off", "--save", str(tmp_path))
     rows = parse_table(printed)
@@ -277,6 +280,7 @@ def test_a_printed_table_reads_back() -> None:
     assert parse_table(text) == [{"name": "raw", "us": "1.5"}, {"name": "much longer", "us": "-"}]
 
 
+@pytest.mark.slow
 def test_the_paired_benchmark_gives_each_loop_its_turns() -> None:
     printed = run("paired", "--preset", "micro", "--blocks", "8")
     (row,) = parse_table(printed)

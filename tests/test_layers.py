@@ -170,7 +170,9 @@ def test_only_the_registry_and_the_command_line_import_tasks_and_nothing_imports
             assert found.module in ("__main__", "cli"), found
 
 
-@pytest.mark.parametrize("module", ["accel_train", "accel_train.cli", "accel_train.metrics", "accel_train.recipe_file", "accel_train.task"])
+@pytest.mark.parametrize(
+    "module", ["accel_train", "accel_train.cli", "accel_train.metrics", "accel_train.recipe_file", "accel_train.task"]
+)
 def test_importing_starts_nothing_heavy(module: str) -> None:
     heavy = ("torch", "transformers", "accelerate", "datasets", "evaluate", "matplotlib")
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"

@@ -18,7 +18,7 @@ from accel_train.data import byte_tokenizer
 from accel_train.data.packing import TokenRows, pack
 from accel_train.data.stdlib_docstrings import stdlib_docstrings
 from accel_train.data.tokenizers import BYTE_SEPARATOR_ID
-from accel_train.recipe import Origin, Recipe
+from accel_train.recipe import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_attention import _CHECKED_MODEL_TYPES
 from accel_train.tasks.causal_lm import CausalLM
@@ -172,6 +172,20 @@ def test_loss_of_a_chat_counts_the_assistants_turns_and_their_ends(sft_recipe: M
     assert data.source.tokenizer.chat_template == template
 
 
+def test_generation_mark_ends_after_the_last_byte_of_a_character_and_a_turn_without_its_end_is_reported(
+    sft_recipe: Make,
+) -> None:
+    tight = MARKED.replace("<|endoftext|>\n{%- endgeneration %}", "{% endgeneration %}<|endoftext|>\n")
+    assert tight != MARKED
+    _, data = load(
+        sft_recipe([chat("Hi", "olé", "And?", "ü")], format="chat", chat_template=tight, sequence_length=160)
+    )
+    assert learned(data) == "oléü"
+    assert any("does not learn to end its turn" in note for note in data.facts["notes"])
+    _, data = load(sft_recipe([chat("Hi", "olé")], format="chat", chat_template=MARKED, sequence_length=160))
+    assert not any("end its turn" in note for note in data.facts["notes"])
+
+
 def test_chat_template_without_an_end_gets_the_end_of_sequence_as_a_target(sft_recipe: Make, tmp_path: Path) -> None:
     path = tmp_path / "plain.jinja"
     path.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
@@ -271,11 +285,11 @@ def test_pretrained_model_brings_its_tokenizer_unless_the_recipe_names_one(sft_r
     config.vocab_size = 320
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     named = sft_recipe(ragged_rows(4), model={"pretrained": str(tmp_path / "base")})
-    unnamed = Recipe.model_validate({k: v for k, v in named.model_dump().items() if k != "tokenizer"})
-    _, data = load(unnamed)
+    _, data = load(Recipe.model_validate(named.model_dump() | {"tokenizer": "auto"}))
     assert "plus" in data.source.tokenizer.get_vocab()
-    assert f"tokenizer: the one of model.pretrained ({tmp_path / 'base'})" in data.facts["notes"][0]
-    _, data = load(named.with_origins({"tokenizer": Origin("file", "recipe.yaml:3")}))
+    assert data.facts["notes"][0].startswith(f"tokenizer: that of {tmp_path / 'base'}")
+    _, data = load(named)
+    assert named.tokenizer == "bytes"
     assert "plus" not in data.source.tokenizer.get_vocab()
 
 

@@ -53,9 +53,13 @@ def chat_encoder(tokenizer: TextTokenizer, data: Data, oddities: Oddities) -> En
                 f"{at}: the chat template marks nothing in it as the assistant's; put {{% generation %}} around what the "
                 "assistant says in data.chat_template"
             )
-        if row.parts[-1]["role"] == "assistant" and not _is_ended(ids, special_ids, tool):
-            oddities.num_unended += 1
-            ids, is_target = np.append(ids, np.int32(end_of(tokenizer))), np.append(is_target, True)
+        if row.parts[-1]["role"] == "assistant":
+            end = _end_of_turn(ids, special_ids, tool)
+            if end is None:
+                oddities.num_unended += 1
+                ids, is_target = np.append(ids, np.int32(end_of(tokenizer))), np.append(is_target, True)
+            elif not is_target[end]:
+                oddities.num_endless += 1
         return Encoded(ids, is_target)
 
     return encode
@@ -92,12 +96,15 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase", data: Data) -> str:
         ) from error
 
 
-def _is_ended(ids: NDArray[np.int32], special_ids: set[int], tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether a special token ends the text, white space behind it or not."""
-    for token in ids[::-1].tolist():
-        if token in special_ids or tokenizer.decode([token]).strip():
-            return token in special_ids
-    return False
+def _end_of_turn(ids: NDArray[np.int32], special_ids: set[int], tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Where the special token is that ends the text, white space behind it or not; None without one."""
+    for index in range(len(ids) - 1, -1, -1):
+        token = int(ids[index])
+        if token in special_ids:
+            return index
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
 
 
 def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> tuple[NDArray[Any], NDArray[Any]]:

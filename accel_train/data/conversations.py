@@ -44,6 +44,8 @@ class Oddities:
     first_spelled: str = ""
     num_unended: int = 0
     """Chats that the template leaves without a special token at their end."""
+    num_endless: int = 0
+    """Chats whose last special token the template does not count as the assistant's."""
 
     def notes(self) -> Iterator[str]:
         """Sentences, one for each kind that was met."""
@@ -56,6 +58,11 @@ class Oddities:
             )
         if self.num_unended:
             yield f"{self.num_unended:,} chats end without a special token; the end-of-sequence token was added as a target"
+        if self.num_endless:
+            yield (
+                f"{self.num_endless:,} chats end in a token that the chat template leaves outside {{% generation %}}: the model "
+                "does not learn to end its turn; put it inside"
+            )
 
 
 Encoder = Callable[[Sequence[Example]], list[Encoded]]

@@ -163,7 +163,7 @@ def _check_columns(where: str, available: Sequence[str], wanted: Sequence[str]) 
             continue
         fault = f"the column {column!r} is there {count} times" if count else f"there is no column {column!r}"
         near = get_close_matches(column, available, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near and not count else "name another"
+        remedy = f"did you mean {near[0]!r}?" if near and not count else "name another."
         raise ValueError(
             f"{where}: {fault}; {remedy} There are {', '.join(map(str, available))} "
             "(data.text_columns, data.label_column and data.id_column say what is read)"

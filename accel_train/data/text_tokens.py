@@ -99,7 +99,8 @@ def tokenize_rows(
     Raises:
         ValueError: a text has no token at all.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # undecided, it warns in each DataLoader worker forked later
+    # Undecided, the library warns in each DataLoader worker that is forked later.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     pieces: list[NDArray[np.int32]] = []
     second_from = np.zeros(len(rows), dtype=np.int32)
     starts = range(0, len(rows), _TEXTS_PER_CALL)
@@ -136,13 +137,12 @@ def classifier_tokenizer(recipe: Recipe, train: TextRows) -> tuple["PreTrainedTo
     """The recipe's tokenizer with a padding token, and notes on what was decided.
 
     `bytes` and a BPE trained here get [CLS], [SEP] and [PAD], and read a text as [CLS] text [SEP], a pair as
-    [CLS] first [SEP] second [SEP]. With `model.pretrained`, `bytes` (the default) means the model's own tokenizer: no
-    pretrained classifier reads this package's bytes.
+    [CLS] first [SEP] second [SEP]. `auto` is the tokenizer of `model.pretrained`, else bytes.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    choice = recipe.tokenizer
+    choice = recipe.tokenizer_in_use
     if isinstance(choice, TrainedTokenizer):
         texts = (text for row in train.texts for text in row)
         trained = train_bpe(texts, choice.train_bpe.vocab_size)
@@ -151,14 +151,11 @@ def classifier_tokenizer(recipe: Recipe, train: TextRows) -> tuple["PreTrainedTo
             wanted = choice.train_bpe.vocab_size
             notes = [f"the training texts support {len(trained)} tokens, not tokenizer.train_bpe.vocab_size={wanted}"]
         return _with_frame(trained), notes
-    pretrained = recipe.model.pretrained
-    if choice == "bytes" and pretrained is None:
+    if choice == "bytes":
         return _with_frame(byte_tokenizer()), []
     notes = []
-    if choice == "bytes":
-        assert pretrained is not None
-        choice = pretrained
-        notes.append(f"tokenizer: that of {pretrained}, which the model was trained with")
+    if recipe.tokenizer == "auto":
+        notes.append(f"tokenizer: that of {choice}, which the model was trained with")
     tokenizer = load_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})

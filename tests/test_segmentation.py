@@ -1,0 +1,407 @@
+"""Segmentation: images and masks that go together, labels at their own size, counts of pixels, and faults that name both files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import cross_entropy, interpolate
+from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
+
+from accel_train.data.digit_scenes import LABEL_NAMES, digit_scenes
+from accel_train.data.image_arrays import digits
+from accel_train.data.masks import read_masked_images
+from accel_train.data.segment_augment import augment_pair
+from accel_train.data.vision import Preprocessing
+from accel_train.metrics.scores import segmentation_scores
+from accel_train.recipe import Augment, Data, Recipe
+from accel_train.state import DataError
+from accel_train.task import TaskData
+from accel_train.tasks.segmentation_maps import at_label_size, mean_pixel_probabilities, pixel_loss_sum
+from accel_train.tasks.semantic_segmentation import SemanticSegmentation
+from runs import metrics, recipe_dict, run, write_recipe_file
+
+SEGFORMER = {
+    "model_type": "segformer",
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "num_attention_heads": [1, 1, 2, 2],
+    "decoder_hidden_size": 16,
+}
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
+UPERNET = {
+    "model_type": "upernet",
+    "hidden_size": 8,
+    "pool_scales": [1, 2],
+    "auxiliary_channels": 8,
+    "auxiliary_in_channels": 8,
+    "auxiliary_in_index": 0,
+    "backbone_config": RESNET | {"out_features": ["stage1", "stage2"]},
+}
+MOBILENET = {"model_type": "mobilenet_v2", "depth_multiplier": 0.1, "min_depth": 8, "finegrained_output": False}
+AS_IT_IS = Augment(scale_range=None, horizontal_flip=0.0)
+Make = Callable[..., Recipe]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Twelve pictures of three sizes; a mask is the picture's red channel by thirds, its rim ignored."""
+    generator = np.random.default_rng(0)
+    for kind in ("images", "masks"):
+        (tmp_path / "set" / kind).mkdir(parents=True)
+    for number in range(12):
+        height, width = ((24, 40), (33, 33), (48, 20))[number % 3]
+        pixels = generator.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
+        mask = np.asarray(image)[..., 0] // 86
+        mask[:2] = 255
+        image.save(tmp_path / "set" / "images" / f"{number}.bmp")
+        Image.fromarray(mask).save(tmp_path / "set" / "masks" / f"{number}.png")
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def seg_recipe(tmp_path: Path) -> Make:
+    def make(train: Any, *, model: Any = SEGFORMER, **sections: Any) -> Recipe:
+        data = {"train": str(train), "image_size": 32, "eval_fraction": 0.3} | sections.pop("data", {})
+        recipe = recipe_dict(tmp_path, task="semantic-segmentation", **sections)
+        return Recipe.model_validate(recipe | {"data": data, "model": {"config": model}})
+
+    return make
+
+
+def load(recipe: Recipe) -> tuple[SemanticSegmentation, TaskData]:
+    task = SemanticSegmentation()
+    return task, task.load_data(recipe, progress=False)
+
+
+def eval_batch(data: TaskData) -> tuple[dict[str, torch.Tensor], int]:
+    batch = data.collate([data.eval[index] for index in range(len(data.eval))])  # type: ignore[arg-type, index]
+    return batch, batch.pop("num_targets")
+
+
+def test_scenes_are_always_the_same_and_training_shows_no_digit_of_evaluation() -> None:
+    (first, masks), (again, _) = digit_scenes(held_out=False), digit_scenes(held_out=False)
+    held_out, held_out_masks = digit_scenes(held_out=True)
+    assert np.array_equal(first.array, again.array)
+    assert (len(first), len(held_out)) == (600, 150)
+    for found in (masks, held_out_masks):
+        assert found.array.shape[1:] == (64, 64)
+        assert np.bincount(found.array.reshape(-1)).nonzero()[0].tolist() == list(range(len(LABEL_NAMES)))
+    assert len(np.unique(first.array.reshape(600, -1), axis=0)) == 600
+    shapes, _ = digits()
+    every_fifth = {shape.tobytes() for shape in shapes.array[::5]}
+    others = {shape.tobytes() for index, shape in enumerate(shapes.array) if index % 5}
+    assert not every_fifth & others, "the set holds no digit twice, so sides that differ by number differ in looks"
+
+
+@pytest.mark.parametrize(
+    "settings", [AS_IT_IS, Augment(horizontal_flip=1.0, vertical_flip=1.0), Augment(scale_range=(0.3, 2.0))]
+)
+def test_image_and_mask_go_through_the_same(settings: Augment) -> None:
+    mask = np.random.default_rng(1).integers(0, 6, (7, 9), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+    image = Image.fromarray((mask * 40)[..., None].repeat(3, 2))
+    preprocessing = Preprocessing(64, resample=Image.Resampling.NEAREST)
+    for seed in range(20):
+        pixels, labels = augment_pair(
+            image, mask, settings, preprocessing, crop_size=48, ignore_index=255, generator=np.random.default_rng(seed)
+        )
+        assert pixels.shape == (48, 48, 3)
+        inside = labels != 255
+        assert inside.any()
+        assert (pixels[..., 0][inside] == labels[inside] * 40).all()
+        assert (pixels[~inside] == np.round(255 * np.array(preprocessing.mean))).all(), (
+            "beyond the image is mean colour"
+        )
+        again = augment_pair(
+            image, mask, settings, preprocessing, crop_size=48, ignore_index=255, generator=np.random.default_rng(seed)
+        )
+        assert np.array_equal(pixels, again[0])
+
+
+def test_colours_change_the_image_and_not_the_mask() -> None:
+    mask = np.random.default_rng(1).integers(0, 6, (32, 32), dtype=np.uint8)
+    image = Image.fromarray(np.random.default_rng(2).integers(0, 255, (32, 32, 3), dtype=np.uint8))
+    settings = Augment(scale_range=None, horizontal_flip=0.0, color_jitter=0.5)
+    pixels, labels = augment_pair(
+        image, mask, settings, Preprocessing(32), crop_size=32, ignore_index=255, generator=np.random.default_rng(0)
+    )
+    assert np.array_equal(labels, mask)
+    assert not np.array_equal(pixels, np.asarray(image))
+
+
+def test_logits_reach_labels_of_several_sizes_as_if_each_image_were_alone() -> None:
+    torch.manual_seed(0)
+    logits, sizes = torch.randn(3, 5, 8, 8), [(24, 40), (33, 33), (4, 5)]
+    batch = {
+        "labels": torch.zeros(3, 33, 40, dtype=torch.uint8),
+        "label_sizes": torch.tensor(sizes, dtype=torch.float32),
+    }
+    found = at_label_size(logits, batch)
+    assert found.shape == (3, 5, 33, 40)
+    for index, (height, width) in enumerate(sizes):
+        alone = interpolate(logits[index : index + 1], (height, width), mode="bilinear", align_corners=False)[0]
+        torch.testing.assert_close(found[index, :, :height, :width], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [None, (1.0, 0.0, 2.5)])
+def test_loss_is_summed_over_the_pixels_that_count(smoothing: float, weights: tuple[float, ...] | None) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 3, 5, 7), torch.randint(0, 3, (2, 5, 7))
+    labels[0, :2] = 255
+    expected = torch.tensor(0.0)
+    for image in range(2):
+        for y in range(5):
+            for x in range(7):
+                label = int(labels[image, y, x])
+                if label != 255:
+                    ce = cross_entropy(logits[image, :, y, x], torch.tensor(label), label_smoothing=smoothing)
+                    expected += ce * (1.0 if weights is None else weights[label])
+    options: dict[str, Any] = {"ignore_index": 255, "label_smoothing": smoothing}
+    options["class_weights"] = None if weights is None else torch.tensor(weights)
+    torch.testing.assert_close(pixel_loss_sum(logits, labels, **options), expected)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(pixel_loss_sum(logits, labels, **options), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("model", [SEGFORMER, UPERNET, MOBILENET], ids=lambda model: model["model_type"])
+def test_evaluation_counts_each_pixel_once_at_the_masks_own_size(pairs: Path, seg_recipe: Make, model: Any) -> None:
+    recipe = seg_recipe(pairs, model=model)
+    task, data = load(recipe)
+    torch.manual_seed(0)
+    network = task.build_model(recipe, data).eval()
+    batch, num_targets = eval_batch(data)
+    assert len({sample.mask.shape for sample in (data.eval[i] for i in range(len(data.eval)))}) > 1  # type: ignore[arg-type, index]
+    with torch.no_grad():
+        counts = task.evaluate_batch(network, batch)
+        masks = task.predict_batch(network, batch)
+        confusion, loss = np.zeros((3, 3), np.int64), 0.0
+        for index in range(len(data.eval)):  # type: ignore[arg-type]
+            sample = data.eval[index]  # type: ignore[index]
+            logits = network(data.collate([sample])["pixel_values"]).logits
+            full = interpolate(logits, sample.mask.shape, mode="bilinear", align_corners=False)
+            truth, predicted = sample.mask, full.argmax(1)[0].numpy()
+            np.add.at(confusion, (truth[truth != 255], predicted[truth != 255]), 1)
+            loss += float(cross_entropy(full, torch.from_numpy(truth).long()[None], ignore_index=255, reduction="sum"))
+            height, width = truth.shape
+            assert (int(masks["height"][index]), int(masks["width"][index])) == (height, width)
+            assert (masks["mask"][index, :height, :width].numpy() == predicted).mean() > 0.999
+            assert (masks["mask"][index].numpy() != 255).sum() == height * width
+    assert np.abs(counts["confusion"].numpy() - confusion).sum() <= 4, "but for ties that rounding decides"
+    assert counts["confusion"].sum() == num_targets == confusion.sum()
+    assert counts["loss_sum"].item() == pytest.approx(loss, rel=1e-4)
+    scores = task.score(0.0, {"confusion": confusion}, data)
+    ious = [confusion[c, c] / (confusion[c].sum() + confusion[:, c].sum() - confusion[c, c]) for c in range(3)]
+    assert scores.metrics["mean_iou"] == pytest.approx(np.mean(ious))
+    assert scores.details["segmentation"]["iou"] == pytest.approx(ious)
+
+
+def test_every_parameter_of_a_model_with_an_auxiliary_head_is_trained(pairs: Path, seg_recipe: Make) -> None:
+    recipe = seg_recipe(pairs, model=UPERNET)
+    task, data = load(recipe)
+    model = task.build_model(recipe, data).train()
+    assert any("auxiliary head is left out" in note for note in data.facts["notes"])
+    batch = data.collate([data.draw(index, np.random.default_rng(index)) for index in range(4)])  # type: ignore[misc]
+    task.loss_sum(model, batch).backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_class_number_that_is_ignored_is_neither_learned_nor_counted(pairs: Path, seg_recipe: Make) -> None:
+    for path in (pairs / "masks").iterdir():
+        with Image.open(path) as mask:
+            values = np.asarray(mask).copy()
+        values[values == 255] = 0
+        Image.fromarray(values).save(path)
+    recipe = seg_recipe(pairs, data={"ignore_index": 0, "label_names": ["none", "a", "b"]})
+    task, data = load(recipe)
+    batch, num_targets = eval_batch(data)
+    with torch.no_grad():
+        counts = task.evaluate_batch(task.build_model(recipe, data).eval(), batch)
+    truth = [data.eval[index].mask for index in range(len(data.eval))]  # type: ignore[arg-type, index]
+    assert num_targets == sum((mask != 0).sum() for mask in truth)
+    assert counts["confusion"][0].sum() == 0
+    assert counts["confusion"].sum() == num_targets
+
+
+def test_averaging_over_flips_is_the_mean_of_turned_back_probabilities(pairs: Path, seg_recipe: Make) -> None:
+    recipe = seg_recipe(pairs, evaluate={"test_time_augmentation": {"horizontal_flip": True, "scales": [1.0, 2.0]}})
+    task, data = load(recipe)
+    model = task.build_model(recipe, data).eval()
+    batch, _ = eval_batch(data)
+    pixels = batch["pixel_values"]
+    with torch.no_grad():
+        expected = []
+        for size in (32, 64):
+            view = interpolate(pixels, (size, size), mode="bilinear", align_corners=False) if size != 32 else pixels
+            expected.append(at_label_size(model(view).logits, batch).softmax(1))
+            expected.append(at_label_size(model(view.flip(-1)).logits.flip(-1), batch).softmax(1))
+        assert task.test_time is not None
+        found = mean_pixel_probabilities(lambda views: model(views).logits, model(pixels).logits, batch, task.test_time)
+        counts = task.evaluate_batch(model, batch)
+    torch.testing.assert_close(found, torch.stack(expected).mean(0))
+    details = task.score(0.0, {name: value.numpy() for name, value in counts.items()}, data).details
+    assert set(details["test_time_augmentation"]["with"]) == {"mean_iou", "pixel_accuracy"}
+
+
+def test_baseline_calls_every_pixel_the_commonest_class(pairs: Path, seg_recipe: Make) -> None:
+    task, data = load(seg_recipe(pairs))
+    sides = [data.source.sets.train, data.source.sets.eval]
+    values = [np.concatenate([side.mask(index).reshape(-1) for index in range(len(side))]) for side in sides]
+    train, held_out = (side[side != 255] for side in values)
+    majority = np.bincount(train).argmax()
+    confusion = np.zeros((3, 3))
+    np.add.at(confusion, (held_out, np.full_like(held_out, majority)), 1)
+    expected = segmentation_scores(confusion, ("0", "1", "2")).metrics
+    assert task.baselines(data) == {
+        "majority_mean_iou": pytest.approx(expected["mean_iou"]),
+        "majority_pixel_accuracy": pytest.approx((held_out == majority).mean()),
+    }
+
+
+def test_balanced_weights_come_from_the_pixels_of_the_training_masks(pairs: Path, seg_recipe: Make) -> None:
+    task, data = load(seg_recipe(pairs, loss={"class_weights": "balanced"}))
+    counts = data.source.sets.train.count_pixels()[:3]
+    assert task.class_weights is not None
+    assert task.class_weights.tolist() == pytest.approx((counts.sum() / (3 * counts)).tolist())
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "I;16"])
+def test_mask_is_read_by_its_numbers_and_never_by_its_colours(pairs: Path, mode: str) -> None:
+    path = pairs / "masks" / "0.png"
+    values = np.asarray(Image.open(path))
+    mask = Image.fromarray(values.astype(np.uint16) if mode == "I;16" else values)
+    if mode == "P":
+        mask = Image.fromarray(values)
+        mask.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
+    assert mask.mode == mode
+    mask.save(path)
+    sets = read_masked_images(Data(train=str(pairs), eval_fraction=0))
+    assert np.array_equal(sets.train.mask(0), values)
+    assert sets.label_names == ("0", "1", "2")
+
+
+def test_pairs_of_a_folder_a_table_and_an_array_are_the_same(pairs: Path, tmp_path: Path) -> None:
+    (pairs / "table.csv").write_text(
+        "image,mask,name\n" + "".join(f"images/{n}.bmp,masks/{n}.png,no {n}\n" for n in range(12))
+    )
+    square = [number for number in range(12) if number % 3 == 1]
+    images, masks = (
+        np.stack([np.asarray(Image.open(pairs / kind / f"{n}.{end}")) for n in square])
+        for kind, end in (("images", "bmp"), ("masks", "png"))
+    )
+    np.savez(tmp_path / "arrays.npz", images=images, masks=masks)
+    folder = read_masked_images(Data(train=str(pairs), eval_fraction=0)).train
+    table = read_masked_images(Data(train=str(pairs / "table.csv"), eval=str(pairs / "table.csv"), id_column="name"))
+    arrays = read_masked_images(Data(train=str(tmp_path / "arrays.npz"), eval_fraction=0)).train
+    assert table.eval_ids == tuple(f"no {number}" for number in range(12))
+    order = sorted(range(12), key=lambda number: f"{number}.bmp")
+    for position, number in enumerate(order):
+        image, mask = folder.pair(position, "RGB", 3, 255)
+        other_image, other_mask = table.train.pair(number, "RGB", 3, 255)
+        assert np.array_equal(np.asarray(image), np.asarray(other_image))
+        assert np.array_equal(mask, other_mask)
+    assert np.array_equal(arrays.pair(1, "RGB", 3, 255)[1], table.train.mask(square[1]))
+
+
+def damage(pairs: Path, fault: str) -> None:
+    image, mask = pairs / "images" / "5.bmp", pairs / "masks" / "5.png"
+    if fault == "size":
+        Image.fromarray(np.zeros((9, 8), np.uint8)).save(mask)
+    elif fault == "value":
+        values = np.asarray(Image.open(mask)).copy()
+        values[7, 3] = 77
+        Image.fromarray(values).save(mask)
+    elif fault == "colour":
+        Image.open(image).save(mask)
+    elif fault == "no mask":
+        mask.unlink()
+    elif fault == "broken mask":
+        mask.write_bytes(mask.read_bytes()[:60])
+    elif fault == "broken image":
+        image.write_bytes(image.read_bytes()[:60])
+
+
+FAULTS = [
+    ("size", r"images/5.bmp has 20 x 48 pixels and its mask .*masks/5.png has 8 x 9"),
+    ("value", r"masks/5.png, the mask of .*images/5.bmp: the pixel at x=3, y=7 is 77, but there are 3 classes"),
+    ("colour", r"masks/5.png: a mask of mode RGB holds colours.*images/5.bmp"),
+    ("no mask", r"images/5.bmp has no mask: there is no .*masks/5.png"),
+    ("broken mask", r"masks/5.png: cannot be read as an image .*images/5.bmp"),
+    ("broken image", r"images/5.bmp: cannot be read as an image .*masks/5.png"),
+]
+
+
+@pytest.mark.parametrize("fault, message", FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_fault_names_image_and_mask_before_training(pairs: Path, seg_recipe: Make, fault: str, message: str) -> None:
+    damage(pairs, fault)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(seg_recipe(pairs, data={"label_names": ["a", "b", "c"]}))
+    assert isinstance(caught.value, DataError) == (fault != "no mask")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"data": {"augment": {"mixup_alpha": 0.2}}}, r"data.augment.mixup_alpha=0.2 is for image-classification"),
+        ({"data": {"mask_column": None}}, r"data.mask_column: none is for images to predict"),
+        ({"evaluate": {"metrics": ["mcc"]}}, r"evaluate.metrics: 'mcc' is not for masks"),
+        ({"model": SEGFORMER | {"model_type": "gpt2"}}, r"no model for semantic segmentation"),
+    ],
+)
+def test_setting_that_makes_no_sense_for_masks_is_refused(
+    pairs: Path, seg_recipe: Make, settings: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(seg_recipe(pairs, **settings))
+
+
+def test_images_without_masks_are_read_for_prediction(pairs: Path, seg_recipe: Make) -> None:
+    for mask in (pairs / "masks").iterdir():
+        mask.unlink()
+    recipe = seg_recipe(pairs / "images", data={"mask_column": None, "label_names": ["a", "b", "c"]})
+    task, data = load(recipe)
+    batch, num_targets = eval_batch(data)
+    assert num_targets == 0
+    with torch.no_grad():
+        found = task.predict_batch(task.build_model(recipe, data).eval(), batch)
+    sizes = []
+    for index in range(len(found["mask"])):
+        with Image.open(data.source.row_ids(index)) as image:
+            sizes.append(image.size)
+    assert sizes == list(zip(found["width"].tolist(), found["height"].tolist()))
+
+
+def test_run_writes_a_model_that_transformers_loads_and_whose_masks_are_ours(tmp_path: Path) -> None:
+    recipe = write_recipe_file(
+        tmp_path,
+        task="semantic-segmentation",
+        model={"config": SEGFORMER},
+        data={"train": "digit-scenes", "image_size": 64, "crop_size": 48, "num_workers": 0},
+        schedule={"max_steps": 4},
+        evaluate={"every_steps": 2, "max_samples": 10},
+    )
+    recipe.write_text(recipe.read_text().replace(f"train: {tmp_path / 'corpus.jsonl'}", "train: digit-scenes"))
+    run(recipe)
+    folder = tmp_path / "run" / "model"
+    assert {"mean_iou", "pixel_accuracy", "loss"} <= set(metrics(tmp_path / "run", "eval")[-1])
+    model = AutoModelForSemanticSegmentation.from_pretrained(folder).eval()
+    processor = AutoImageProcessor.from_pretrained(folder)
+    assert tuple(model.config.id2label.values()) == LABEL_NAMES
+    task, data = load(Recipe.from_yaml(str(recipe)))
+    image = digit_scenes(held_out=True)[0][0]
+    with torch.no_grad():
+        theirs = processor(image, return_tensors="pt")
+        outputs = model(**theirs)
+        batch = data.collate([data.eval[0]])  # type: ignore[index]
+        batch.pop("num_targets")
+        ours = task.predict_batch(model, batch)["mask"][0]
+    torch.testing.assert_close(theirs["pixel_values"], batch["pixel_values"], rtol=0, atol=1e-5)
+    (mask,) = processor.post_process_semantic_segmentation(outputs, target_sizes=[(64, 64)])
+    assert (mask == ours).float().mean() > 0.999
