@@ -1,8 +1,6 @@
 """`python -m accel_train` is the same program as `accel-train`."""
 
-import sys
-
-from accel_train.cli import main
+from accel_train.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

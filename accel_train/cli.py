@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from accel_train.flags import RECIPE_COMMANDS, UserError, build_parser, split_settings
 from accel_train.state import CheckpointError, DataError, Preempted, RecipeError, TrainingStopped
@@ -47,6 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _report(error)
         return code
+
+
+def program() -> NoReturn:
+    """The installed command: `main`, and then the end of the process.
+
+    One of several processes ends at once. Python's own way out would stop gloo's threads where they happen to be, and one
+    that still waits for the interpreter's lock then aborts the process (torch 2.13, on a busy machine).
+    """
+    code = main()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def exit_code(error: BaseException) -> int | None:

@@ -41,6 +41,11 @@ def check_recipe(recipe: Recipe) -> Task:
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
             pretrained_config(recipe)  # that it can be loaded, before the data is read
+    column = {"semantic-segmentation": "mask_column"}.get(recipe.task, "label_column")
+    if recipe.task in TASKS and recipe.task != "causal-lm" and getattr(recipe.data, column) is None:
+        raise ValueError(
+            f"data.{column} is none, so there is nothing to learn from; it is for `accel-train predict` alone"
+        )
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
     check_tracker_names(recipe.log.trackers)

@@ -17,7 +17,7 @@ from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_summary
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
-from accel_train.recipe import Data, Model, Recipe
+from accel_train.recipe import Data, Loss, Model, Recipe
 from accel_train.recipe_file import load_recipe
 from accel_train.state import DataError
 from accel_train.step import TrainingModule
@@ -117,7 +117,8 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     # A tokenizer that was trained or loaded is the one beside the weights; `bytes` is code, and as fast as it was.
     has_own = (weights / "tokenizer_config.json").is_file()
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
-    return recipe.model_copy(update={"model": model, "data": section, "tokenizer": tokenizer})
+    # Weights of classes are for training, and would ask this data for every class.
+    return recipe.model_copy(update={"model": model, "data": section, "tokenizer": tokenizer, "loss": Loss()})
 
 
 def check_finished(folder: Path) -> None:

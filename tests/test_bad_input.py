@@ -83,6 +83,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "missing pretrained model": (both(without("model", "config"), setting("model.pretrained", "./nowhere")), ("model.pretrained", "./nowhere")),
     "unknown schedule": (setting("schedule.type", "cosin"), ("schedule.type=cosin", "did you mean cosine?")),
     "unknown precision": (setting("precision.mixed_precision", "fp61"), ("precision.mixed_precision=fp61", "did you mean fp16?")),
+    "nothing to learn from": (both(setting("task", "text-classification"), setting("data.label_column", None)), ("data.label_column", "predict")),
     "unknown tracker": (setting("log.trackers", ["tensorbord"]), ("tensorbord", "tensorboard")),
     "missing file": (setting("data.train", "txt.txt"), ("data.train", "txt.txt", "text.txt")),
     "glob without a match": (setting("data.train", "*.nothing"), ("data.train", "*.nothing", "check")),

@@ -33,6 +33,7 @@ def flat(value: Any) -> list[float]:
     return [number for item in value for number in flat(item)] if isinstance(value, list) else [float(value)]
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     one, two = result(tmp_path / "one", 1), result(tmp_path / "two", 2)
     assert [sorted(line) for line in two["log"]] == [sorted(line) for line in one["log"]]

@@ -454,6 +454,7 @@ def write(folder: Path, train: Path, **sections: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_on_two_processes_with_readers_draws_what_one_process_draws(colours: Path, tmp_path: Path) -> None:
     """A vision transformer has no statistics over the batch, so the loss has to be the same."""
     losses = []
@@ -475,6 +476,7 @@ def test_a_run_on_two_processes_with_readers_draws_what_one_process_draws(colour
     assert list(losses[0].values()) == pytest.approx(list(losses[1].values()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_batch_norms_train_on_two_processes_and_the_result_is_written(colours: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 

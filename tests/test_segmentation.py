@@ -378,6 +378,7 @@ def test_images_without_masks_are_read_for_prediction(pairs: Path, seg_recipe: M
     assert sizes == list(zip(found["width"].tolist(), found["height"].tolist()))
 
 
+@pytest.mark.slow
 def test_run_writes_a_model_that_transformers_loads_and_whose_masks_are_ours(tmp_path: Path) -> None:
     recipe = write_recipe_file(
         tmp_path,
