@@ -1,7 +1,7 @@
 """What several test files share."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,34 @@ import pytest
 # Read when huggingface_hub is first imported: a test that asks the network fails at once instead of retrying.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+from accelerate import PartialState
+
 from accel_train.recipe import Recipe
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked gpu need one; `make test` leaves them out, and `make test-gpu` runs them."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device on this machine")
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without CUDA, also where there is some: for this process, and for those that it starts."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    PartialState._reset_state()
+    yield
+    PartialState._reset_state()
+
+
+@pytest.fixture
+def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no launcher had started this process."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

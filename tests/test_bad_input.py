@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from accel_train.cli import main
@@ -213,8 +212,9 @@ def test_a_bad_flag_is_one_line(name: str, no_model: list[str], capsys: pytest.C
     assert no_model == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="fp16 is fine on CUDA")
-def test_fp16_without_cuda_is_one_line(no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp16_without_cuda_is_one_line(
+    no_model: list[str], capsys: pytest.CaptureFixture[str], without_cuda: None
+) -> None:
     said = ("precision.mixed_precision=fp16", "CUDA", "use auto, bf16 or no")
     assert_one_line(["run", "r.yaml", "--precision.mixed_precision", "fp16"], said, capsys)
     assert no_model == []

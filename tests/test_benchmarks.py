@@ -74,8 +74,7 @@ def test_overhead_refuses_a_variant_that_does_not_exist() -> None:
     assert "hf_trainer" in done.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without CUDA")
-def test_gpu_says_in_one_line_that_there_is_no_cuda() -> None:
+def test_gpu_says_in_one_line_that_there_is_no_cuda(without_cuda: None) -> None:
     assert run("gpu").splitlines() == ["benchmarks.gpu is skipped: torch sees no CUDA device on this machine."]
 
 

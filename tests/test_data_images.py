@@ -147,15 +147,15 @@ def test_numbered_folders_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert sets.label_names == ("1", "9", "10")
 
 
-@pytest.mark.parametrize("given", ["root", "root/train"])
+@pytest.mark.parametrize("given", ["splits", "splits/train"])
 @pytest.mark.parametrize("held", ["val", "validation", "test"])
 def test_a_held_out_folder_beside_train_is_found(tmp_path: Path, given: str, held: str) -> None:
-    class_folders(tmp_path / "root/train")
-    class_folders(tmp_path / "root" / held, first=50, each=3)
+    class_folders(tmp_path / "splits/train")
+    class_folders(tmp_path / "splits" / held, first=50, each=3)
     sets = read(tmp_path / given)
     assert sets.eval is not None
     assert (len(sets.train), len(sets.eval)) == (20, 6)
-    assert f"/root/{held}, found beside" in sets.notes[0]
+    assert f"splits/{held}, found beside" in sets.notes[0]
 
 
 def test_of_a_folder_with_splits_train_is_trained_on_whatever_is_evaluated(tmp_path: Path) -> None:

@@ -41,12 +41,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(finished: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Path:
     """In that folder, in no launch."""
     monkeypatch.chdir(finished)
     monkeypatch.setattr("accel_train.export._TIMED_SECONDS", 0.01)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
     return finished
 
 

@@ -18,10 +18,7 @@ from accel_train.signals import StopRequest
 from accel_train.step import update_unless_nonfinite
 from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def train_steps(folder: Path, **sections: Any) -> dict[int, float]:

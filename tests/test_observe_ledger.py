@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 
 import accel_train
 from accel_train.observe import RunFolder, read_events, read_metrics, read_summary
+
+ANOTHER_USER = 65534  # nobody
 
 HOLD_THE_FOLDER = r"""
 import os, sys, time
@@ -203,11 +206,20 @@ def test_a_path_that_cannot_be_a_run_folder_is_named(tmp_path: Path) -> None:
         RunFolder(Path("/proc/run")).open()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match="cannot be written: Permission denied"):
-        RunFolder(tmp_path).open()
+def test_a_read_only_folder_is_named() -> None:
+    # Not below tmp_path, which only its owner can enter: root may write everywhere, so for root another user tries it.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o555)
+        owner = os.geteuid()
+        os.seteuid(ANOTHER_USER if owner == 0 else owner)
+        try:
+            assert list(folder.iterdir()) == [], "it can be read"
+            with pytest.raises(ValueError, match="cannot be written: Permission denied"):
+                RunFolder(folder).open()
+        finally:
+            os.seteuid(owner)
+            folder.chmod(0o700)
 
 
 def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

@@ -79,8 +79,7 @@ def test_time_follows_from_the_peak_and_the_assumed_share_of_it() -> None:
     assert f"at an assumed MFU of {ASSUMED_MFU:.0%} of 8 x 989.4 TFLOP/s" in format_plan(resolved)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here a peak may be known")
-def test_time_is_unknown_where_the_peak_is() -> None:
+def test_time_is_unknown_where_the_peak_is(without_cuda: None) -> None:
     resolved = plan()
     assert (resolved.device, resolved.peak_flops, resolved.train_seconds) == ("cpu", None, None)
     assert "unknown: no peak is known for cpu" in format_plan(resolved)

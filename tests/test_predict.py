@@ -82,11 +82,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(finished: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Path:
     """In that folder, in no launch."""
     monkeypatch.chdir(finished)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
     return finished
 
 

@@ -1,7 +1,6 @@
 """The run folder: who holds it, and the lines a run leaves behind in it."""
 
 import errno
-import inspect
 import json
 import math
 import numbers
@@ -118,10 +117,7 @@ class RunFolder:
     def _take_lock(self) -> None:
         """Take the kernel's lock without waiting: it is free again as soon as its holder is gone, however it went."""
         # A fallback to an existence lock would outlive a SIGKILL, and the run could not resume by itself.
-        options: dict[str, Any] = {"thread_local": False, "mode": 0o600}
-        if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters:
-            options["fallback_to_soft"] = False
-        lock = FileLock(self.path / ".lock", **options)
+        lock = FileLock(self.path / ".lock", thread_local=False, mode=0o600, fallback_to_soft=False)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -129,9 +125,8 @@ class RunFolder:
                 f"output_dir={self.path} is in use by {_describe_holder(self._holder_path)}; wait for that run, "
                 "stop it, or give this one another output_dir"
             ) from None
-        except (OSError, NotImplementedError) as error:
-            # ENOSYS or NotImplementedError (older filelock): Lustre mounted without `flock`, some FUSE file systems.
-            if isinstance(error, OSError) and error.errno != errno.ENOSYS:
+        except OSError as error:
+            if error.errno != errno.ENOSYS:  # which is: Lustre mounted without `flock`, some FUSE file systems
                 raise ValueError(f"output_dir={self.path} cannot be locked: {error.strerror}") from error
             self.lock = Choice(False, "this file system has no locks: a second run in this folder is not kept out")
             return
