@@ -4,19 +4,18 @@ The steps are those of a run, through the same loop, in a temporary folder: noth
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any, Self
 
 import numpy as np
 
 from accel_train.batching import scale_learning_rate
 from accel_train.loop import run_steps
 from accel_train.memory import garbage_collected_at_steps
+from accel_train.observe import NoObserver
 from accel_train.prepare import Extensions, Run, prepare_run
 from accel_train.range_test import FIRST_STEPS, Array, RangeTest, rates_of_test, suggest
 from accel_train.recipe import Recipe
@@ -32,7 +31,7 @@ class _Enough(Exception):
 
 @dataclass
 class Recorder:
-    """An observer that notes the loss of each step, and ends the run when the loss has diverged or all steps are done.
+    """Notes the loss of each step, and ends the run when the loss has diverged or all steps are done.
 
     All processes see the same numbers, so all end at the same step. Diverged: a loss that is not finite, or whose
     smoothed value is twice that of the beginning or four times the lowest.
@@ -41,7 +40,6 @@ class Recorder:
     num_steps: int
     losses: list[float] = field(default_factory=list)
     diverged: bool = False
-    train_seconds: float = 0.0
     _average: float = 0.0
     _first: float = math.nan
     _best: float = math.inf
@@ -64,30 +62,6 @@ class Recorder:
         if self.diverged or step >= self.num_steps:
             raise _Enough
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """There is none."""
-
-    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Nothing to note."""
-
-    def note(self, text: str) -> None:
-        """Nothing to note."""
-
-    def pause(self) -> AbstractContextManager[None]:
-        """There is no clock to stop."""
-        return nullcontext()
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """There is nothing to write."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
-
 
 def prepare_test(recipe: Recipe, rates: Array, folder: Path) -> tuple[Run, Recorder]:
     """A run of the recipe that only tests learning rates, in a folder of its own.
@@ -102,7 +76,7 @@ def prepare_test(recipe: Recipe, rates: Array, folder: Path) -> tuple[Run, Recor
         rate = float(rates[min(step, len(rates) - 1)])
         return [rate * group["lr_scale"] for group in runs[0].optimizer.param_groups]
 
-    extensions = Extensions(observers=(recorder,), group_learning_rates=rates_of_groups)
+    extensions = Extensions(observers=(NoObserver(recorder.on_step),), group_learning_rates=rates_of_groups)
     runs.append(prepare_run(_recipe_of_test(recipe, len(rates), folder), extensions=extensions))
     return runs[0], recorder
 

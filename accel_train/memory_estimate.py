@@ -44,7 +44,7 @@ def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Modu
         ValueError: the model cannot be built from its configuration.
     """
     if recipe.model.pretrained is not None and recipe.task in TASKS:
-        fields = pretrained_config(recipe)
+        fields = pretrained_config(recipe).to_dict()
         if recipe.task == "causal-lm":
             multiple = recipe.model.pad_vocab_to_multiple_of or 1
             rows = -(-data.source.vocab_size // multiple) * multiple

@@ -1,10 +1,13 @@
 """Whether transformers knows every field of `model.config`, and what the configuration of a pretrained model is."""
 
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_train.recipe import Recipe
 from accel_train.recipe_writing import show, who_set
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def check_model_config(recipe: Recipe) -> None:
@@ -64,8 +67,8 @@ def check_model_config(recipe: Recipe) -> None:
         )
 
 
-def pretrained_config(recipe: Recipe) -> dict[str, Any]:
-    """The configuration of `model.pretrained` as a `model.config`; no weights are loaded.
+def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
+    """The configuration of `model.pretrained`; no weights are loaded.
 
     Raises:
         ValueError: there is no such model.
@@ -75,11 +78,9 @@ def pretrained_config(recipe: Recipe) -> dict[str, Any]:
     name = recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error
-    fields: dict[str, Any] = config.to_dict()
-    return fields

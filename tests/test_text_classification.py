@@ -321,7 +321,7 @@ def test_operations_are_those_of_a_text_of_mean_length(tmp_path: Path) -> None:
         ({"model": {"config": {"model_type": "vit"}}}, "has no model for sequence classification"),
         ({"model": {"config": {**BERT, "hiden_size": 3}}}, "did you mean hidden_size?"),
         ({"model": {"config": {**BERT, "vocab_size": 100}}}, "is smaller than the tokenizer's 260 tokens"),
-        ({"model": {"pretrained": "./nothing"}}, "model.pretrained='./nothing' cannot be loaded"),
+        ({"model": {"pretrained": "./nothing"}}, "model.pretrained='./nothing' (python) cannot be loaded"),
         ({"model": {"config": BERT, "problem_type": "regression"}}, '"machine" is not a number'),
         ({"loss": {"class_weights": {"lop": 2.0}}}, "did you mean 'loop'?"),
         ({"evaluate": {"metrics": ["acuracy"]}}, "did you mean 'accuracy'?"),

@@ -216,14 +216,13 @@ def test_requests_of_an_observer_are_met_at_the_step_it_was_told_of(corpus: Path
     requests = Requests()
     told: list[int] = []
 
-    class Asking(NoObserver):
-        def on_step(self, result: Any, learning_rate: float) -> None:
-            told.append(result.step)
-            requests.save = result.step == 3
-            requests.stop = result.step == 5
+    def ask(result: Any, learning_rate: float) -> None:
+        told.append(result.step)
+        requests.save = result.step == 3
+        requests.stop = result.step == 5
 
     recipe = Recipe.model_validate(recipe_dict(corpus, checkpoint={"keep": 9}))
-    done = run_with(recipe, None, Extensions(observers=(Asking(),), requests=requests))
+    done = run_with(recipe, None, Extensions(observers=(NoObserver(ask),), requests=requests))
     assert told == [1, 2, 3, 4, 5]
     assert done.state.step == 5
     assert sorted(path.name for path in (corpus / "run" / "checkpoints").iterdir()) == [

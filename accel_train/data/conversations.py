@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.data.tables import Row, show_cell
+from accel_train.data.lines import show_cell
+from accel_train.data.tables import Row
 from accel_train.data.tokenizers import TextTokenizer
 from accel_train.recipe import Data
 

@@ -3,19 +3,16 @@
 Memory holds one document, or one batch of rows, whatever the size of the source.
 """
 
-import csv
-import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_train.data.lines import BOM, csv_rows, decode, json_object, read_lines, show_cell
 from accel_train.data.sources import Source
 from accel_train.recipe import Data
 
 _ROWS_PER_BATCH = 1024
-_BOM = b"\xef\xbb\xbf"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -50,59 +47,20 @@ def source_size_bytes(source: Source) -> float:
     return float(sum(file.path.stat().st_size for file in source.files))
 
 
-def _decode(raw: bytes, data: Data, path: Path, *, offset: int, line: int) -> str:
-    """UTF-8 to text; `offset` bytes and `line` lines of the file lie before `raw`."""
-    try:
-        return raw.decode("utf-8", data.encoding_errors)
-    except UnicodeDecodeError as error:
-        utf16 = offset + error.start == 0 and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        hint = (
-            "it looks like UTF-16, so convert it (iconv -f UTF-16 -t UTF-8)" if utf16 else "convert the file to UTF-8"
-        )
-        line += raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path}: byte 0x{raw[error.start]:02x} at position {offset + error.start} (line {line}) is not UTF-8; {hint}, "
-            f"or set data.encoding_errors: replace"
-        ) from None
-
-
 def _text_file(path: Path, data: Data) -> Iterator[Document]:
     raw = path.read_bytes()
-    start = len(_BOM) if raw.startswith(_BOM) else 0
+    start = len(BOM) if raw.startswith(BOM) else 0
     body = raw[start:] if start else raw
-    text = _decode(body, data, path, offset=start, line=0)
+    text = decode(body, data, path, offset=start, line=0)
     yield Document(text, body if data.encoding_errors == "strict" else text.encode(), len(raw), str(path))
 
 
-class _Line(NamedTuple):
-    text: str
-    num_bytes: int
-    number: int
-
-
-def _lines(path: Path, data: Data) -> Iterator[_Line]:
-    """Lines with their ends. Split at LF only: the other line ends of Unicode may stand inside JSON and csv."""
-    offset = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            start = len(_BOM) if number == 1 and raw.startswith(_BOM) else 0
-            yield _Line(_decode(raw[start:], data, path, offset=offset + start, line=number - 1), len(raw), number)
-            offset += len(raw)
-
-
 def _jsonl_rows(path: Path, data: Data) -> Iterator[Document]:
-    for line in _lines(path, data):
+    for line in read_lines(path, data):
         if not line.text.strip():
             continue
         where = f"{path}:{line.number}"
-        try:
-            row = json.loads(line.text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON ({error}); each line must be one object; repair or drop it") from None
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{where}: {_short(row)} is not an object; write {{{data.text_column!r}: ...}} on each line"
-            )
+        row = json_object(line.text, where, data.text_column)
         if data.text_column not in row:
             raise _missing_column(where, list(row), data)
         yield _document(row[data.text_column], line.num_bytes, where, data)
@@ -113,37 +71,20 @@ def _csv_rows(path: Path, data: Data) -> Iterator[Document]:
 
     def lines() -> Iterator[str]:
         nonlocal num_bytes
-        for line in _lines(path, data):
+        for line in read_lines(path, data):
             num_bytes += line.num_bytes
             yield line.text
 
-    previous_limit = csv.field_size_limit(sys.maxsize)  # the module's own, 128 KiB, is shorter than many documents
-    try:
-        reader = csv.reader(lines(), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-        header = next(reader, None)
-        if header is None:
-            return
-        if header.count(data.text_column) != 1:
-            raise _missing_column(f"{path}:1", header, data)
-        column = header.index(data.text_column)
-        while True:
-            line = reader.line_num + 1
-            row = next(reader, None)
-            if row is None:
-                return
-            if not row:  # a blank line
-                continue
-            if len(row) != len(header):
-                raise ValueError(
-                    f"{path}:{line}: the row has {len(row)} fields, the header {len(header)} ({', '.join(header)}); "
-                    f'put quotes around a text that holds a separator or line end: "a, b"'
-                )
-            taken, num_bytes = num_bytes, 0
-            yield _document(row[column], taken, f"{path}:{line}", data)
-    except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line") from None
-    finally:
-        csv.field_size_limit(previous_limit)
+    rows = csv_rows(path, lines())
+    header = next(rows, None)
+    if header is None:
+        return
+    if header.fields.count(data.text_column) != 1:
+        raise _missing_column(f"{path}:1", header.fields, data)
+    column = header.fields.index(data.text_column)
+    for row in rows:
+        taken, num_bytes = num_bytes, 0
+        yield _document(row.fields[column], taken, f"{path}:{row.number}", data)
 
 
 def _parquet_rows(path: Path, data: Data) -> Iterator[Document]:
@@ -196,14 +137,14 @@ def _arrow_rows(column: Any, path: Path, first_row: int, num_bytes: float, data:
         if raw is None:
             yield _document(None, num_bytes, where, data)
             continue
-        text = _decode(raw, data, Path(where), offset=0, line=0)
+        text = decode(raw, data, Path(where), offset=0, line=0)
         yield Document(text, raw if data.encoding_errors == "strict" else text.encode(), num_bytes, where)
 
 
 def _document(value: object, num_bytes: float, where: str, data: Data) -> Document:
     if not isinstance(value, str):
         raise ValueError(
-            f"{where}: {data.text_column!r} is {_short(value)}, not a string; drop the row, or set data.text_column"
+            f"{where}: {data.text_column!r} is {show_cell(value)}, not a string; drop the row, or set data.text_column"
         )
     try:
         return Document(value, value.encode(), num_bytes, where)
@@ -222,11 +163,6 @@ def _missing_column(where: str, columns: list[str], data: Data) -> ValueError:
     return ValueError(
         f"{where}: the column {data.text_column!r} {fault}; available: {', '.join(map(str, columns))}; set data.text_column"
     )
-
-
-def _short(value: object) -> str:
-    shown = json.dumps(value, ensure_ascii=False, default=str)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 _READERS = {"text": _text_file, "jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.data.tables import show_cell
+from accel_train.data.lines import show_cell
 
 UNKNOWN_LABEL = -100
 """The id of a class that is not known; cross-entropy and scores leave such a sample out."""

@@ -1,13 +1,11 @@
 """Rows of csv, tsv, jsonl, parquet and data sets: the cells of the columns that a task asks for, and where they stand."""
 
-import csv
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_train.data.lines import csv_rows, json_object, read_lines
 from accel_train.data.sources import Source
 from accel_train.recipe import Data
 
@@ -53,52 +51,23 @@ def class_names(source: Source, column: str) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
 
 
-def show_cell(value: object) -> str:
-    """A cell as a message shows it: JSON, cut short."""
-    shown = json.dumps(value, ensure_ascii=False, default=str)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
 def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    previous_limit = csv.field_size_limit(sys.maxsize)  # the module's own, 128 KiB, is shorter than many texts
-    try:
-        lines = (line for _, line in _lines(path, data))
-        reader = csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
-        header = next(reader, None)
-        if header is None:
-            return
-        _check_columns(f"{path}:1", header, columns)
-        positions = [header.index(column) for column in columns]
-        while True:
-            line = reader.line_num + 1
-            row = next(reader, None)
-            if row is None:
-                return
-            if not row:  # a blank line
-                continue
-            if len(row) != len(header):
-                raise ValueError(
-                    f"{path}:{line}: the row has {len(row)} fields, the header {len(header)} ({', '.join(header)}); "
-                    f'put quotes around a text that holds a separator or line end: "a, b"'
-                )
-            yield Row(tuple(row[position] for position in positions), f"{path}:{line}")
-    except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line") from None
-    finally:
-        csv.field_size_limit(previous_limit)
+    rows = csv_rows(path, (line.text for line in read_lines(path, data)))
+    header = next(rows, None)
+    if header is None:
+        return
+    _check_columns(f"{path}:1", header.fields, columns)
+    positions = [header.fields.index(column) for column in columns]
+    for row in rows:
+        yield Row(tuple(row.fields[position] for position in positions), f"{path}:{row.number}")
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    for number, line in _lines(path, data):
-        if not line.strip():
+    for line in read_lines(path, data):
+        if not line.text.strip():
             continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON ({error}); each line must be one object; repair or drop it") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: {show_cell(row)} is not an object; write {{{columns[0]!r}: ...}} on each line")
+        where = f"{path}:{line.number}"
+        row = json_object(line.text, where, columns[0])
         _check_columns(where, list(row), columns)
         yield Row(tuple(row[column] for column in columns), where)
 
@@ -136,24 +105,6 @@ def _arrow_rows(batches: Iterator[Any], name: str, columns: Sequence[str]) -> It
         for offset, row in enumerate(zip(*cells)):
             yield Row(row, f"{name}, row {first_row + offset}")
         first_row += batch.num_rows
-
-
-def _lines(path: Path, data: Data) -> Iterator[tuple[int, str]]:
-    """Number and text of each line, with its end. Split at LF only: other line ends may stand inside JSON and csv."""
-    offset = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8", data.encoding_errors)
-            except UnicodeDecodeError as error:
-                hint = "it looks like UTF-16, so convert it (iconv -f UTF-16 -t UTF-8)"
-                if offset or raw[:2] not in (b"\xff\xfe", b"\xfe\xff"):
-                    hint = "convert the file to UTF-8"
-                raise ValueError(
-                    f"{path}: byte 0x{error.object[error.start]:02x} at position {offset + error.start} (line {number}) "
-                    f"is not UTF-8; {hint}, or set data.encoding_errors: replace"
-                ) from None
-            offset += len(raw)
 
 
 def _check_columns(where: str, available: Sequence[str], wanted: Sequence[str]) -> None:

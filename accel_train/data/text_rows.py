@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from accel_train.data.documents import Document
 from accel_train.data.labels import LabelCell
+from accel_train.data.lines import show_cell
 from accel_train.data.sources import Source, describe
 from accel_train.data.split import choose_split, text_hash
-from accel_train.data.tables import read_rows, show_cell
+from accel_train.data.tables import read_rows
 from accel_train.recipe import Data
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")

@@ -1,6 +1,6 @@
 """The one read-only observer of a run: it is told what happened, and passes it to ledger, screen and trackers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -173,12 +173,17 @@ class RunObserver:
 
 
 class NoObserver:
-    """The observer of every process but the main one: it listens, and does nothing."""
+    """The observer of every process but the main one: it listens, and does nothing; or hands on steps, and nothing else."""
 
     train_seconds = 0.0
 
+    def __init__(self, on_step: Callable[[StepResult, float], None] | None = None) -> None:
+        self._on_step = on_step
+
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Nothing."""
+        """Hand it on, where somebody asked for it."""
+        if self._on_step is not None:
+            self._on_step(result, learning_rate)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Nothing."""

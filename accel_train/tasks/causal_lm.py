@@ -22,8 +22,9 @@ from transformers.utils import logging
 
 from accel_train.data import IGNORED_LABEL, TextCorpus, collate_windows, prepare_text
 from accel_train.data.fine_tuning import RowCorpus, prepare_rows
+from accel_train.model_check import pretrained_config
 from accel_train.observe.throughput import model_flops_per_token
-from accel_train.recipe import Recipe
+from accel_train.recipe import Model, Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.causal_attention import choose_attention, use_for_generation
 from accel_train.tasks.fine_tuning import chat_prompt, rows_as_samples
@@ -204,6 +205,23 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return vocab_size if multiple == 0 else -(-vocab_size // multiple) * multiple
 
 
+def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
+    """`model.config` with a vocabulary of so many tokens, padded to the recipe's multiple where it names no size itself.
+
+    Raises:
+        ValueError: it names one that is too small.
+    """
+    assert section.config is not None
+    fields = dict(section.config)
+    rows = padded_vocab_size(vocab_size, section.pad_vocab_to_multiple_of)
+    if fields.setdefault("vocab_size", rows) < vocab_size:
+        raise ValueError(
+            f"model.config.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {vocab_size} tokens; "
+            f"leave it out, or give at least {vocab_size}"
+        )
+    return fields
+
+
 def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrainedConfig:
     """The transformers configuration of the recipe's model, checked against tokenizer and sequence length.
 
@@ -212,19 +230,9 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
     """
     section = recipe.model
     if section.pretrained is not None:
-        try:
-            config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=section.trust_remote_code)
-        except (OSError, ValueError) as error:
-            first_line = str(error).strip().splitlines()[0]
-            raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {first_line}") from error
+        config = pretrained_config(recipe)
     else:
-        assert section.config is not None
-        fields = dict(section.config)
-        rows = padded_vocab_size(vocab_size, section.pad_vocab_to_multiple_of)
-        if fields.setdefault("vocab_size", rows) < vocab_size:
-            raise ValueError(
-                f"model.config.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {vocab_size} tokens; leave it out, or give at least {vocab_size}"
-            )
+        fields = fields_with_vocabulary(section, vocab_size)
         for name in ("bos_token_id", "eos_token_id"):
             fields.setdefault(name, separator_id)
         config = AutoConfig.for_model(**fields)

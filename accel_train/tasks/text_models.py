@@ -22,9 +22,9 @@ from transformers import (
 from transformers.utils import logging
 
 from accel_train.data.labels import LabelScheme
-from accel_train.model_check import check_model_config
+from accel_train.model_check import check_model_config, pretrained_config
 from accel_train.recipe import Recipe
-from accel_train.tasks.causal_lm import padded_vocab_size, quiet_bars
+from accel_train.tasks.causal_lm import fields_with_vocabulary, padded_vocab_size, quiet_bars
 
 _PROBLEM_TYPES = {
     "single_label": "single_label_classification",
@@ -66,20 +66,13 @@ def classifier_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, scheme
     }
     num_tokens = num_rows(tokenizer)
     if section.pretrained is not None:
-        config = load_config(recipe)
+        config = pretrained_config(recipe)
         for name, value in labels.items():
             setattr(config, name, value)
         if config.get_text_config().pad_token_id is None:
             config.get_text_config().pad_token_id = tokenizer.pad_token_id
     else:
-        assert section.config is not None
-        fields = dict(section.config)
-        rows = padded_vocab_size(num_tokens, section.pad_vocab_to_multiple_of)
-        if fields.setdefault("vocab_size", rows) < num_tokens:
-            raise ValueError(
-                f"model.config.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {num_tokens} tokens; "
-                f"leave it out, or give at least {num_tokens}"
-            )
+        fields = fields_with_vocabulary(section, num_tokens)
         known = CONFIG_MAPPING[fields["model_type"]]().to_dict()
         for role in ("pad", "bos", "eos", "cls", "sep"):
             if f"{role}_token_id" in known:
@@ -93,20 +86,6 @@ def classifier_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, scheme
     return config
 
 
-def load_config(recipe: Recipe) -> PreTrainedConfig:
-    """The configuration of `model.pretrained`.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    section = recipe.model
-    try:
-        return AutoConfig.from_pretrained(section.pretrained, trust_remote_code=section.trust_remote_code)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {first_line}") from error
-
-
 def order_of_names(recipe: Recipe, names: tuple[str, ...]) -> tuple[str, ...]:
     """Classes in the order of the outputs of a pretrained classifier that knows exactly these; else as they are.
 
@@ -115,7 +94,7 @@ def order_of_names(recipe: Recipe, names: tuple[str, ...]) -> tuple[str, ...]:
     """
     if recipe.model.pretrained is None:
         return names
-    id2label = load_config(recipe).id2label
+    id2label = pretrained_config(recipe).id2label
     its_names = tuple(id2label[index] for index in sorted(id2label))
     return its_names if sorted(its_names) == sorted(names) else names
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from accel_train.model_check import pretrained_config
 from accel_train.recipe import Recipe
 from accel_train.tasks.causal_lm import quiet_bars
 
@@ -28,11 +29,7 @@ def vision_config(recipe: Recipe, known: Mapping[Any, Any], purpose: str) -> Pre
         if getattr(config, "image_size", None) is not None and "image_size" not in fields:
             config.image_size = recipe.data.image_size
     else:
-        try:
-            config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=section.trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {reason}") from error
+        config = pretrained_config(recipe)
     if type(config) not in known and not section.trust_remote_code:
         raise ValueError(
             f"model type {config.model_type!r} has no model for {purpose} in transformers; "
