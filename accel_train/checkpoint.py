@@ -9,11 +9,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_train.files import sync
 from accel_train.state import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -64,29 +65,29 @@ def publish(root: Path, step: int, writers: Mapping[str, Writer]) -> Path:
             path = aside / name
             write(path)
             path.chmod(0o600)
-            _sync(path)
+            sync(path)
             files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
         manifest.chmod(0o600)
-        _sync(manifest)
-        _sync(aside)
+        sync(manifest)
+        sync(aside)
         if final.exists():  # a broken one of the same step: this one takes its place
-            _remove(final)
+            remove(final)
         aside.rename(final)
-        _sync(root)
+        sync(root)
     except Exception as error:  # safetensors and the file system raise their own kinds; each leaves the old checkpoints
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {error}") from error
     return final
 
 
-def rotate(root: Path, keep: int, best_step: int | None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints and the best one; returns what was removed."""
+def rotate(root: Path, keep: int, spared_steps: Collection[int | None] = ()) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints and the spared ones (the best, say); returns what was removed."""
     folders = checkpoint_folders(root)
-    doomed = [folder for folder in folders[:-keep] if step_of(folder) != best_step]
+    doomed = [folder for folder in folders[:-keep] if step_of(folder) not in spared_steps]
     for folder in doomed:
-        _remove(folder)
+        remove(folder)
     return doomed
 
 
@@ -166,19 +167,14 @@ def verify_run(run_folder: Path) -> list[CheckpointStatus]:
     return [check(folder) for folder in checkpoint_folders(root)]
 
 
-def _remove(folder: Path) -> None:
-    # Renamed first: a kill half-way leaves rubbish under a name that is never read, not half a checkpoint.
+def remove(folder: Path) -> None:
+    """Remove a checkpoint folder.
+
+    It is renamed first: a kill half-way leaves rubbish under a name that is never read, not half a checkpoint.
+    """
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

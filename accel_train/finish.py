@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 from accel_train import __version__
-from accel_train.checkpoint import publish, rotate
 from accel_train.evaluation import evaluate
 from accel_train.observe import write_report
 from accel_train.observe.ledger import write_json
 from accel_train.prepare import Run
 from accel_train.recipe import Evaluate
-from accel_train.snapshot import restore_weights, snapshot_writers
-from accel_train.state import CheckpointError, RecipeError
+from accel_train.saving import tell_of_saves
+from accel_train.snapshot import restore_weights
+from accel_train.state import RecipeError
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """In the name of a metric; every other metric is better when it is greater."""
@@ -108,40 +107,10 @@ def is_better(value: float, best: float | None, section: Evaluate) -> bool:
     return gain > section.early_stopping_threshold
 
 
-def save_run(run: Run) -> None:
-    """Publish a checkpoint of this step, then remove the ones no longer kept.
-
-    Raises:
-        CheckpointError: it could not be written; every process hears of it, and older checkpoints are untouched.
-    """
-    state, root = run.state, run.output_dir / "checkpoints"
-    state.train_seconds = run.observer.train_seconds
-    problem: list[Any] = [None]
-    with run.observer.pause(), run.memory.phase("save"):
-        if run.accelerator.is_main_process:
-            try:
-                writers = snapshot_writers(
-                    run.inner.model,
-                    run.optimizer,
-                    run.accelerator,
-                    state,
-                    run.identity,
-                    average=run.average,
-                    description=run.description,
-                )
-                path = publish(root, state.step, writers)
-                run.observer.on_event("checkpoint", state.step, f"saved {path.name}")
-                rotate(root, run.recipe.checkpoint.keep, state.best_step if run.recipe.checkpoint.keep_best else None)
-            except CheckpointError as error:
-                problem[0] = error
-        if run.accelerator.num_processes > 1:
-            broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise problem[0]
-
-
 def finish_run(run: Run) -> dict[str, Any]:
     """After the last step: the whole evaluation, the best weights if asked for, `model/`, summary.json and report.html."""
+    run.saver.wait()
+    tell_of_saves(run)
     if run.can_evaluate:
         evaluate_run(run, whole=True)
         if run.recipe.checkpoint.load_best_model_at_end and run.state.best_step not in (None, run.state.step):

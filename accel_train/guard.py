@@ -1,55 +1,262 @@
-"""What a bad step means for the run: a pure policy over step results. The device has already refused the update."""
+"""What a bad step means for the run: a pure policy over step results. The device has already refused or clipped the update.
 
+The ladder: a step that is not finite, or whose gradients spike, is not applied (or clipped), counted, and looked into; too
+many in a row, or a loss that stays up, lead back to a healthy checkpoint and past the steps around the onset; the second
+time in one region the learning rate is lowered; and after `max_rollbacks` the run stops.
+"""
+
+import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from accel_train.recipe import Guard
-from accel_train.state import StepResult, TrainState
+from accel_train.state import Rollback, StepResult, TrainState
 
 WINDOW_STEPS = 1000
+LASTING_SPIKE_STEPS = 10
+"""So many steps in a row with a loss far above those before are no chance (OLMo and PaLM went back by hand there)."""
+INCIDENT_GAP_STEPS = 10
+"""Bad steps closer than this belong to one incident."""
+LARGEST = 3.4028234663852886e38
+"""The largest fp32 number: a limit that every finite gradient norm keeps, and neither NaN nor Inf does."""
+SMALLEST_NORM_SPREAD, SMALLEST_LOSS_SPREAD = 0.2, 0.02
+"""Of log gradient norms; and of losses, as a part of their median: steps differ by as much without meaning anything."""
+
+Action = Literal["go_on", "overflow", "skip", "spike", "roll_back", "stop"]
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the loop does about a step, and the sentence that says why."""
 
-    action: Literal["go_on", "overflow", "skip", "stop"]
+    action: Action
     reason: str = ""
+    look_into: bool = False
+    """The first bad step of an incident: find its cause."""
 
 
 GO_ON = Verdict("go_on")
 
 
-def judge(result: StepResult, state: TrainState, guard: Guard) -> Verdict:
-    """The verdict on one step; `state.recent_skips` and `consecutive_skips` are its memory and are updated.
+class Limits(NamedTuple):
+    """What the next update is held to: plain numbers, handed to the device without a wait."""
 
-    An fp16 overflow above the scale's floor is the search for the right scale and is not counted: the loss was finite, and
-    only the scaled gradients were not.
+    clip: float
+    """Gradients are scaled down to this norm; 0: they are not."""
+    skip: float = LARGEST
+    """With a gradient norm above this, or one that is not finite, the update is not applied."""
+
+
+class Window:
+    """The last accepted values, and what is far above them: a one-sided robust z-score.
+
+    Centre: the median. Spread: how far the 84th percentile lies above it, which is one standard deviation of a normal
+    distribution, and which neither outliers nor what lies below can inflate.
     """
-    if not result.skipped:
-        state.consecutive_skips = 0
-        return GO_ON
-    state.num_skipped_steps += 1
-    finite_loss = result.loss - result.loss == 0
-    what = f"grad_norm={result.grad_norm}" if finite_loss else f"loss={result.loss}, grad_norm={result.grad_norm}"
-    if result.loss_scale is not None and result.loss_scale > guard.fp16_scale_floor and finite_loss:
-        return Verdict(
-            "overflow",
-            f"step {result.step}: fp16 overflow at loss scale {result.loss_scale:g}; the update was not applied, the scale is halved",
+
+    def __init__(self, values: list[float], size: int, smallest_spread: float, *, relative: bool) -> None:
+        self.values = values
+        """Oldest first; kept by the train state, so that a checkpoint has it."""
+        self._size, self._smallest_spread, self._relative = size, smallest_spread, relative
+        self._sorted = sorted(values)
+
+    @property
+    def armed(self) -> bool:
+        """Whether enough has been seen to judge by."""
+        return 2 * len(self.values) >= self._size
+
+    def limit(self, z: float) -> float:
+        """What lies `z` spreads above the median."""
+        last = len(self._sorted) - 1
+        median, upper = self._sorted[last // 2], self._sorted[math.ceil(last * 0.8413)]
+        smallest = self._smallest_spread * (abs(median) if self._relative else 1.0)
+        return median + z * max(upper - median, smallest)
+
+    def add(self, value: float) -> None:
+        """Take note of an accepted value; the oldest one falls out."""
+        self.values.append(value)
+        insort(self._sorted, value)
+        if len(self.values) > self._size:
+            del self._sorted[bisect_left(self._sorted, self.values.pop(0))]
+
+    def forget(self) -> None:
+        """Begin anew: what was measured holds no longer."""
+        self.values.clear()
+        self._sorted.clear()
+
+
+class Ladder:
+    """The guard of a run. Its memory is in the train state, so a resume judges as the run would have.
+
+    All processes judge the same numbers, and so take the same branch.
+    """
+
+    def __init__(self, guard: Guard, state: TrainState, *, max_grad_norm: float, warmup_steps: int) -> None:
+        self.guard, self.state = guard, state
+        self._max_grad_norm, self._warmup_steps = max_grad_norm, warmup_steps
+        size = guard.spike_window_steps
+        self._losses = Window(state.losses, size, SMALLEST_LOSS_SPREAD, relative=True)
+        self._log_norms = Window(state.grad_norms, size, SMALLEST_NORM_SPREAD, relative=False)
+        self._limits = self._next_limits()
+
+    @property
+    def limits(self) -> Limits:
+        """What the next update is held to."""
+        return self._limits
+
+    def judge(self, result: StepResult) -> Verdict:
+        """The verdict on one step."""
+        state = self.state
+        if not result.agreed:
+            return self._go_back(
+                f"step {result.step}: the processes computed different gradient norms: their weights differ"
+            )
+        if result.finite:
+            return self._judge_finite(result)
+        state.num_skipped_steps += 1
+        has_loss = math.isfinite(result.loss)
+        what = f"grad_norm={result.grad_norm}" if has_loss else f"loss={result.loss}, grad_norm={result.grad_norm}"
+        if result.loss_scale is not None and result.loss_scale > self.guard.fp16_scale_floor and has_loss:
+            # The search for the right scale: the loss was finite, and only the scaled gradients were not.
+            return Verdict(
+                "overflow",
+                f"step {result.step}: fp16 overflow at loss scale {result.loss_scale:g}; the update was not applied, the scale is halved",
+            )
+        said = f"step {result.step}: not finite ({what}); the update was not applied on any process"
+        return self._count_skip(result, said, stop_at_once=self.guard.on_nonfinite == "stop")
+
+    def _judge_finite(self, result: StepResult) -> Verdict:
+        state, guard = self.state, self.guard
+        limits, loss_limit = self._limits, self._loss_limit()
+        is_loss_spike = result.loss > loss_limit
+        log_norm, is_norm_spike = math.log(max(result.grad_norm, 1e-30)), False
+        if guard.on_spike != "off" and self._log_norms.armed:
+            norm_limit = self._norm_limit()
+            is_norm_spike = result.grad_norm > norm_limit
+            log_norm = min(log_norm, math.log(norm_limit))
+        if not result.skipped and result.step > self._warmup_steps:
+            self._losses.add(min(result.loss, loss_limit))
+            self._log_norms.add(log_norm)
+            self._limits = self._next_limits()
+        if not (is_loss_spike or is_norm_spike or result.skipped):
+            state.consecutive_skips = state.consecutive_spikes = 0
+            state.first_bad_step = None
+            return GO_ON
+        found = [f"loss={result.loss:.4g}, and {loss_limit:.4g} was expected at most"] if is_loss_spike else []
+        if is_norm_spike or result.skipped:
+            found.append(
+                f"grad_norm={result.grad_norm:.4g}, and {min(limits.skip, self._norm_limit()):.4g} was expected at most"
+            )
+        said = f"step {result.step}: a spike ({'; '.join(found)})"
+        state.consecutive_spikes += 1
+        if guard.on_spike == "rollback":
+            self._note_bad(result)
+            return self._go_back(said)
+        if state.consecutive_spikes >= LASTING_SPIKE_STEPS and is_loss_spike:
+            self._note_bad(result)
+            return self._go_back(f"{said}, the {state.consecutive_spikes}th step in a row")
+        if not result.skipped:
+            look_into = self._note_bad(result) and is_loss_spike
+            done = f"; the gradient was clipped to {limits.clip:.4g}" if is_norm_spike and limits.clip else ""
+            return Verdict("spike", said + done, look_into)
+        state.num_skipped_steps += 1
+        said += "; the update was not applied on any process"
+        if state.consecutive_skips >= guard.max_consecutive_skips and not is_loss_spike:
+            # The loss is as before, so nothing has broken: gradients have grown, and what was measured holds no longer.
+            self._log_norms.forget()
+            self._limits = self._next_limits()
+            state.consecutive_skips = 0
+            return Verdict("spike", f"{said}; the loss is as before, so gradient norms are measured anew")
+        return self._count_skip(result, said, stop_at_once=False)
+
+    def _count_skip(self, result: StepResult, said: str, *, stop_at_once: bool) -> Verdict:
+        state, guard = self.state, self.guard
+        look_into = self._note_bad(result)
+        state.consecutive_skips += 1
+        state.recent_skips = [step for step in state.recent_skips if step > result.step - WINDOW_STEPS] + [result.step]
+        if stop_at_once:
+            return Verdict("stop", f"{said}, and guard.on_nonfinite is stop", look_into)
+        if len(state.recent_skips) > guard.max_skips_per_1000_steps:
+            allowed = f"guard.max_skips_per_1000_steps allows {guard.max_skips_per_1000_steps}"
+            return Verdict(
+                "stop", f"{said}: {len(state.recent_skips)} in {WINDOW_STEPS} steps, and {allowed}", look_into
+            )
+        if state.consecutive_skips > guard.max_consecutive_skips:
+            allowed = f"guard.max_consecutive_skips allows {guard.max_consecutive_skips}"
+            return self._go_back(f"{said}: {state.consecutive_skips} in a row, and {allowed}", look_into)
+        in_a_row = f"(skip {state.consecutive_skips} in a row, {guard.max_consecutive_skips} allowed)"
+        return Verdict("skip", f"{said} {in_a_row}", look_into)
+
+    def _go_back(self, said: str, look_into: bool = False) -> Verdict:
+        done, allowed = len(self.state.rollbacks), self.guard.max_rollbacks
+        if done < allowed:
+            return Verdict("roll_back", said, look_into)
+        why = (
+            f"after {done} rollbacks, which is what guard.max_rollbacks allows" if done else "guard.max_rollbacks is 0"
         )
-    state.consecutive_skips += 1
-    state.recent_skips = [step for step in state.recent_skips if step > result.step - WINDOW_STEPS] + [result.step]
-    said = f"step {result.step}: not finite ({what}); the update was not applied on any process"
-    if guard.on_nonfinite == "stop":
-        return Verdict("stop", f"{said}, and guard.on_nonfinite is stop")
-    if state.consecutive_skips > guard.max_consecutive_skips:
-        return Verdict(
-            "stop",
-            f"{said}: {state.consecutive_skips} in a row, and guard.max_consecutive_skips allows {guard.max_consecutive_skips}",
-        )
-    if len(state.recent_skips) > guard.max_skips_per_1000_steps:
-        return Verdict(
-            "stop",
-            f"{said}: {len(state.recent_skips)} in {WINDOW_STEPS} steps, and guard.max_skips_per_1000_steps allows {guard.max_skips_per_1000_steps}",
-        )
-    return Verdict("skip", f"{said} (skip {state.consecutive_skips} in a row, {guard.max_consecutive_skips} allowed)")
+        return Verdict("stop", f"{said}; {why}", look_into)
+
+    def _note_bad(self, result: StepResult) -> bool:
+        """Take note of a bad step; whether it is the first one of an incident."""
+        state = self.state
+        if state.first_bad_step is None:
+            state.first_bad_step = result.step
+        is_first = state.last_incident is None or not 0 <= result.step - state.last_incident < INCIDENT_GAP_STEPS
+        state.last_incident = result.step
+        return is_first
+
+    def _loss_limit(self) -> float:
+        if self.guard.on_spike == "off" or not self._losses.armed:
+            return math.inf
+        return self._losses.limit(self.guard.spike_threshold)
+
+    def _norm_limit(self) -> float:
+        if self.guard.on_spike == "off" or not self._log_norms.armed:
+            return LARGEST
+        return math.exp(min(self._log_norms.limit(self.guard.spike_threshold), math.log(LARGEST)))
+
+    def _next_limits(self) -> Limits:
+        norm_limit, clip = self._norm_limit(), self._max_grad_norm
+        if norm_limit >= LARGEST or self.guard.on_spike == "off":
+            return Limits(clip)
+        if self.guard.on_spike == "clip":
+            return Limits(min(clip, norm_limit) if clip else norm_limit)
+        return Limits(clip, norm_limit)
+
+
+def plan_rollback(
+    guard: Guard, state: TrainState, *, at_step: int, to_step: int, max_steps: int, steps_per_epoch: float
+) -> Rollback:
+    """The next rollback of a run: which steps are passed over, and whether the learning rate is lowered.
+
+    The steps that are passed over begin half a window before the onset (what led to it was read before it) and never
+    before the checkpoint; they cover all bad steps, and leave the last step of the run. The learning rate is lowered where
+    no checkpoint has become healthy since the rollback before: it is the second time in one region.
+    """
+    asked = guard.rollback_skip_steps
+    width = min(200, math.ceil(steps_per_epoch / 10)) if asked == "auto" else asked
+    onset = at_step if state.first_bad_step is None else state.first_bad_step
+    first = max(to_step + 1, onset - width // 2)
+    last = min(max(at_step, first + width - 1), max_steps - 1)
+    again = bool(state.rollbacks) and to_step <= state.rollbacks[-1].skip_last
+    return Rollback(
+        number=len(state.rollbacks) + 1,
+        at_step=at_step,
+        to_step=to_step,
+        skip_first=first,
+        skip_last=last,
+        learning_rate_factor=guard.lowered_learning_rate if again else 1.0,
+        lowered_until=last + guard.lowered_steps if again else 0,
+    )
+
+
+def is_passed_over(step: int, rollbacks: list[Rollback]) -> bool:
+    """Whether a step (counted from 1) lies in what a rollback passes over."""
+    return any(rollback.skip_first <= step <= rollback.skip_last for rollback in rollbacks)
+
+
+def learning_rate_factor(step: int, rollbacks: list[Rollback]) -> float:
+    """What rollbacks lower the learning rate of a step (counted from 1) by."""
+    factors = (each.learning_rate_factor for each in rollbacks if each.to_step < step <= each.lowered_until)
+    return math.prod(factors)

@@ -53,20 +53,25 @@ def step_batches(
     device: torch.device,
     num_workers: int,
     pin_memory: bool,
-) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of each step from `first_step` (0-based) on, on the device.
+    passed_over: Callable[[int], bool] = lambda step: False,
+) -> Iterator[tuple[int, list[MicroBatch]]]:
+    """Each step from `first_step` (0-based) on that is not passed over, with its micro-batches on the device.
 
     Only this process's slice of each global batch is read, and nothing is read to be skipped. Where a short step leaves a
     process without samples it forwards one of another's, which counts as no target: the processes meet in the backward pass.
     """
     if data.step_batches is not None:
-        for own in data.step_batches(first_step):
-            yield [(_to_device(batch, device, pin_memory), num_targets) for batch, num_targets in own]
+        for step, own in enumerate(data.step_batches(first_step), start=first_step):
+            if not passed_over(step):
+                yield step, [(_to_device(batch, device, pin_memory), num_targets) for batch, num_targets in own]
         return
     dataset = data.train if data.draw is None else Drawn(data.draw, order.seed, order.num_samples)
 
+    def steps() -> Iterator[int]:
+        return (step for step in range(first_step, max_steps) if not passed_over(step))
+
     def shares() -> Iterator[list[list[int]]]:
-        for step in range(first_step, max_steps):
+        for step in steps():
             share = order.rank_micro_batches(
                 step, rank, sizes.world_size, sizes.per_device_batch_size, as_draws=data.draw is not None
             )
@@ -77,11 +82,11 @@ def step_batches(
     counts: deque[int] = deque()  # of the steps that readers have been told of: they run ahead
     index_lists = (indices for share in shares() for indices in share)
     micro_batches = read_batches(dataset, data.collate, index_lists, device, num_workers, pin_memory)
-    for _ in range(first_step, max_steps):
+    for step in steps():
         batch, num_targets = next(micro_batches)
         count = counts.popleft()
         rest = [next(micro_batches) for _ in range(count - 1)]
-        yield [(batch, num_targets if count else 0), *rest]
+        yield step, [(batch, num_targets if count else 0), *rest]
 
 
 class Drawn(Dataset[Any]):

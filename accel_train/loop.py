@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.finish import evaluate_run, finish_run, save_run
-from accel_train.guard import judge
+from accel_train.finish import evaluate_run, finish_run
+from accel_train.guard import is_passed_over
+from accel_train.incident import look_into
 from accel_train.loading import step_batches
 from accel_train.memory import collect_garbage, garbage_collected_at_steps
 from accel_train.prepare import Run, prepare_run
 from accel_train.recipe import Recipe
+from accel_train.rollback import RollBack, roll_back
+from accel_train.saving import raise_save_error, save_run, tell_of_saves
 from accel_train.signals import StopRequest
 from accel_train.state import Preempted, Requests, StepResult, TrainingStopped
-from accel_train.step import Agreement, MicroBatch, StepOutcome, forward_backward, seed_step, update_unless_nonfinite
+from accel_train.step import Agreement, MicroBatch, StepOutcome, forward_backward, seed_step, update_within
 
 
 @dataclass(frozen=True)
@@ -46,53 +49,78 @@ def train_run(run: Run) -> RunResult:
 
 
 def run_steps(run: Run, stop: StopRequest) -> None:
-    """Every step of the run, in the order in which things happen.
+    """Every step of the run; after a rollback, again from the step that was gone back to."""
+    while True:
+        try:
+            return steps_in_order(run, stop)
+        except RollBack as asked:
+            roll_back(run, asked)
 
-    The host queues work and does not wait for it: it reads what came of a step while the device computes the next one, and
-    waits only where something else is due (an evaluation, a checkpoint, the end).
+
+def steps_in_order(run: Run, stop: StopRequest) -> None:
+    """The steps from here to the end, in the order in which things happen.
+
+    The host queues work and does not wait for it: it reads what came of a step while the device computes the gradients of
+    the next one, so the guard speaks before another update is made; and it waits only where something else is due (an
+    evaluation, a checkpoint, the end).
     """
-    recipe, state, scaler = run.recipe, run.state, run.accelerator.scaler
+    recipe, state, guard, scaler = run.recipe, run.state, run.guard, run.accelerator.scaler
     agreement = Agreement(run.accelerator)
     last: StepOutcome | None = None
-    for step, micro_batches in enumerate(batches_from(run, state.step), start=state.step):
+    last_batches: list[MicroBatch] = []
+    for step, micro_batches in batches_from(run, state.step):
         seed_step(recipe.seed, step, run.accelerator.process_index, run.accelerator.device)
         learning_rate = run.set_learning_rate(step)
         # One collective a step, under way while the first forward runs.
-        agreement.begin(sum(num_targets for _, num_targets in micro_batches), stop.requested, last)
+        agreement.begin(run.wishes(stop.requested, micro_batches), last)
         loss_sum = forward_backward(run.accelerator, run.module, micro_batches, agreement)
-        grad_norm, skipped, loss_scale = update_unless_nonfinite(
-            run.optimizer, run.parameters, recipe.optimizer.max_grad_norm, scaler
-        )
+        previous = agreement.read_last()
+        if previous is not None:
+            account(run, previous, last_batches)
+        limits = guard.limits
+        grad_norm, skipped, loss_scale = update_within(limits, run.optimizer, run.parameters, scaler)
         if run.average is not None:
             run.average.update(step, skipped)
         state.step = step + 1
-        previous = agreement.read_last()
-        last = agreement.outcome(state.step, learning_rate, loss_sum, grad_norm, skipped, loss_scale)
-        if previous is not None:
-            account(run, previous)
+        last = agreement.outcome(state.step, learning_rate, loss_sum, grad_norm, skipped, loss_scale, limits.clip)
+        last_batches = micro_batches
         stopping = previous is not None and previous.stop_requested
         if stopping or run.pause_due():
-            stopping |= account(run, agreement.settle(stop.requested, last)).stop_requested
+            settled = account(run, agreement.settle(run.wishes(stop.requested), last), last_batches)
             last = None
-            between_steps(run, stopping)
+            between_steps(run, stopping or settled.stop_requested)
             if state.stopped_early:
                 return
         collect_garbage(state.step)
 
 
-def account(run: Run, result: StepResult) -> StepResult:
-    """Hand a step's outcome to the guard and to whoever watches; returns it.
+def account(run: Run, result: StepResult, micro_batches: list[MicroBatch]) -> StepResult:
+    """Hand a step's outcome to the guard and to whoever watches, and do as the guard says.
+
+    All processes judge the same numbers, so they all take the same branch.
 
     Raises:
-        TrainingStopped: the guard's budget is spent; all processes judge the same numbers, so all stop.
+        RollBack: the run goes on from an earlier checkpoint.
+        TrainingStopped: the guard's budget is spent.
+        CheckpointError: a checkpoint could not be written in the background, and not a second time either.
     """
-    verdict = judge(result, run.state, run.recipe.guard)
+    verdict = run.guard.judge(result)
     run.state.num_targets_seen += result.num_targets
     run.observer.on_step(result, result.learning_rate)
+    run.health.note(result.step, clean=verdict.action == "go_on")
+    tell_of_saves(run)
     if verdict.action != "go_on":
-        run.observer.on_event(verdict.action, result.step, verdict.reason, loss_scale=result.loss_scale)
+        cause = look_into(run, result, verdict, micro_batches) if verdict.look_into else None
+        reason = verdict.reason if cause is None else f"{verdict.reason}. {cause.sentence}"
+        incident = None if cause is None else cause.folder_name
+        kind = verdict.action if verdict.action != "roll_back" else "skip" if result.skipped else "spike"
+        run.observer.on_event(kind, result.step, reason, loss_scale=result.loss_scale, incident=incident)
+    if verdict.action == "roll_back":
+        raise RollBack(verdict.reason, result.step)
     if verdict.action == "stop":
         raise TrainingStopped(f"{verdict.reason}. The checkpoints in {run.output_dir} are from before")
+    if result.save_failed:
+        raise_save_error(run)
     return result
 
 
@@ -107,7 +135,7 @@ def between_steps(run: Run, stopping: bool) -> None:
     improved = (run.evaluation_due() or (asked.evaluate and run.can_evaluate)) and evaluate_run(run)
     state.stopped_early |= asked.stop
     if improved or stopping or state.stopped_early or asked.save or run.checkpoint_due():
-        save_run(run)
+        save_run(run, wait=stopping or state.stopped_early or state.step >= run.max_steps)
     asked.stop = asked.save = asked.evaluate = False
     if stopping and state.step < run.max_steps and not state.stopped_early:
         run.observer.on_event("preempted", state.step, f"asked to stop: saved at step {state.step} of {run.max_steps}")
@@ -116,8 +144,8 @@ def between_steps(run: Run, stopping: bool) -> None:
         )
 
 
-def batches_from(run: Run, first_step: int) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of each step from `first_step` (0-based) to the end."""
+def batches_from(run: Run, first_step: int) -> Iterator[tuple[int, list[MicroBatch]]]:
+    """Each step from `first_step` (0-based) to the end, less those that a rollback passes over, with its micro-batches."""
     if run.state.stopped_early:
         return iter(())
     return step_batches(
@@ -130,4 +158,5 @@ def batches_from(run: Run, first_step: int) -> Iterator[list[MicroBatch]]:
         device=run.accelerator.device,
         num_workers=run.num_workers,
         pin_memory=run.pin_memory,
+        passed_over=lambda step: is_passed_over(step + 1, run.state.rollbacks),
     )

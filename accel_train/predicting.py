@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.evaluation import evaluation_mode, evaluation_reader, rows_in_order
-from accel_train.observe.ledger import write_atomically
+from accel_train.files import write_atomically
 from accel_train.sampling import evaluation_batches
 from accel_train.state import RecipeError
 from accel_train.trained import TrainedRun, check_finished, open_run, recipe_of_trained

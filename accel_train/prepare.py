@@ -21,6 +21,8 @@ from accel_train.batching import BatchSizes, resolve_batch
 from accel_train.compiling import compile_module
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
+from accel_train.guard import Ladder, learning_rate_factor
+from accel_train.health import Health
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.memory import PeakMemory
 from accel_train.observe import (
@@ -41,10 +43,11 @@ from accel_train.recipe_writing import redact, write_recipe
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.resume import Found, agree_on_checkpoint, run_identity
 from accel_train.sampling import DataOrder
+from accel_train.saver import Saver
 from accel_train.schedule import StepPlan, make_schedule
 from accel_train.snapshot import restore
 from accel_train.state import Choice, Requests, TrainState
-from accel_train.step import TrainingModule
+from accel_train.step import MicroBatch, TrainingModule, Wishes
 from accel_train.task import TARGET_UNITS, Task, TaskData
 
 
@@ -97,6 +100,11 @@ class Run:
     num_workers: int
     pin_memory: bool
     state: TrainState
+    guard: Ladder
+    saver: Saver
+    """Writes checkpoints, on the main process."""
+    health: Health
+    """Says which of them can be gone back to, on the main process."""
     observer: Observer
     memory: PeakMemory
     resources: ExitStack
@@ -142,6 +150,16 @@ class Run:
     def pause_due(self) -> bool:
         """Whether something other than the next step comes now."""
         return self.requests is not None or self.evaluation_due() or self.checkpoint_due()
+
+    def go_on_from(self, state: TrainState) -> None:
+        """Take these counters for the run's, and let the guard judge by them."""
+        self.state = state
+        self.guard = make_guard(self.recipe, state, self.steps)
+
+    def wishes(self, stop_requested: bool, micro_batches: Sequence[MicroBatch] = ()) -> Wishes:
+        """What this process has to tell the others when a step begins."""
+        num_targets = sum(num_targets for _, num_targets in micro_batches)
+        return Wishes(num_targets, stop_requested, self.saver.failed)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the model has its averaged weights, where there is an average."""
@@ -224,14 +242,18 @@ def _build(
     state = TrainState()
     if found.path is not None:
         state = restore(found.path, inner.model, optimizer, accelerator, average)
+    state.rollbacks = list(found.rollbacks)
     multiplier = make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)
     own_rates = extensions.group_learning_rates
 
     def set_rates(step: int) -> float:
         rate = peak.value * multiplier(step) if own_rates is None else own_rates(step)
+        if run.state.rollbacks and isinstance(rate, float):
+            rate *= learning_rate_factor(step + 1, run.state.rollbacks)
         return set_learning_rate(optimizer, rate)
 
-    return Run(
+    checkpoints = Path(recipe.output_dir) / "checkpoints"
+    run = Run(
         recipe=recipe,
         output_dir=Path(recipe.output_dir),
         accelerator=accelerator,
@@ -252,6 +274,11 @@ def _build(
         num_workers=workers.value,
         pin_memory=pin.value,
         state=state,
+        guard=make_guard(recipe, state, steps),
+        saver=Saver(checkpoints, in_background=recipe.checkpoint.in_background),
+        health=Health(
+            checkpoints if accelerator.is_main_process else None, recipe.guard.healthy_after_steps, state.last_incident
+        ),
         observer=NoObserver(),
         memory=PeakMemory(device),
         resources=ExitStack(),
@@ -259,6 +286,12 @@ def _build(
         evaluate=extensions.evaluate,
         requests=extensions.requests,
     )
+    return run
+
+
+def make_guard(recipe: Recipe, state: TrainState, steps: StepPlan) -> Ladder:
+    """The guard of a run, with the memory that is in its counters."""
+    return Ladder(recipe.guard, state, max_grad_norm=recipe.optimizer.max_grad_norm, warmup_steps=steps.warmup_steps)
 
 
 def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:

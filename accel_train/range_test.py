@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.observe.ledger import write_atomically, write_json
+from accel_train.files import write_atomically
+from accel_train.observe.ledger import write_json
 from accel_train.observe.range_chart import draw_range_test
 
 MIN_STEPS = 20

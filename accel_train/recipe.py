@@ -319,10 +319,31 @@ class Precision(Section):
 class Guard(Section):
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """What a step with a NaN or Inf loss or gradient does. Its update is never applied, on any process."""
+    on_spike: Literal["off", "clip", "skip", "rollback"] = "clip"
+    """What a gradient norm far above those before does: it is clipped to the limit, its update is not applied, or the run goes
+    back at once. A loss that stays far above those before for 10 steps goes back with all of them; off: nothing is watched."""
+    spike_threshold: PositiveFloat = 6.0
+    """How far is far: spreads above the median of the window, of the loss and of the logarithm of the gradient norm."""
+    spike_window_steps: Annotated[int, Field(ge=8)] = 128
+    """Accepted steps after the warmup that spikes are measured by; with half of them the watch begins."""
     max_consecutive_skips: NonNegativeInt = 5
-    """More skipped steps than this in a row stop the run (exit code 3)."""
+    """More skipped steps than this in a row roll back."""
     max_skips_per_1000_steps: NonNegativeInt = 20
     """More skipped steps than this in any 1000 stop the run (exit code 3)."""
+    healthy_after_steps: PositiveInt = 100
+    """A checkpoint that so many clean steps in a row have followed is healthy: one that can be gone back to."""
+    max_rollbacks: NonNegativeInt = 3
+    """After so many the run stops (exit code 3); 0: it never goes back."""
+    rollback_skip_steps: Auto | PositiveInt = "auto"
+    """Steps around the onset that are passed over after a rollback; auto: 200, and a tenth of an epoch at most."""
+    lowered_learning_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Factor of the learning rate after a second rollback in one region ..."""
+    lowered_steps: PositiveInt = 1000
+    """... for this many steps."""
+    max_incidents: NonNegativeInt = 10
+    """Incidents that are looked into and written to `incidents/`; later ones are events alone."""
+    incident_seconds: PositiveFloat = 60.0
+    """How long looking into one may take."""
     fp16_scale_floor: PositiveFloat = 1.0
     """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
 
@@ -336,6 +357,8 @@ class Checkpoint(Section):
     """Keep the one that evaluated best (`evaluate.metric_for_best_model`) as well."""
     load_best_model_at_end: bool = False
     """The weights that evaluated best, not the last ones, are evaluated at the end and written to `model/`."""
+    in_background: bool = True
+    """Copy what is saved and write it beside the training; off: training waits until it is on the disk."""
     resume: str = "auto"
     """auto: go on from the newest valid checkpoint of this output folder; never: start anew; or a checkpoint's path."""
     accept_changes: bool = False

@@ -12,9 +12,10 @@ from accelerate.utils import broadcast_object_list
 from accel_train.batching import BatchSizes
 from accel_train.checkpoint import CheckpointStatus, check, newest_valid, remove_leftovers
 from accel_train.recipe import Recipe
+from accel_train.rollback_record import ROLLBACKS, read_rollbacks, remove_abandoned
 from accel_train.schedule import StepPlan
 from accel_train.snapshot import identity_changes, read_trainer
-from accel_train.state import CheckpointError
+from accel_train.state import CheckpointError, Rollback
 from accel_train.task import TaskData
 
 
@@ -51,6 +52,8 @@ class Found:
 
     path: Path | None
     broken: tuple[CheckpointStatus, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
+    """What earlier sittings have gone back on."""
 
 
 def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any]) -> Found:
@@ -82,7 +85,9 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Found:
         set_aside(Path(recipe.output_dir))
         return Found(None)
     broken: list[CheckpointStatus] = []
+    rollbacks = read_rollbacks(Path(recipe.output_dir))
     if recipe.checkpoint.resume == "auto":
+        remove_abandoned(root, rollbacks)
         newest, broken = newest_valid(root)
         if newest is None:
             return Found(None)
@@ -100,14 +105,17 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Found:
             f"{path} is of another run: {'; '.join(changes)}. Give another output_dir, or --checkpoint.resume never to "
             "start anew, or --checkpoint.accept_changes true to go on all the same"
         )
-    return Found(path, tuple(broken))
+    return Found(path, tuple(broken), tuple(rollbacks))
 
 
 def set_aside(run_folder: Path) -> None:
     """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing."""
     if not (run_folder / "checkpoints").exists():
         return
-    names = ("checkpoints", "metrics.jsonl", "events.jsonl", "summary.json", "model", "report.html", "recipe.yaml")
+    names = (
+        *("checkpoints", "metrics.jsonl", "events.jsonl", "summary.json", "evaluation.json", "model", "adapter"),
+        *("report.html", "recipe.yaml", ROLLBACKS, "incidents"),
+    )
     left = [run_folder / name for name in names if (run_folder / name).exists()] + list(run_folder.glob("report-*.png"))
     number = 1 + sum(1 for entry in run_folder.iterdir() if entry.name.startswith("previous-"))
     target = run_folder / f"previous-{number}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint import Writer
 from accel_train.ema import WeightAverage
-from accel_train.state import CheckpointError, TrainState
+from accel_train.state import CheckpointError, Rollback, TrainState
 
 MODEL, OPTIMIZER, AVERAGE, TRAINER = "model.safetensors", "optimizer.safetensors", "average.safetensors", "trainer.json"
 
@@ -32,9 +32,12 @@ def snapshot_writers(
     average: WeightAverage | None = None,
     description: Mapping[str, bytes] | None = None,
 ) -> dict[str, Writer]:
-    """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights."""
-    weights = model_tensors(model)
-    moments = optimizer_tensors(optimizer)
+    """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights.
+
+    They hold copies in host memory: training may go on before they are called.
+    """
+    weights = copy_to_host(model_tensors(model))
+    moments = copy_to_host(optimizer_tensors(optimizer))
     scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
     trainer = {
         "state": asdict(state),
@@ -49,11 +52,23 @@ def snapshot_writers(
         TRAINER: lambda path: _write_json(path, trainer),
     }
     if average is not None:
-        averages = average.tensors()
+        averages = copy_to_host(average.tensors())
         writers[AVERAGE] = lambda path: save_file(averages, path)
     for name, content in (description or {}).items():
         writers[name] = partial(_write_bytes, content=content)
     return writers
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory, complete when this returns."""
+    copies = {
+        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return copies
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
@@ -170,7 +185,9 @@ def restore(
     trainer = read_trainer(folder)
     if accelerator.scaler is not None and trainer["scaler"] is not None:
         accelerator.scaler.load_state_dict(trainer["scaler"])
-    return TrainState(**trainer["state"])
+    counters = trainer["state"]
+    counters["rollbacks"] = [Rollback(**each) for each in counters.get("rollbacks", ())]
+    return TrainState(**counters)
 
 
 def identity_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """The facts that pass between the parts of a run: plain frozen records, no torch."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -50,13 +51,44 @@ class StepResult:
     num_targets: int
     """Targets (tokens, for a language model) in the global batch."""
     skipped: bool
-    """The loss or a gradient was not finite, so the update was not applied."""
+    """The update was not applied: the loss or a gradient was not finite, or the gradient norm was above the guard's limit."""
     loss_scale: float | None
     """fp16 only: the scale this step's gradients were computed with."""
     stop_requested: bool
     """Some process was asked to stop (SIGTERM, Ctrl-C) before this step."""
+    save_failed: bool = False
+    """A checkpoint that was being written in the background could not be written."""
     learning_rate: float = 0.0
     """What the step was made with."""
+    max_grad_norm: float = 0.0
+    """What its gradients were clipped to; 0: they were not."""
+    agreed: bool = True
+    """All processes computed the same gradient norm, and all applied the update or none did."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One return to an earlier checkpoint: part of what the run is from then on."""
+
+    number: int
+    """From 1."""
+    at_step: int
+    """The last step that had been attempted."""
+    to_step: int
+    """The step of the checkpoint that was gone back to; what lies between is done again, or passed over."""
+    skip_first: int
+    """The first step that is passed over from now on, counted from 1 ..."""
+    skip_last: int
+    """... and the last one: their samples are not trained on in this epoch."""
+    learning_rate_factor: float = 1.0
+    """What the learning rate is lowered by ..."""
+    lowered_until: int = 0
+    """... up to this step."""
 
 
 @dataclass
@@ -70,6 +102,17 @@ class TrainState:
     recent_skips: list[int] = field(default_factory=list)
     """The guard's memory: step numbers of the last skips, oldest first."""
     consecutive_skips: int = 0
+    consecutive_spikes: int = 0
+    """Steps in a row whose loss was far above those before, or whose gradients were."""
+    first_bad_step: int | None = None
+    """Where the present row of skips and spikes began."""
+    last_incident: int | None = None
+    """The last step that was not finite or spiked: steps near it belong to the same incident."""
+    losses: list[float] = field(default_factory=list)
+    """The guard's window: losses of the last accepted steps, oldest first ..."""
+    grad_norms: list[float] = field(default_factory=list)
+    """... and their gradient norms."""
+    rollbacks: list[Rollback] = field(default_factory=list)
     best_metric: float | None = None
     """`evaluate.metric_for_best_model` at its best so far."""
     best_step: int | None = None

@@ -7,13 +7,14 @@ the host reads the outcome of a step while the next one runs.
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.guard import Limits
 from accel_train.precision import FlooredGradScaler
 from accel_train.state import StepResult
 from accel_train.task import Task
@@ -56,17 +57,29 @@ class StepOutcome:
     learning_rate: float
     numbers: Tensor
     """On the device: [loss sum of this process, gradient norm, 1 where skipped, loss scale]; all but the first are shared."""
-    counts: Tensor | tuple[int, bool]
+    counts: "Tensor | Wishes"
     """[targets, stop requests, ...] over all processes: on the device, or known to the host where it is alone."""
     has_loss_scale: bool
+    max_grad_norm: float
+
+
+class Wishes(NamedTuple):
+    """What a process has to tell the others when a step begins."""
+
+    num_targets: int
+    """Of its share of the step."""
+    stop: bool = False
+    """It was asked to stop."""
+    save_failed: bool = False
+    """A checkpoint that it wrote in the background could not be written."""
 
 
 class Agreement:
     """The one collective of a step: every process sends a packed vector, every process gets the sum.
 
-    It carries the targets of the step that begins, requests to stop, and the loss of the step before. So it needs no second
-    round trip, runs while the first forward does, and lets the host read a step's outcome while the next one computes. A
-    process that is alone agrees with itself, and sends nothing.
+    It carries the wishes of each process, and of the step before its loss and what it made of the gradients. So it needs no
+    second round trip, runs while the first forward does, and lets the host read a step's outcome while the next one
+    computes. A process that is alone agrees with itself, and sends nothing.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -74,23 +87,23 @@ class Agreement:
         self.device = accelerator.device
         # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self._here: tuple[int, bool] = (0, False)
+        self._here = Wishes(0)
         self._sums: Tensor | None = None
         self._work: Any = None
         self._last: StepOutcome | None = None
         self._unread: tuple[StepOutcome, Tensor, Any] | None = None
 
-    def begin(self, num_targets: int, stop_requested: bool, last: StepOutcome | None) -> None:
-        """Send this process's share: targets of this step, wish to stop, loss sum of the last step."""
-        self._here, self._last = (num_targets, stop_requested), last
+    def begin(self, here: Wishes, last: StepOutcome | None) -> None:
+        """Send this process's share: its wishes, and what the last step came to here (loss sum, gradient norm, skipped)."""
+        self._here, self._last = here, last
         if self.world_size == 1:
             return
-        packed = torch.tensor([num_targets, stop_requested, 0.0], dtype=self.dtype)
+        packed = torch.tensor([*here, 0.0, 0.0, 0.0], dtype=self.dtype)
         if self.device.type == "cuda":
             packed = packed.pin_memory()
         self._sums = packed.to(self.device, non_blocking=True)
         if last is not None:
-            self._sums[2] = last.numbers[0]
+            self._sums[len(here) :] = last.numbers[:3]
         self._work = dist.all_reduce(self._sums, async_op=True)
 
     def share_of_a_target(self) -> Tensor:
@@ -100,7 +113,7 @@ class Agreement:
         """
         self._receive()
         if self._sums is None:
-            return torch.full((), 1 / max(self._here[0], 1), device=self.device)
+            return torch.full((), 1 / max(self._here.num_targets, 1), device=self.device)
         return (self.world_size / self._sums[0].clamp(min=1)).float()
 
     def _receive(self) -> None:
@@ -115,7 +128,8 @@ class Agreement:
         numbers = last.numbers
         if isinstance(last.counts, Tensor):
             assert self._sums is not None, "counts come from a collective"
-            numbers = torch.cat((numbers.to(self.dtype), last.counts[:2], self._sums[2:]))
+            wishes = len(self._here)
+            numbers = torch.cat((self._sums[wishes:], numbers[3:].to(self.dtype), last.counts[:wishes]))
         if self.device.type != "cuda":
             self._unread = (last, numbers.cpu(), None)
             return
@@ -133,12 +147,13 @@ class Agreement:
         grad_norm: Tensor,
         skipped: Tensor,
         loss_scale: Tensor | None,
+        max_grad_norm: float,
     ) -> StepOutcome:
         """What the step that began with `begin` left behind, to be given to the next `begin`."""
         scale = skipped if loss_scale is None else loss_scale
         counts = self._here if self._sums is None else self._sums
         numbers = torch.stack((loss_sum, grad_norm, skipped, scale))
-        return StepOutcome(step, learning_rate, numbers, counts, loss_scale is not None)
+        return StepOutcome(step, learning_rate, numbers, counts, loss_scale is not None, max_grad_norm)
 
     def read_last(self) -> StepResult | None:
         """The outcome of the step before the one that runs: its device work is over, so this is no wait in the steady state."""
@@ -148,30 +163,36 @@ class Agreement:
         self._unread = None
         if event is not None:
             event.synchronize()
-        loss_sum, grad_norm, skipped, scale, *agreed = host.numpy().tolist()
-        if isinstance(last.counts, Tensor):
-            num_targets, stop, loss_sum = agreed
-        else:
-            num_targets, stop = last.counts
+        loss_sum, norms, skips, scale, *agreed = host.numpy().tolist()
+        wishes = Wishes(*agreed) if agreed else last.counts
+        assert isinstance(wishes, Wishes), "known to the host, or sent with the sums"
+        grad_norm = norms / self.world_size
         return StepResult(
             step=last.step,
             learning_rate=last.learning_rate,
-            loss=loss_sum / max(num_targets, 1),
+            loss=loss_sum / max(wishes.num_targets, 1),
             grad_norm=grad_norm,
-            num_targets=int(num_targets),
-            skipped=skipped != 0,
+            num_targets=int(wishes.num_targets),
+            skipped=skips != 0,
             loss_scale=scale if last.has_loss_scale else None,
-            stop_requested=bool(stop),
+            stop_requested=bool(wishes.stop),
+            save_failed=bool(wishes.save_failed),
+            max_grad_norm=last.max_grad_norm,
+            agreed=skips in (0, self.world_size),
         )
 
-    def settle(self, stop_requested: bool, last: StepOutcome) -> StepResult:
+    def settle(self, here: Wishes, last: StepOutcome) -> StepResult:
         """The outcome of the last step now, at the price of a wait: before a checkpoint, an evaluation, and the end."""
-        self.begin(0, stop_requested, last)
+        self.begin(here, last)
         self._receive()
         result = self.read_last()
         assert result is not None, "a last step was given"
-        asked_now = stop_requested if self._sums is None else bool(self._sums[1].item())
-        return replace(result, stop_requested=result.stop_requested or asked_now)
+        now = here if self._sums is None else Wishes(*self._sums[: len(here)].tolist())
+        return replace(
+            result,
+            stop_requested=result.stop_requested or bool(now.stop),
+            save_failed=result.save_failed or bool(now.save_failed),
+        )
 
 
 def forward_backward(
@@ -202,13 +223,14 @@ def forward_backward(
     return loss_sums[0] if last == 0 else torch.stack(loss_sums).sum()
 
 
-def update_unless_nonfinite(
+def update_within(
+    limits: Limits,
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[nn.Parameter],
-    max_grad_norm: float,
     scaler: FlooredGradScaler | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Clip the gradients and step, or leave weights, moments and step counters untouched to the bit.
+    """Clip the gradients and step; or, where their norm is not finite or above the limit, leave weights, moments and step
+    counters untouched to the bit.
 
     Returns the gradient norm before clipping, 1.0 where the step was skipped, and the loss scale of its gradients, 0-dim on
     the device. The fused kernels of torch take `found_inf` (1.0: do nothing) and `grad_scale` (divide gradients by it, which is the clip
@@ -221,21 +243,19 @@ def update_unless_nonfinite(
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch.nn.utils.get_total_norm, less its grouping by device and dtype: 40 us a step on a small model.
     grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    skipped = (grad_norm - grad_norm).ne(0).to(grad_norm.dtype)  # x - x is 0, or NaN where x is not finite
-    fused = optimizer.defaults.get("fused", False) and scaler is None
-    if max_grad_norm and not fused:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm, foreach=True)
-    if scaler is not None:
-        scaler.step(optimizer)
-        scaler.update()
-    elif fused:
+    skipped = grad_norm.le(limits.skip).logical_not().to(grad_norm.dtype)  # NaN is less than nothing, Inf than no limit
+    if optimizer.defaults.get("fused", False):
         # On a CPU the flag is there to be seen, and handing a 0 over costs another pass over all step counters.
         is_needed = skipped.device.type != "cpu" or bool(skipped.numpy())
         optimizer.found_inf = skipped if is_needed else None  # type: ignore[attr-defined]
-        optimizer.grad_scale = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0) if max_grad_norm else None  # type: ignore[attr-defined]
+        optimizer.grad_scale = ((grad_norm + 1e-6) / limits.clip).clamp(min=1.0) if limits.clip else None  # type: ignore[attr-defined]
         optimizer.step()
     elif not skipped.item():  # one host sync a step: this device has no fused kernel that could decide by itself
+        if limits.clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limits.clip, grad_norm, foreach=True)
         optimizer.step()
+    if scaler is not None:
+        scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm, skipped, scale
 

@@ -124,14 +124,14 @@ def test_failed_write_leaves_older_checkpoints_and_nothing_else(tmp_path: Path) 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         save(tmp_path, step)
-    removed = rotate(tmp_path, keep=2, best_step=20)
+    removed = rotate(tmp_path, keep=2, spared_steps={20})
     assert [folder.name for folder in removed] == ["step-00000010", "step-00000030"]
     assert [folder.name for folder in checkpoint_folders(tmp_path)] == [
         "step-00000020",
         "step-00000040",
         "step-00000050",
     ]
-    assert rotate(tmp_path, keep=5, best_step=None) == []
+    assert rotate(tmp_path, keep=5, spared_steps={None}) == []
 
 
 def test_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_train import Recipe
+from accel_train.guard import Limits
 from accel_train.loop import run_steps
 from accel_train.optim import build_optimizer
 from accel_train.prepare import prepare_run
 from accel_train.recipe import Optimizer
 from accel_train.signals import StopRequest
-from accel_train.step import update_unless_nonfinite
+from accel_train.step import update_within
 from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +66,7 @@ def test_fused_kernel_refuses_a_nonfinite_step_to_the_bit() -> None:
         model(torch.randn(4, 16, device=device)).square().mean().backward()
         assert parameters[0].grad is not None
         parameters[0].grad[0, 0] += poison
-        _, skipped, _ = update_unless_nonfinite(optimizer, parameters, 1.0, None)
+        _, skipped, _ = update_within(Limits(1.0), optimizer, parameters, None)
         after = [p.detach() for p in parameters] + [t for p in parameters for t in optimizer.state[p].values()]
         if poison == 0.0:
             assert skipped.item() == 0.0

@@ -139,7 +139,7 @@ def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_check
     assert "3 in a row" not in done.stderr
     assert "4 in a row, and guard.max_consecutive_skips allows 3" in done.stderr
     folder = tmp_path / "run"
-    assert [event["step"] for event in events(folder, "skip")] == [8, 9, 10]
+    assert [event["step"] for event in events(folder, "skip")] == [8, 9, 10, 11]
     assert [event["step"] for event in events(folder, "stop")] == [11]
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint(folder, 5).values())
     two = write_recipe_file(

@@ -25,7 +25,7 @@ LAYERS = (
     ("hf",),
     ("hf_face", "rehearse", "find_lr"),
     ("loop",),
-    ("finish",),
+    ("finish", "saving", "rollback", "incident"),
     ("prepare",),
     ("tasks",),
     ("services",),

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.guard import Limits
 from accel_train.optim import build_optimizer
 from accel_train.precision import FlooredGradScaler
 from accel_train.recipe import Optimizer
@@ -15,9 +16,10 @@ from accel_train.step import (
     Agreement,
     MicroBatch,
     TrainingModule,
+    Wishes,
     forward_backward,
     seed_step,
-    update_unless_nonfinite,
+    update_within,
 )
 
 CPU = torch.device("cpu")
@@ -54,7 +56,7 @@ def accelerator() -> Accelerator:
 
 def one_step(accelerator: Accelerator, module: nn.Module, micro_batches: list[MicroBatch]) -> tuple[Tensor, Agreement]:
     agreement = Agreement(accelerator)
-    agreement.begin(sum(count for _, count in micro_batches), False, None)
+    agreement.begin(Wishes(sum(count for _, count in micro_batches)), None)
     return forward_backward(accelerator, module, micro_batches, agreement), agreement
 
 
@@ -122,12 +124,12 @@ def test_nonfinite_step_leaves_weights_moments_and_counters_untouched(
     parameters = list(module.parameters())
     if not first:
         one_step(accelerator, module, cut(rows(8), 1))
-        update_unless_nonfinite(optimizer, parameters, 1.0, None)
+        update_within(Limits(1.0), optimizer, parameters, None)
     before = snapshot(module.model, optimizer)
     bad = rows(8)
     bad["x"][3, 2] = poison
     one_step(accelerator, module, cut(bad, 2))
-    _, skipped, _ = update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    _, skipped, _ = update_within(Limits(1.0), optimizer, parameters, None)
     assert skipped.item() == 1.0
     if first:  # Adam makes its state at the first step; what it made must be as if untouched
         assert all(not tensor.any() for tensor in snapshot(module.model, optimizer)[len(parameters) :])
@@ -138,9 +140,9 @@ def test_nonfinite_step_leaves_weights_moments_and_counters_untouched(
     clean_optimizer = build_optimizer(clean.model, Optimizer(name=name, learning_rate=0.1), CPU)  # type: ignore[arg-type]
     for _ in range(1 if first else 2):
         one_step(accelerator, clean, cut(rows(8), 1))
-        update_unless_nonfinite(clean_optimizer, list(clean.parameters()), 1.0, None)
+        update_within(Limits(1.0), clean_optimizer, list(clean.parameters()), None)
     one_step(accelerator, module, cut(rows(8), 1))
-    update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    update_within(Limits(1.0), optimizer, parameters, None)
     assert_same_bits(snapshot(clean.model, clean_optimizer), snapshot(module.model, optimizer))
 
 
@@ -153,7 +155,7 @@ def test_infinite_loss_with_finite_gradients_is_refused_too(accelerator: Acceler
     optimizer = build_optimizer(module.model, Optimizer(), CPU)
     before = [parameter.detach().clone() for parameter in module.parameters()]
     one_step(accelerator, module, cut(rows(8), 1))
-    _, skipped, _ = update_unless_nonfinite(optimizer, list(module.parameters()), 1.0, None)
+    _, skipped, _ = update_within(Limits(1.0), optimizer, list(module.parameters()), None)
     assert skipped.item() == 1.0
     assert_same_bits(before, [parameter.detach() for parameter in module.parameters()])
 
@@ -165,7 +167,7 @@ def test_update_is_that_of_clip_grad_norm_and_step(accelerator: Accelerator, max
     reference = build_optimizer(theirs, Optimizer(learning_rate=0.01), CPU)
     for _ in range(5):
         one_step(accelerator, TrainingModule(ours, SumOfSquares()), cut(rows(16), 1))  # type: ignore[arg-type]
-        norm, skipped, _ = update_unless_nonfinite(optimizer, list(ours.parameters()), max_grad_norm, None)
+        norm, skipped, _ = update_within(Limits(max_grad_norm), optimizer, list(ours.parameters()), None)
         one_step(accelerator, TrainingModule(theirs, SumOfSquares()), cut(rows(16), 1))  # type: ignore[arg-type]
         expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_grad_norm or math.inf)
         reference.step()
@@ -194,12 +196,12 @@ def test_optimizer_without_a_fused_kernel_skips_as_exactly(accelerator: Accelera
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=False)
     parameters = list(module.parameters())
     one_step(accelerator, module, cut(rows(8), 1))
-    update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    update_within(Limits(1.0), optimizer, parameters, None)
     before = snapshot(module.model, optimizer)
     bad = rows(8)
     bad["y"][0], bad["weight"][0] = math.nan, 1.0
     one_step(accelerator, module, cut(bad, 1))
-    update_unless_nonfinite(optimizer, parameters, 1.0, None)
+    update_within(Limits(1.0), optimizer, parameters, None)
     assert_same_bits(before, snapshot(module.model, optimizer))
 
 
@@ -213,14 +215,14 @@ def test_fp16_overflow_skips_halves_the_scale_and_never_passes_the_floor(acceler
     scales = []
     for _ in range(200):
         one_step(accelerator, module, cut(bad, 2))
-        _, skipped, scale = update_unless_nonfinite(optimizer, list(module.parameters()), 1.0, accelerator.scaler)
+        _, skipped, scale = update_within(Limits(1.0), optimizer, list(module.parameters()), accelerator.scaler)
         assert skipped.item() == 1.0
         scales.append(scale.item())
     assert scales[:6] == [16.0, 8.0, 4.0, 2.0, 1.0, 1.0]
     assert min(scales) == 1.0
     assert_same_bits(before, [parameter.detach() for parameter in module.parameters()])
     one_step(accelerator, module, cut(rows(8), 2))
-    _, skipped, _ = update_unless_nonfinite(optimizer, list(module.parameters()), 1.0, accelerator.scaler)
+    _, skipped, _ = update_within(Limits(1.0), optimizer, list(module.parameters()), accelerator.scaler)
     assert skipped.item() == 0.0
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
@@ -235,25 +237,25 @@ def test_loss_scale_does_not_change_the_update(accelerator: Accelerator) -> None
         optimizer = build_optimizer(model, Optimizer(learning_rate=0.01), CPU)
         for _ in range(3):
             one_step(accelerator, TrainingModule(model, SumOfSquares()), cut(rows(16), 4))  # type: ignore[arg-type]
-            update_unless_nonfinite(optimizer, list(model.parameters()), 0.1, scaler)
+            update_within(Limits(0.1), optimizer, list(model.parameters()), scaler)
     for left, right in zip(plain.parameters(), scaled.parameters()):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
 
 
 def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -> None:
     agreement = Agreement(accelerator)
-    agreement.begin(10, False, None)
+    agreement.begin(Wishes(10), None)
     agreement.share_of_a_target()
     assert agreement.read_last() is None
-    first = agreement.outcome(1, 0.5, torch.tensor(25.0), torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0))
-    agreement.begin(7, True, first)
+    first = agreement.outcome(1, 0.5, torch.tensor(25.0), torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0), 1.0)
+    agreement.begin(Wishes(7, True), first)
     assert agreement.share_of_a_target().item() == pytest.approx(1 / 7)
     result = agreement.read_last()
     assert result is not None
     assert (result.step, result.learning_rate, result.loss, result.num_targets) == (1, 0.5, 2.5, 10)
     assert (result.grad_norm, result.skipped, result.loss_scale, result.stop_requested) == (3.0, False, 2.0, False)
     nan, inf, one = torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1.0)
-    settled = agreement.settle(False, agreement.outcome(2, 0.5, nan, inf, one, None))
+    settled = agreement.settle(Wishes(0), agreement.outcome(2, 0.5, nan, inf, one, None, 1.0))
     assert math.isnan(settled.loss)
     assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
 

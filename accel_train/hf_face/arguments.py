@@ -193,7 +193,9 @@ def to_recipe(
             "keep_best": is_best,
             "load_best_model_at_end": args.load_best_model_at_end,
             "resume": resume,
+            "in_background": False,  # `on_save` comes once the folder is there
         },
+        "guard": {"on_spike": "off", "max_rollbacks": 0},  # transformers has neither
         "evaluate": {
             "every_steps": at.get("evaluate", 0) if has_eval else 0,
             "metric_for_best_model": (args.metric_for_best_model or "loss").removeprefix("eval_"),

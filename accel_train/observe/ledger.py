@@ -7,7 +7,6 @@ import numbers
 import os
 import re
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
+from accel_train.files import write_atomically
 from accel_train.state import Choice, JsonRecord
 
 METRICS_FILE = "metrics.jsonl"
@@ -170,21 +170,6 @@ def read_json(path: Path) -> JsonRecord:
 def read_summary(run_folder: Path) -> JsonRecord:
     """A run's summary.json, NaN and Infinity as floats; FileNotFoundError if the run has not ended."""
     return read_json(Path(run_folder) / SUMMARY_FILE)
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Replace a file in one move, so that a reader or a kill finds the old one or the new one (mode 0600)."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def utc_event(kind: str, step: int, message: str, rank: int | None, facts: Mapping[str, Any]) -> JsonRecord:

@@ -102,6 +102,8 @@ class RunObserver:
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Write down that something happened: when, on which process (None: all), and why, in one sentence."""
         try:
+            if kind == "rollback":
+                self._folder.rewind(facts["to_step"])  # what comes after it is done again
             self._folder.append_event(utc_event(kind, step, message, rank, facts))
         except OSError as error:  # an event often tells of a failure; it must not become a second one
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")

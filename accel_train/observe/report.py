@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from accel_train.files import write_atomically
 from accel_train.observe.curves import Curves
 from accel_train.observe.evaluation import MAX_CLASSES, confusion_matrix, describe_evaluation
 from accel_train.observe.headlines import Run, shared_targets
@@ -20,7 +21,6 @@ from accel_train.observe.ledger import (
     read_events,
     read_json,
     read_metrics,
-    write_atomically,
 )
 from accel_train.observe.pages import compare_baselines, compare_headlines, compare_recipes, describe_run
 from accel_train.state import JsonRecord
