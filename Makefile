@@ -16,7 +16,7 @@ ENCODER := $(VENV)/.encoder
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-all lint format clean
+.PHONY: help setup demo test test-slow test-faults test-gpu test-all lint format clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,15 +41,18 @@ demo: $(INSTALLED) ## Train a small language model on the CPU, from nothing to a
 	$(BIN)/accel-train run recipes/gpt_tiny.yaml
 
 test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
-	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu'
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not faults and not gpu'
 
 test-slow: $(INSTALLED) $(ENCODER) ## The tests that take minutes.
 	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu'
 
+test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for up to half an hour.
+	$(PYTEST) -n $(WORKERS) -m 'faults and not gpu'
+
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	$(PYTEST) -m gpu
 
-test-all: test test-slow ## Everything that needs no GPU.
+test-all: test test-slow test-faults ## Everything that needs no GPU.
 
 lint: $(INSTALLED) ## Lint, formatting and types, without changing a file.
 	$(BIN)/ruff check .
