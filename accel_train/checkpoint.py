@@ -9,29 +9,42 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.files import sync
+from accel_train.files import make_folders, sync
 from accel_train.state import CheckpointError
 
-MANIFEST = "manifest.json"
+MANIFEST, TRAINER = "manifest.json", "trainer.json"
 FORMAT = 1
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+LARGEST_JSON_BYTES = 2**26
+"""Of manifest.json and trainer.json, which are read whole: thousands of times what they hold."""
+_STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 
 Writer = Callable[[Path], None]
 """Writes one file at the path it is given."""
 
 
+class GivenUp(Exception):
+    """A save that nobody waits for any more; what was written of it is removed."""
+
+
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """What `verify` found of one folder; no problem means that a resume can use it."""
+    """What `check` found of one folder; no problem means that a resume can use it."""
 
     path: Path
     step: int
     problem: str | None
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is published."""
+    return root / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
@@ -48,20 +61,24 @@ def checkpoint_folders(root: Path) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
-def publish(root: Path, step: int, writers: Mapping[str, Writer]) -> Path:
+def publish(
+    root: Path, step: int, writers: Mapping[str, Writer], *, given_up: Callable[[], bool] = lambda: False
+) -> Path:
     """Write a checkpoint so that a kill, a full disk or a power cut leaves the old ones or the whole new one.
 
     Raises:
         CheckpointError: it could not be written; what was written of it is removed, older checkpoints are untouched.
+        GivenUp: `given_up`, which is asked before each file, said so.
     """
-    final = root / f"step-{step:08d}"
+    final = folder_of(root, step)
     aside = root / f".tmp-{final.name}-{os.getpid()}"
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(root)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
         files: dict[str, dict[str, Any]] = {}
         for name, write in writers.items():
+            _go_on_unless(given_up())
             path = aside / name
             write(path)
             path.chmod(0o600)
@@ -72,51 +89,93 @@ def publish(root: Path, step: int, writers: Mapping[str, Writer]) -> Path:
         manifest.chmod(0o600)
         sync(manifest)
         sync(aside)
-        if final.exists():  # a broken one of the same step: this one takes its place
-            remove(final)
-        aside.rename(final)
-        sync(root)
+        _go_on_unless(given_up())
+        _move_into_place(aside, final)
     except Exception as error:  # safetensors and the file system raise their own kinds; each leaves the old checkpoints
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, GivenUp):
+            raise
         raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {error}") from error
     return final
 
 
+def _go_on_unless(given_up: bool) -> None:
+    if given_up:
+        raise GivenUp
+
+
+def _move_into_place(aside: Path, final: Path) -> None:
+    """Publish; a checkpoint of the same step stands under a longer name of that step until this one is there."""
+    longer = final.with_name(f"step-{step_of(final):020d}")
+    if final.exists():
+        if longer.exists():
+            remove(longer)
+        final.rename(longer)
+    aside.rename(final)
+    sync(final.parent)
+    if longer.exists():
+        with suppress(OSError):  # this one is published; rotation will come past the other
+            remove(longer)
+
+
 def rotate(root: Path, keep: int, spared_steps: Collection[int | None] = ()) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints and the spared ones (the best, say); returns what was removed."""
-    folders = checkpoint_folders(root)
-    doomed = [folder for folder in folders[:-keep] if step_of(folder) not in spared_steps]
+    """Remove all but the newest `keep` checkpoints and the spared ones (the best, say); returns what was removed.
+
+    Raises:
+        OSError: one could not be removed; the others are.
+    """
+    doomed = [folder for folder in checkpoint_folders(root)[:-keep] if step_of(folder) not in spared_steps]
+    failure: OSError | None = None
     for folder in doomed:
-        remove(folder)
+        try:
+            remove(folder)
+        except OSError as error:
+            failure = error
+    if failure is not None:
+        raise failure
     return doomed
 
 
-def remove_leftovers(root: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what a killed run left half-written or half-removed; call it only while the run folder is locked."""
-    if root.is_dir():
-        for entry in root.iterdir():
+    if folder.is_dir():
+        for entry in folder.iterdir():
             if entry.name.startswith((".tmp-", ".trash-")):
                 shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(".") and entry.name.endswith(".tmp"):  # of files.write_atomically
+                with suppress(OSError):
+                    entry.unlink()
+
+
+def set_broken_aside(folder: Path) -> Path:
+    """Rename a checkpoint that did not prove itself: else it would count among those kept, and be proved each time."""
+    aside = folder.with_name(f"broken-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 def check(folder: Path) -> CheckpointStatus:
     """Hold a checkpoint folder against its manifest: names, sizes, SHA-256."""
     step = step_of(folder)
-    return CheckpointStatus(folder, -1 if step is None else step, _problem(folder, step))
+    try:
+        problem = _problem(folder, step)
+    except OSError as error:
+        problem = f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
+    return CheckpointStatus(folder, -1 if step is None else step, problem)
 
 
 def _problem(folder: Path, step: int | None) -> str | None:
-    if not folder.is_dir():
-        return "there is no such folder"
+    if folder.is_symlink() or not folder.is_dir():
+        return "it is a link" if folder.is_symlink() else "there is no such folder"
+    if not (folder / MANIFEST).exists():
+        return f"{MANIFEST} is missing"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
         if manifest["format"] != FORMAT:
             return f"{MANIFEST} has format {manifest['format']}, and this version reads {FORMAT}"
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
         manifest_step = int(manifest["step"])
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if step is not None and manifest_step != step:
         return f"{MANIFEST} is of step {manifest_step}"
@@ -125,7 +184,7 @@ def _problem(folder: Path, step: int | None) -> str | None:
         path = folder / name
         if name != path.name or name in ("", ".", ".."):
             return f"{MANIFEST} names {name!r}, which is no plain file name"
-        if name not in present or path.is_symlink() or not path.is_file():
+        if name not in present or not _is_plain_file(path):
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
@@ -156,7 +215,7 @@ def newest_valid(root: Path) -> tuple[Path | None, list[CheckpointStatus]]:
 
 
 def verify_run(run_folder: Path) -> list[CheckpointStatus]:
-    """Every checkpoint of a run, oldest first; the last one without a problem is what a resume uses.
+    """Every checkpoint of a run, oldest first.
 
     Raises:
         ValueError: the folder holds no run.
@@ -173,8 +232,49 @@ def remove(folder: Path) -> None:
     It is renamed first: a kill half-way leaves rubbish under a name that is never read, not half a checkpoint.
     """
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
+    shutil.rmtree(trash, ignore_errors=True)
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint: counters, loss scale, identity.
+
+    Raises:
+        CheckpointError: it is not what a run writes.
+    """
+    try:
+        trainer = read_json(folder / TRAINER)
+        if not isinstance(trainer["state"], dict) or not isinstance(trainer["identity"], dict):
+            raise TypeError("state and identity are no objects")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / TRAINER} cannot be read ({type(error).__name__}: {error})") from error
+    return trainer
+
+
+def read_json(path: Path) -> Any:
+    """A small JSON file of a checkpoint.
+
+    Raises:
+        ValueError: it is no plain file, absurdly large, nested too deep, or no JSON.
+    """
+    if not _is_plain_file(path):
+        raise ValueError("no plain file")
+    if path.stat().st_size > LARGEST_JSON_BYTES:
+        raise ValueError(f"{path.stat().st_size} bytes, and {LARGEST_JSON_BYTES} are allowed")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def digest_of_manifest(folder: Path) -> str:
+    """What tells this very checkpoint from another one of the same step."""
+    return _sha256(folder / MANIFEST)
+
+
+def _is_plain_file(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
 
 
 def _sha256(path: Path) -> str:

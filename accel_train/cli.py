@@ -11,28 +11,44 @@ import logging
 import os
 import sys
 import time
-import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from accel_train.flags import RECIPE_COMMANDS, UserError, build_parser, split_settings
-from accel_train.state import CheckpointError, DataError, Preempted, RecipeError, TrainingStopped
+from accel_train.launcher import stop_with_launcher
+from accel_train.peers import is_peer_error
+from accel_train.redaction import keep_secrets_out_of_tracebacks, print_traceback, redact_text
+from accel_train.signals import StopRequest, signals_put_back
+from accel_train.stacks import finish_writing
+from accel_train.state import CheckpointError, DataError, OutOfMemory, Preempted, RecipeError, TrainingStopped
+from accel_train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch import nn
 
     from accel_train.recipe import Recipe
+    from accel_train.rehearsal import Rehearsal
 
 WAIT_FOR_RANK_0_SECONDS = 3.0
+INTERRUPTED = 130
+WRITING_SECONDS = 60.0
+"""How long a process that has failed waits for a checkpoint that is being written."""
+DATA_WORKER_ERRORS = ("DataLoader worker", "DataLoader timed out")
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    with signals_put_back():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None = None) -> int:
     # Where torchao is installed, transformers imports it, and it tells of compiled parts that nothing here uses.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -53,20 +69,32 @@ def program() -> NoReturn:
     """The installed command: `main`, and then the end of the process.
 
     One of several processes ends at once. Python's own way out would stop gloo's threads where they happen to be, and one
-    that still waits for the interpreter's lock then aborts the process (torch 2.13, on a busy machine).
+    that still waits for the interpreter's lock then aborts the process (torch 2.13, on a busy machine). So does a process
+    that was interrupted twice, whose checkpoint may still be written.
     """
-    code = main()
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    stop_with_launcher()
+    keep_secrets_out_of_tracebacks()
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    try:
+        code = _main()
+    except BaseException as error:
+        if is_alone:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if is_alone and code != INTERRUPTED:
+        sys.exit(code)
+    finish_writing(0.0 if code == INTERRUPTED else WRITING_SECONDS)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by whoever read it
+            stream.flush()
+    os._exit(code)
 
 
 def exit_code(error: BaseException) -> int | None:
     """What a failure exits with; None for one that nobody foresaw."""
     kinds: dict[type[BaseException], int] = {
-        UserError: 2, DataError: 2, RecipeError: 2, TrainingStopped: 3, CheckpointError: 4, Preempted: 75, KeyboardInterrupt: 130, MemoryError: 6,
+        UserError: 2, DataError: 2, RecipeError: 2, TrainingStopped: 3, CheckpointError: 4, Preempted: 75, KeyboardInterrupt: INTERRUPTED, MemoryError: 6, OutOfMemory: 6,
     }  # fmt: skip
     for kind, code in kinds.items():
         if isinstance(error, kind):
@@ -83,21 +111,30 @@ def exit_code(error: BaseException) -> int | None:
         or "DefaultCPUAllocator: can't allocate" in text
     ):
         return 6
-    return 5 if isinstance(error, torch.distributed.DistError) or "gloo/transport" in text else None
+    return 5 if is_peer_error(error) or text.startswith(DATA_WORKER_ERRORS) else None
 
 
 def _report(error: BaseException) -> None:
     """One line on stderr for each problem, from one process of all: rank 0, or one that fails where rank 0 does not."""
     rank, who = os.environ.get("RANK", "0"), ""
-    if rank != "0":
-        if isinstance(error, TrainingStopped | CheckpointError | Preempted):
-            return  # all processes have agreed on these, so rank 0 says it
+    watchdog = Watchdog.current
+    if rank != "0" and isinstance(error, TrainingStopped | CheckpointError | Preempted):
+        return  # all processes have agreed on these, so rank 0 says it
+    if watchdog is not None and watchdog.peers is not None:
+        if not watchdog.speaks():
+            return
+        who = "" if rank == "0" or watchdog.first_cause else f"rank {rank}: "
+    elif rank != "0":
         # The launcher ends the others as soon as one has failed: if rank 0 has, it speaks, and this sleep is not survived.
         time.sleep(WAIT_FOR_RANK_0_SECONDS)
         who = f"rank {rank}: "
     if os.environ.get("ACCEL_TRAIN_DEBUG") == "1":
-        traceback.print_exception(error, file=sys.stderr)
-    text = str(error).strip() or type(error).__name__
+        print_traceback(error)
+    text = redact_text(str(error).strip()) or type(error).__name__
+    if watchdog is not None and watchdog.first_cause is not None:
+        text = watchdog.first_cause
+    if isinstance(error, RuntimeError) and text.startswith(DATA_WORKER_ERRORS):
+        text += "; workers read the data ahead (data.num_workers): is the host out of memory, or the storage stuck?"
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted; run the same command to go on from the last checkpoint"
     if exit_code(error) == 6:
@@ -106,6 +143,8 @@ def _report(error: BaseException) -> None:
     kind = "preempted" if isinstance(error, Preempted) else "error"
     for line in text.splitlines():
         print(f"{kind}: {who}{line}", file=sys.stderr, flush=True)
+    if watchdog is not None and not isinstance(error, TrainingStopped | CheckpointError | Preempted):
+        watchdog.see_others_off()
 
 
 @contextmanager
@@ -147,11 +186,14 @@ def _load(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe":
 def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     # Read when torch is imported. On a busy CPU, OpenMP threads that spin for long made steps ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    with users_mistakes():
+    if arguments.accept_changes:
+        settings = [*settings, "--checkpoint.accept_changes", "true"]
+    stop = StopRequest().__enter__()  # to the end of the process, which ends with a code of its own; `main` closes it
+    with users_mistakes(), stop.preparing():
         recipe = _load(arguments, settings)
-        from accel_train.prepare import prepare_run
+        from accel_train.prepare import Extensions, prepare_run
 
-        run = prepare_run(recipe)
+        run = prepare_run(recipe, extensions=Extensions(owns_process=True), stop=stop)
     from accel_train.loop import train_run
 
     try:
@@ -273,20 +315,61 @@ def _report_runs(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
+def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    with users_mistakes():
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}: replay takes one process; start it without a launcher"
+            )
+        from accel_train.replay import format_replay, replay_incident
+
+        with suppress(BdbQuit):  # who leaves the debugger has seen enough
+            print(format_replay(replay_incident(Path(arguments.incident), arguments.device, debug=arguments.debug)))
+    return 0
+
+
 def _verify(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     with users_mistakes():
-        from accel_train.checkpoint import verify_run
+        from accel_train.verify import format_verified, verify
 
-        statuses = verify_run(Path(arguments.run))
-    width = max((len(status.path.name) for status in statuses), default=10)
-    print(f"{'checkpoint'.ljust(width)}  {'step':>10}  state")
-    for status in statuses:
-        print(f"{status.path.name.ljust(width)}  {status.step:>10}  {status.problem or 'ok'}")
-    valid = [status for status in statuses if status.problem is None]
-    if not valid:
+        verified = verify(Path(arguments.run))
+    print(format_verified(verified))
+    if verified.newest is None:
         raise CheckpointError(f"{arguments.run} has no valid checkpoint; --checkpoint.resume never starts anew")
-    print(f"a resume would use {valid[-1].path.name}")
-    return 0
+    return _prove_resume(arguments) if arguments.resume_proof else 0
+
+
+def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    from accel_train.rehearse import rehearse_recipe
+
+    asked = {"processes": arguments.processes, "steps": arguments.steps, "say": _say_aside}
+    return _tell_rehearsal(lambda: rehearse_recipe(arguments.recipe, settings, **asked), with_plan=True)
+
+
+def _prove_resume(arguments: argparse.Namespace) -> int:
+    from accel_train.rehearse import prove_resume
+
+    asked = {"processes": arguments.processes, "steps": arguments.steps, "say": _say_aside}
+    return _tell_rehearsal(lambda: prove_resume(Path(arguments.run), **asked), with_plan=False)
+
+
+def _tell_rehearsal(rehearse: "Callable[[], Rehearsal]", *, with_plan: bool) -> int:
+    from accel_train.rehearsal import format_rehearsal
+    from accel_train.sitting import SittingFailed
+
+    try:
+        with users_mistakes():
+            found = rehearse()
+    except SittingFailed as failed:
+        _report(failed)
+        return failed.exit_code
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(("" if with_plan else "\n") + format_rehearsal(found, colour=colour, with_plan=with_plan))
+    return 0 if found.same else 4
+
+
+def _say_aside(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _doctor(_: argparse.Namespace, __: Sequence[str]) -> int:
@@ -300,12 +383,14 @@ def _doctor(_: argparse.Namespace, __: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "run": _run,
     "plan": _plan,
+    "rehearse": _rehearse,
     "evaluate": _evaluate,
     "predict": _predict,
     "generate": _generate,
     "export": _export,
     "find-lr": _find_lr,
     "report": _report_runs,
+    "replay": _replay,
     "verify": _verify,
     "doctor": _doctor,
 }

@@ -1,6 +1,6 @@
 """Evaluation: every sample once over all processes, weighted by targets; what adds up is summed on the device."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from accel_train.loading import read_batches
+from accel_train.memory import is_out_of_memory
 from accel_train.sampling import evaluation_batches
 from accel_train.step import MicroBatch
 from accel_train.task import TaskData
@@ -31,6 +32,12 @@ class Evaluation:
     num_samples: int
     totals: dict[str, NDArray[Any]]
     """Sums of what the task counts, and `rows_*` in the order of the samples."""
+    piece_size: int
+    """Samples that this process forwarded at once: fewer than asked where memory did not hold them."""
+
+
+class EvaluationLeft(Exception):
+    """An evaluation was left before its end, on all processes, because the run was asked to stop."""
 
 
 @contextmanager
@@ -55,31 +62,80 @@ def evaluate(
     max_samples: int | None,
     num_workers: int,
     pin_memory: bool,
+    piece_size: int | None = None,
+    is_over: Callable[[], bool] | None = None,
+    timeout_seconds: float = 0,
 ) -> Evaluation:
     """The loss and the counts on the evaluation data: the same for any batch size and any number of processes, up to rounding.
 
     `module` is the training module as Accelerate left it inside its wrapper: the wrapper would synchronise processes, and
     they need not have the same number of batches. With `max_samples`, that many samples, evenly spaced. Sums are kept on the
-    device and read once, so memory does not grow with the data; rows cost the host what they hold.
+    device and read once, so memory does not grow with the data; rows cost the host what they hold. A batch is forwarded in
+    pieces of `piece_size` (none: whole); where memory runs out, this process begins again with pieces half as large.
+    `is_over` is asked before each batch.
+
+    Raises:
+        EvaluationLeft: some process was told that it is over before its last batch; raised on all.
     """
-    sums: dict[str, Tensor] = {}
-    rows: dict[str, list[Tensor]] = {}
-    num_targets = 0
-    with evaluation_mode(module):
-        for batch, batch_targets in evaluation_reader(
-            accelerator, data, per_device_batch_size, max_samples, num_workers, pin_memory
-        ):
-            num_targets += batch_targets
-            for name, value in module(batch, "counts").items():
-                if name.startswith(ROWS):
-                    rows.setdefault(name, []).append(value.cpu())
-                else:
-                    value = value.to(_sum_dtype(value))
-                    sums[name] = sums[name] + value if name in sums else value
+    left = False
+
+    def until_over(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        nonlocal left
+        for batch in batches:
+            left = is_over is not None and is_over()
+            if left:
+                return
+            yield batch
+
+    piece = piece_size or per_device_batch_size
+    counted = None
+    while counted is None:
+        reader = evaluation_reader(
+            accelerator, data, per_device_batch_size, max_samples, num_workers, pin_memory, piece, timeout_seconds
+        )
+        try:
+            with evaluation_mode(module):
+                counted = _count(module, until_over(reader))
+        except (RuntimeError, MemoryError) as error:
+            if piece == 1 or not is_out_of_memory(error):
+                raise
+        if counted is None:
+            piece //= 2
+            if accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
+    if is_over is not None and _on_any(accelerator, left):
+        raise EvaluationLeft
+    sums, pieces, num_targets = counted
+    rows = {name: list(torch.cat(values).split(per_device_batch_size)) for name, values in pieces.items()}
     totals = _sum_over_processes(accelerator, sums, num_targets)
     targets = int(totals.pop("num_targets"))
     loss = float(totals["loss_sum"]) / max(targets, 1)
-    return Evaluation(loss, targets, _num_samples(data, max_samples), totals | rows_in_order(accelerator, rows))
+    return Evaluation(loss, targets, _num_samples(data, max_samples), totals | rows_in_order(accelerator, rows), piece)
+
+
+def _on_any(accelerator: Accelerator, here: bool) -> bool:
+    """Whether something is so on some process; asked on all of them."""
+    if accelerator.num_processes == 1:
+        return here
+    anywhere = torch.tensor(int(here), device=accelerator.device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    return bool(anywhere)
+
+
+def _count(module: nn.Module, batches: Iterator[MicroBatch]) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], int]:
+    """Sums on the device, rows on the host batch by batch, and the number of targets."""
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}
+    num_targets = 0
+    for batch, batch_targets in batches:
+        num_targets += batch_targets
+        for name, value in module(batch, "counts").items():
+            if name.startswith(ROWS):
+                rows.setdefault(name, []).append(value.cpu())
+            else:
+                value = value.to(_sum_dtype(value))
+                sums[name] = sums[name] + value if name in sums else value
+    return sums, rows, num_targets
 
 
 def evaluation_reader(
@@ -89,17 +145,21 @@ def evaluation_reader(
     max_samples: int | None,
     num_workers: int,
     pin_memory: bool,
+    piece_size: int | None = None,
+    timeout_seconds: float = 0,
 ) -> Iterator[MicroBatch]:
-    """This process's batches of the evaluation data, on the device."""
+    """This process's batches of the evaluation data, on the device, each in pieces of `piece_size` (none: whole)."""
     assert data.eval is not None
     total, count = len(data.eval), _num_samples(data, max_samples)  # type: ignore[arg-type]
     index_lists = (
-        [int(index) * total // count for index in batch]
+        [int(index) * total // count for index in batch[start : start + (piece_size or per_device_batch_size)]]
         for batch in evaluation_batches(
             count, per_device_batch_size, accelerator.process_index, accelerator.num_processes
         )
+        for start in range(0, len(batch), piece_size or per_device_batch_size)
     )
-    return read_batches(data.eval, data.collate, index_lists, accelerator.device, num_workers, pin_memory)
+    device = accelerator.device
+    return read_batches(data.eval, data.collate, index_lists, device, num_workers, pin_memory, timeout_seconds)
 
 
 def _num_samples(data: TaskData, max_samples: int | None) -> int:

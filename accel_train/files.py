@@ -2,23 +2,48 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Replace a file in one move, so that a reader, a kill or a power cut finds the old one or the new one (mode 0600)."""
+def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Path:
+    """Replace a file in one move, so that a reader or a kill finds the old one or the new one (mode 0600).
+
+    `durable`: so does a power cut, which takes a wait for the disk; without it the file may then be empty.
+    """
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
     return path
+
+
+def make_folders(path: Path) -> None:
+    """Create a folder and its missing parents (mode 0700), their names on the disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        sync(folder.parent)
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Inside, whatever anybody in this process creates is for its owner alone: files 0600, folders 0700."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def sync(path: Path) -> None:

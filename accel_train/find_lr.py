@@ -94,7 +94,10 @@ def _recipe_of_test(recipe: Recipe, num_steps: int, folder: Path) -> Recipe:
         }
     )
     guard = recipe.guard.model_copy(
-        update={"on_nonfinite": "skip", "max_consecutive_skips": num_steps, "max_skips_per_1000_steps": 1000}
+        update={
+            **{"on_nonfinite": "skip", "max_consecutive_skips": num_steps, "max_skips_per_1000_steps": 1000},
+            **{"on_spike": "off", "max_incidents": 0},
+        }
     )
     checkpoint = recipe.checkpoint.model_copy(update={"every_steps": 0, "resume": "auto"})
     evaluate = recipe.evaluate.model_copy(update={"every_steps": 0, "every_epochs": None})

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
 from accel_train import __version__
-from accel_train.evaluation import evaluate
+from accel_train.checkpoint import check, folder_of
+from accel_train.evaluation import EvaluationLeft, evaluate
+from accel_train.files import private_files
 from accel_train.observe import write_report
 from accel_train.observe.ledger import write_json
 from accel_train.prepare import Run
 from accel_train.recipe import Evaluate
-from accel_train.saving import tell_of_saves
+from accel_train.redaction import redact
 from accel_train.snapshot import restore_weights
-from accel_train.state import RecipeError
+from accel_train.state import Preempted, RecipeError
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """In the name of a metric; every other metric is better when it is greater."""
@@ -30,15 +33,21 @@ LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 def evaluate_run(run: Run, *, whole: bool = False) -> bool:
     """Evaluate, and say so to the observer; returns whether this is the best so far and worth a checkpoint.
 
-    Early stopping is decided here, on numbers that all processes share.
+    Early stopping is decided here, on numbers that all processes share. An evaluation that a stop request cuts short finds
+    nothing, and is owed: it is done when the run goes on.
 
     Raises:
         RecipeError: `evaluate.metric_for_best_model` is nothing that this evaluation reports.
     """
     began = time.perf_counter()
     state, section = run.state, run.recipe.evaluate
-    with run.observer.pause(), run.memory.phase("evaluate"), run.averaged():
-        metrics, details = _own_scores(run) if run.evaluate is not None else _task_scores(run, whole)
+    try:
+        with run.observer.pause(), run.memory.phase("evaluate"), run.averaged():
+            metrics, details = _own_scores(run) if run.evaluate is not None else _task_scores(run, whole)
+    except EvaluationLeft:
+        state.evaluation_owed = True
+        return False
+    state.evaluation_owed = False
     seconds = time.perf_counter() - began
     run.observer.on_evaluation(state.step, {**metrics, "seconds": seconds})
     run.last_scores = dict(metrics)
@@ -70,7 +79,14 @@ def _task_scores(run: Run, whole: bool) -> tuple[dict[str, float], dict[str, Any
         max_samples=None if whole else run.recipe.evaluate.max_samples,
         num_workers=run.num_workers,
         pin_memory=run.pin_memory,
+        piece_size=run.evaluation_piece_size,
+        is_over=run.is_evaluation_over,
+        timeout_seconds=run.data_timeout_seconds,
     )
+    if result.piece_size < (run.evaluation_piece_size or run.sizes.per_device_eval_batch_size):
+        run.evaluation_piece_size = result.piece_size
+        said = f"evaluation ran out of memory; this process forwards {result.piece_size} samples at once from now on"
+        run.observer.on_event("out_of_memory", run.state.step, said)
     found = run.task.score(result.loss, result.totals, run.data)
     return {"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details
 
@@ -108,20 +124,27 @@ def is_better(value: float, best: float | None, section: Evaluate) -> bool:
 
 
 def finish_run(run: Run) -> dict[str, Any]:
-    """After the last step: the whole evaluation, the best weights if asked for, `model/`, summary.json and report.html."""
-    run.saver.wait()
-    tell_of_saves(run)
+    """After the last step: the whole evaluation, the best weights if asked for, `model/`, summary.json and report.html.
+
+    Raises:
+        Preempted: the run was asked to stop during an evaluation; all steps are saved.
+    """
     if run.can_evaluate:
         evaluate_run(run, whole=True)
-        if run.recipe.checkpoint.load_best_model_at_end and run.state.best_step not in (None, run.state.step):
-            load_best(run)
+        is_wanted = run.recipe.checkpoint.load_best_model_at_end and run.state.best_step not in (None, run.state.step)
+        if is_wanted and not run.state.evaluation_owed and load_best(run):
             evaluate_run(run, whole=True)
+    if run.state.evaluation_owed:
+        said = f"asked to stop: all {run.state.step} steps are done and saved, and the last evaluation is not"
+        run.observer.on_event("preempted", run.state.step, said)
+        raise Preempted(f"{said}; run the same command again for it")
     if not run.accelerator.is_main_process:
         run.accelerator.wait_for_everyone()
         run.observer.finish({})
         return {}
     with run.averaged():
-        save_model(run)
+        with private_files():
+            save_model(run)
         summary = summarise(run)
     if run.last_details:
         write_json(run.output_dir / "evaluation.json", run.last_details)
@@ -135,14 +158,21 @@ def finish_run(run: Run) -> dict[str, Any]:
     return summary
 
 
-def load_best(run: Run) -> None:
-    """Go back to the weights that evaluated best, on every process."""
-    assert run.state.best_step is not None
-    path = run.output_dir / "checkpoints" / f"step-{run.state.best_step:08d}"
+def load_best(run: Run) -> bool:
+    """Go back to the weights that evaluated best, on every process; False where their checkpoint does not prove itself."""
+    step = run.state.best_step
+    assert step is not None
+    path = folder_of(run.output_dir / "checkpoints", step)
+    problem = [check(path).problem if run.accelerator.is_main_process else None]
+    if run.accelerator.num_processes > 1:
+        broadcast_object_list(problem)
+    if problem[0] is not None:
+        said = f"the weights of step {step} evaluated best, and cannot be used ({problem[0]}): those of the last step are kept"
+        run.observer.on_event("best_model_lost", run.state.step, said)
+        return False
     restore_weights(path, run.inner.model, run.average)
-    run.observer.on_event(
-        "best_model", run.state.step, f"the weights of step {run.state.best_step} evaluated best, and are kept"
-    )
+    run.observer.on_event("best_model", run.state.step, f"the weights of step {step} evaluated best, and are kept")
+    return True
 
 
 def save_model(run: Run) -> Path:
@@ -179,7 +209,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "best_step": run.state.best_step,
         "baselines": run.task.baselines(run.data),
         "sample": run.task.sample(run.recipe, run.inner.model, run.data),
-        "data": run.data.facts,
+        "data": redact(run.data.facts),
         "parameters": sum(parameter.numel() for parameter in run.inner.model.parameters()),
         "world_size": run.sizes.world_size,
         "train_seconds": round(run.observer.train_seconds, 3),

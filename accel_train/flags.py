@@ -8,11 +8,12 @@ from typing import NoReturn
 from accel_train import __version__
 
 RECIPE_COMMANDS = {
-    "run": (),
+    "run": ("--accept-changes",),
     "plan": ("--world-size", "--gpu"),
     "evaluate": ("--data",),
     "predict": ("--out",),
     "find-lr": ("--min", "--max", "--steps", "--out"),
+    "rehearse": ("--processes", "--steps"),
 }
 """Commands that take a recipe's settings as flags, with their own flags."""
 
@@ -55,7 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=about, description=about, usage=usage, allow_abbrev=False)
 
     settings = "[--section.field VALUE ...]"
-    run = add("run", "train; resumes by itself", f"accel-train run RECIPE {settings}")
+    run = add("run", "train; resumes by itself", f"accel-train run RECIPE [--accept-changes] {settings}")
+    run.add_argument(
+        "--accept-changes", action="store_true", help="go on from a checkpoint although the recipe has changed since"
+    )
     plan = add(
         "plan",
         "say everything a run will be, before it costs anything",
@@ -96,7 +100,12 @@ def build_parser() -> argparse.ArgumentParser:
     predict.add_argument(
         "data", nargs="?", metavar="DATA", help="with or without labels; default: what the run held out"
     )
-    for command in (run, plan, find_lr):
+    rehearse = add(
+        "rehearse",
+        "step, evaluate, save, kill, run again: minutes on the real recipe, and whether the result is the same",
+        f"accel-train rehearse RECIPE [--processes N] [--steps K] {settings}",
+    )
+    for command in (run, plan, find_lr, rehearse):
         command.add_argument(
             "recipe", metavar="RECIPE", help="a recipe file; --section.field VALUE overrides any of its settings"
         )
@@ -113,7 +122,23 @@ def build_parser() -> argparse.ArgumentParser:
     report = add("report", "write report.html (and PNGs) of one run, or a comparison of several")
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
     report.add_argument("--out", metavar="FILE", help="where to write the HTML")
+    replay = add("replay", "compute an incident of a run again, module by module")
+    replay.add_argument("incident", metavar="INCIDENT", help="a folder of RUN/incidents")
+    replay.add_argument("--device", metavar="DEVICE", help="cpu or cuda; default: what there is")
+    replay.add_argument(
+        "--debug", action="store_true", help="stop in the debugger at the first module whose output is not finite"
+    )
     verify = add("verify", "check every checkpoint's digests, and say which one a resume would use")
     verify.add_argument("run", metavar="RUN", help="the output_dir of a run")
+    verify.add_argument(
+        "--resume-proof",
+        action="store_true",
+        help="also resume it from copies of its newest checkpoint, once killed and once not, and compare",
+    )
+    for command in (rehearse, verify):
+        command.add_argument(
+            "--processes", type=int, metavar="N", help="default: the GPUs here; for --resume-proof, as many as it had"
+        )
+        command.add_argument("--steps", type=int, default=8, metavar="K", help="of the rehearsal; default: 8")
     add("doctor", "GPUs, driver, versions, precision, launcher, disk: what is wrong, and what to do")
     return parser

@@ -20,6 +20,8 @@ INCIDENT_GAP_STEPS = 10
 """Bad steps closer than this belong to one incident."""
 LARGEST = 3.4028234663852886e38
 """The largest fp32 number: a limit that every finite gradient norm keeps, and neither NaN nor Inf does."""
+LOG_LARGEST = 88.7
+"""Its logarithm, rounded down."""
 SMALLEST_NORM_SPREAD, SMALLEST_LOSS_SPREAD = 0.2, 0.02
 """Of log gradient norms; and of losses, as a part of their median: steps differ by as much without meaning anything."""
 
@@ -98,12 +100,9 @@ class Ladder:
         size = guard.spike_window_steps
         self._losses = Window(state.losses, size, SMALLEST_LOSS_SPREAD, relative=True)
         self._log_norms = Window(state.grad_norms, size, SMALLEST_NORM_SPREAD, relative=False)
-        self._limits = self._next_limits()
-
-    @property
-    def limits(self) -> Limits:
+        self.limits = Limits(max_grad_norm)
         """What the next update is held to."""
-        return self._limits
+        self._measure()
 
     def judge(self, result: StepResult) -> Verdict:
         """The verdict on one step."""
@@ -126,19 +125,18 @@ class Ladder:
         said = f"step {result.step}: not finite ({what}); the update was not applied on any process"
         return self._count_skip(result, said, stop_at_once=self.guard.on_nonfinite == "stop")
 
+    def judge_drift(self, said: str) -> Verdict:
+        """The verdict on weights that differ between processes; `said` is where and how."""
+        return self._go_back(said)
+
     def _judge_finite(self, result: StepResult) -> Verdict:
         state, guard = self.state, self.guard
-        limits, loss_limit = self._limits, self._loss_limit()
-        is_loss_spike = result.loss > loss_limit
-        log_norm, is_norm_spike = math.log(max(result.grad_norm, 1e-30)), False
-        if guard.on_spike != "off" and self._log_norms.armed:
-            norm_limit = self._norm_limit()
-            is_norm_spike = result.grad_norm > norm_limit
-            log_norm = min(log_norm, math.log(norm_limit))
-        if not result.skipped and result.step > self._warmup_steps:
+        limits, loss_limit, norm_limit = self.limits, self._loss_limit, self._norm_limit
+        is_loss_spike, is_norm_spike = result.loss > loss_limit, result.grad_norm > norm_limit
+        if not result.skipped and result.step > self._warmup_steps and guard.on_spike != "off":
             self._losses.add(min(result.loss, loss_limit))
-            self._log_norms.add(log_norm)
-            self._limits = self._next_limits()
+            self._log_norms.add(math.log(min(max(result.grad_norm, 1e-30), norm_limit)))
+            self._measure()
         if not (is_loss_spike or is_norm_spike or result.skipped):
             state.consecutive_skips = state.consecutive_spikes = 0
             state.first_bad_step = None
@@ -146,7 +144,7 @@ class Ladder:
         found = [f"loss={result.loss:.4g}, and {loss_limit:.4g} was expected at most"] if is_loss_spike else []
         if is_norm_spike or result.skipped:
             found.append(
-                f"grad_norm={result.grad_norm:.4g}, and {min(limits.skip, self._norm_limit()):.4g} was expected at most"
+                f"grad_norm={result.grad_norm:.4g}, and {min(limits.skip, norm_limit):.4g} was expected at most"
             )
         said = f"step {result.step}: a spike ({'; '.join(found)})"
         state.consecutive_spikes += 1
@@ -165,7 +163,7 @@ class Ladder:
         if state.consecutive_skips >= guard.max_consecutive_skips and not is_loss_spike:
             # The loss is as before, so nothing has broken: gradients have grown, and what was measured holds no longer.
             self._log_norms.forget()
-            self._limits = self._next_limits()
+            self._measure()
             state.consecutive_skips = 0
             return Verdict("spike", f"{said}; the loss is as before, so gradient norms are measured anew")
         return self._count_skip(result, said, stop_at_once=False)
@@ -206,23 +204,22 @@ class Ladder:
         state.last_incident = result.step
         return is_first
 
-    def _loss_limit(self) -> float:
-        if self.guard.on_spike == "off" or not self._losses.armed:
-            return math.inf
-        return self._losses.limit(self.guard.spike_threshold)
-
-    def _norm_limit(self) -> float:
-        if self.guard.on_spike == "off" or not self._log_norms.armed:
-            return LARGEST
-        return math.exp(min(self._log_norms.limit(self.guard.spike_threshold), math.log(LARGEST)))
-
-    def _next_limits(self) -> Limits:
-        norm_limit, clip = self._norm_limit(), self._max_grad_norm
-        if norm_limit >= LARGEST or self.guard.on_spike == "off":
-            return Limits(clip)
-        if self.guard.on_spike == "clip":
-            return Limits(min(clip, norm_limit) if clip else norm_limit)
-        return Limits(clip, norm_limit)
+    def _measure(self) -> None:
+        """What is far too large from now on, and what the next update is held to."""
+        guard, clip = self.guard, self._max_grad_norm
+        self._loss_limit, self._norm_limit = math.inf, math.inf
+        if guard.on_spike == "off":
+            return
+        if self._losses.armed:
+            self._loss_limit = self._losses.limit(guard.spike_threshold)
+        if not self._log_norms.armed:
+            self.limits = Limits(clip)
+            return
+        norm_limit = self._norm_limit = math.exp(min(self._log_norms.limit(guard.spike_threshold), LOG_LARGEST))
+        if guard.on_spike == "clip":
+            self.limits = Limits(min(clip, norm_limit) if clip else norm_limit)
+        else:
+            self.limits = Limits(clip, norm_limit)
 
 
 def plan_rollback(
@@ -231,14 +228,17 @@ def plan_rollback(
     """The next rollback of a run: which steps are passed over, and whether the learning rate is lowered.
 
     The steps that are passed over begin half a window before the onset (what led to it was read before it) and never
-    before the checkpoint; they cover all bad steps, and leave the last step of the run. The learning rate is lowered where
-    no checkpoint has become healthy since the rollback before: it is the second time in one region.
+    before the checkpoint; they go on for half a window after the last bad step, whose like may follow, and leave the last
+    step of the run. The window of `auto` is a fiftieth of the run at most: each step that is passed over is one that does
+    not train. The learning rate is lowered where no checkpoint has become healthy since the rollback before: it is the
+    second time in one region.
     """
     asked = guard.rollback_skip_steps
-    width = min(200, math.ceil(steps_per_epoch / 10)) if asked == "auto" else asked
+    widest = min(200, math.ceil(steps_per_epoch / 10), math.ceil(max_steps / 50))
+    width = widest if asked == "auto" else asked
     onset = at_step if state.first_bad_step is None else state.first_bad_step
     first = max(to_step + 1, onset - width // 2)
-    last = min(max(at_step, first + width - 1), max_steps - 1)
+    last = min(at_step + width - width // 2, max_steps - 1)
     again = bool(state.rollbacks) and to_step <= state.rollbacks[-1].skip_last
     return Rollback(
         number=len(state.rollbacks) + 1,
@@ -248,6 +248,7 @@ def plan_rollback(
         skip_last=last,
         learning_rate_factor=guard.lowered_learning_rate if again else 1.0,
         lowered_until=last + guard.lowered_steps if again else 0,
+        num_skipped_steps=state.num_skipped_steps,
     )
 
 

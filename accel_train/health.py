@@ -1,9 +1,10 @@
 """Which checkpoints are healthy: those that so many clean steps in a row have followed. Only these are gone back to."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
-from accel_train.checkpoint import checkpoint_folders, step_of
+from accel_train.checkpoint import checkpoint_folders, digest_of_manifest, folder_of, read_json, step_of
 from accel_train.files import write_atomically
 
 TAGS = "healthy.json"
@@ -22,21 +23,24 @@ class Health:
 
     def saved(self, step: int) -> None:
         """A checkpoint of this step exists from now on."""
-        if self._root is not None:
+        if self._root is not None and step not in self._waiting:
             self._waiting.append(step)
 
     def note(self, step: int, *, clean: bool) -> None:
         """A step was done; tag what has been followed by enough clean ones."""
         if not clean:
             self._last_bad = step
-        if not self._waiting or step - self._waiting[0] < self._after_steps:
-            return
-        if step - self._last_bad < self._after_steps:
+        if not self._waiting or step - max(self._waiting[0], self._last_bad) < self._after_steps:
             return
         assert self._root is not None
         tagged = [saved for saved in self._waiting if step - saved >= self._after_steps]
-        self._waiting = [saved for saved in self._waiting if saved not in tagged]
-        write_tags(self._root, healthy_steps(self._root) | set(tagged))
+        if add_tags(self._root, tagged):
+            self._waiting = [saved for saved in self._waiting if saved not in tagged]
+
+    def go_back(self, to_step: int) -> None:
+        """The run goes on from the checkpoint of this step: what was saved and noted after it counts no more."""
+        self._waiting = [saved for saved in self._waiting if saved <= to_step]
+        self._last_bad = min(self._last_bad, to_step)
 
 
 def steps_of(root: Path) -> list[int]:
@@ -45,17 +49,44 @@ def steps_of(root: Path) -> list[int]:
 
 
 def healthy_steps(root: Path) -> set[int]:
-    """The steps of the checkpoints that are there and tagged."""
-    try:
-        tagged = json.loads((root / TAGS).read_text(encoding="utf-8"))["steps"]
-        return set(map(int, tagged)) & set(steps_of(root))
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
+    """The steps of the checkpoints that are there and tagged.
+
+    A tag names the manifest it was given for, so another checkpoint of the same step does not inherit it.
+    """
+    return {step for step, digest in _read_tags(root).items() if digest == _digest(root, step)}
 
 
-def write_tags(root: Path, steps: set[int]) -> None:
-    """Replace the tags, whole or not at all; a full disk costs the tags, not the run."""
+def steps_to_spare(root: Path) -> set[int]:
+    """What rotation leaves for a rollback: the newest healthy checkpoint, and the oldest one after it, which is next to be.
+
+    Without that one, a run that saves often would remove each checkpoint before enough steps have followed it.
+    """
+    newest = max(healthy_steps(root), default=-1)
+    later = [step for step in steps_of(root) if step > newest]
+    return {newest, *later[:1]}
+
+
+def add_tags(root: Path, steps: Collection[int]) -> bool:
+    """Tag checkpoints as healthy; False where that could not be written (a full disk costs the tags, not the run)."""
+    known = {step: digest for step, digest in _read_tags(root).items() if digest == _digest(root, step)}
+    new = {step: digest for step in steps if (digest := _digest(root, step)) is not None}
+    content = json.dumps({"steps": {str(step): digest for step, digest in sorted((known | new).items())}}, indent=1)
     try:
-        write_atomically(root / TAGS, json.dumps({"steps": sorted(steps)}).encode())
+        write_atomically(root / TAGS, content.encode(), durable=False)  # the loop does not wait for a disk
     except OSError:
-        return
+        return False
+    return True
+
+
+def _digest(root: Path, step: int) -> str | None:
+    try:
+        return digest_of_manifest(folder_of(root, step))
+    except OSError:
+        return None
+
+
+def _read_tags(root: Path) -> dict[int, str]:
+    try:
+        return {int(step): str(digest) for step, digest in read_json(root / TAGS)["steps"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

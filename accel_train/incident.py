@@ -1,21 +1,220 @@
 """Looking into a bad step: which process, which samples, which module, and whether it happens again."""
 
-from dataclasses import dataclass
+import json
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors.torch import save
+from torch import Tensor
+
+from accel_train.checkpoint import checkpoint_folders, step_of
+from accel_train.diagnosis import Finding, Question, examine
+from accel_train.finish import environment
 from accel_train.guard import Verdict
+from accel_train.incident_writing import free_name, last_losses, weights_of, write_incident
+from accel_train.observe.incident_record import (
+    FORMAT,
+    INCIDENTS,
+    TEXT,
+    WEIGHTS,
+    batch_file,
+    classify,
+    heaviest_sample,
+    incident_folders,
+    next_actions,
+    summarise_incident,
+)
 from accel_train.prepare import Run
-from accel_train.state import StepResult
+from accel_train.redaction import redact
+from accel_train.rerun import RandomState
+from accel_train.state import JsonRecord, StepResult
 from accel_train.step import MicroBatch
+
+MAX_ORIGINS = 10
+MAX_BATCHES = 4
+"""Processes whose micro-batches are kept with an incident."""
+MAX_BATCH_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class Cause:
     """What was found out about a bad step."""
 
-    folder_name: str
+    folder_name: str | None
+    """Below `incidents/`; None where it could not be written, and on processes that write none."""
     sentence: str
 
 
 def look_into(run: Run, result: StepResult, verdict: Verdict, micro_batches: list[MicroBatch]) -> Cause | None:
-    """Find the cause of a bad step."""
-    return None
+    """Find the cause of a bad step: all processes compute it again, and the main process writes down what they found.
+
+    Weights, gradients that wait for their update, moments, buffers and random numbers are left as they are. None where the
+    run has had its share of incidents (`guard.max_incidents`).
+    """
+    with run.observer.pause():
+        if not _is_wanted(run):
+            return None
+        question = _question(run, result)
+        finding, states = examine(run.inner, micro_batches, question, run.accelerator.device)
+        findings = gather_object([_as_record(run, finding, result)])
+        record = _record(run, result, verdict, findings)
+        batches = _collect_batches(run, record, finding, micro_batches, states)
+        sentence = record["sentence"]
+        if not run.accelerator.is_main_process:
+            return Cause(None, sentence)
+        try:
+            folder = _write(run, record, batches)
+        except Exception as error:  # a full disk, say: it costs the folder, and not the run
+            return Cause(None, f"{sentence}. The incident could not be written: {error}")
+        return Cause(folder.name, f"{sentence}; see {INCIDENTS}/{folder.name}/{TEXT}")
+
+
+def _is_wanted(run: Run) -> bool:
+    allowed = run.recipe.guard.max_incidents
+    wanted = [run.accelerator.is_main_process and len(incident_folders(run.output_dir)) < allowed]
+    if run.accelerator.num_processes > 1:
+        broadcast_object_list(wanted)
+    return wanted[0]
+
+
+def _question(run: Run, result: StepResult) -> Question:
+    return Question(
+        step=result.step,
+        seed=run.recipe.seed,
+        rank=run.accelerator.process_index,
+        world_size=run.accelerator.num_processes,
+        num_targets=result.num_targets,
+        loss_scale=result.loss_scale,
+        samples=_samples(run, result.step - 1),
+        is_spike=result.finite,
+        compiled=run.recipe.precision.compile is not False,
+        seconds=run.recipe.guard.incident_seconds,
+    )
+
+
+def _samples(run: Run, step: int) -> list[list[int]] | None:
+    """The samples of this process's micro-batches in a 0-based step, as indices into the training data."""
+    if run.data.step_batches is not None:
+        return None
+    order, sizes = run.order, run.sizes
+    rank, world_size = run.accelerator.process_index, run.accelerator.num_processes
+    share = order.rank_micro_batches(step, rank, world_size, sizes.per_device_batch_size)
+    return share or [
+        order.step_samples(step)[:1].tolist()
+    ]  # a short step: one of another process, which weighs nothing
+
+
+def _as_record(run: Run, finding: Finding, result: StepResult) -> JsonRecord:
+    """A finding as plain values, with what only the run knows of it."""
+    where, has_indices = run.data.where, run.data.step_batches is None
+    named = finding.samples or [int(each["sample"]) for each in finding.heaviest]
+    origins = []
+    if where is not None and has_indices:
+        try:
+            origins = [f"{index}: {where(index)}" for index in named[:MAX_ORIGINS]]
+        except Exception as error:  # of the data set; what is known without it is worth more
+            origins = [f"not known: {error}"]
+    return {
+        **asdict(finding),
+        "loss_sum_then": result.loss_sum_here,
+        "unit": "sample" if has_indices else "row",
+        "origins": origins,
+        "host": socket.gethostname(),
+    }
+
+
+def _record(run: Run, result: StepResult, verdict: Verdict, findings: list[JsonRecord]) -> JsonRecord:
+    record: JsonRecord = {
+        "format": FORMAT,
+        "run": run.output_dir.name,
+        "step": result.step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "kind": "spike" if result.finite else "not finite",
+        "action": verdict.action,
+        "reason": verdict.reason,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        "loss_scale": result.loss_scale,
+        "max_grad_norm": result.max_grad_norm,
+        "skipped": result.skipped,
+        "num_targets": result.num_targets,
+        "precision": run.choices["precision.mixed_precision"].value,
+        "seed": run.recipe.seed,
+        "world_size": run.accelerator.num_processes,
+        "processes": findings,
+        "seconds": max(each["seconds"] for each in findings),
+    }
+    record["classification"] = classify(record)
+    record["sentence"] = summarise_incident(record)
+    return record
+
+
+def _collect_batches(
+    run: Run, record: JsonRecord, finding: Finding, micro_batches: list[MicroBatch], states: list[RandomState]
+) -> dict[str, bytes]:
+    """The bad micro-batches of up to `MAX_BATCHES` processes, each sent to all in its turn: never all of them at once."""
+    kept = {}
+    for rank in _ranks_to_keep(record):
+        content: list[Any] = [None]
+        if rank == run.accelerator.process_index:
+            content = [_packed(finding, micro_batches, states)]
+        if run.accelerator.num_processes > 1:
+            broadcast_object_list(content, from_process=rank)
+        if content[0] is not None and run.accelerator.is_main_process:
+            kept[batch_file(rank)] = content[0]
+    record["batches"] = [{"file": name} for name in kept]
+    return kept
+
+
+def _ranks_to_keep(record: JsonRecord) -> list[int]:
+    """The processes whose micro-batches are worth keeping: the same answer on all."""
+    findings, heaviest = record["processes"], heaviest_sample(record)
+    if heaviest is not None:
+        return [heaviest[0]["rank"]]
+    bad = [each["rank"] for each in findings if each["happens_again"] or each["error"]]
+    then = [each["rank"] for each in findings if not math.isfinite(each["loss_sum_then"])]
+    return (bad or then or [each["rank"] for each in findings if len(findings) == 1])[:MAX_BATCHES]
+
+
+def _packed(finding: Finding, micro_batches: Sequence[MicroBatch], states: Sequence[RandomState]) -> bytes | None:
+    """Micro-batches as a safetensors file: `0/input_ids`, with the random numbers that stood before each."""
+    numbers = range(len(states)) if finding.micro_batch is None else [finding.micro_batch]
+    tensors: dict[str, Tensor] = {}
+    num_targets: dict[int, int] = {}
+    try:
+        for number in numbers:
+            batch, num_targets[number] = micro_batches[number]
+            for name, value in batch.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{number}/{name}"] = value.detach().cpu().contiguous().clone()
+            tensors[f"{number}/random_state.host"] = states[number].host
+            if (cuda := states[number].cuda) is not None:
+                tensors[f"{number}/random_state.cuda"] = cuda
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > MAX_BATCH_BYTES:
+            return None
+        return save(tensors, metadata={"num_targets": json.dumps(num_targets)})
+    except Exception:  # the others wait for this process's turn to end, whatever comes of it
+        return None
+
+
+def _write(run: Run, record: JsonRecord, batches: dict[str, bytes]) -> Path:
+    """What only the main process knows, and the folder."""
+    record["folder"] = free_name(run.output_dir, record["step"])
+    weights = weights_of(run.inner.model)
+    before = [step for path in checkpoint_folders(run.saver.root) if (step := step_of(path)) and step < record["step"]]
+    record["weights"] = {
+        "file": None if weights is None else WEIGHTS,
+        "checkpoint": f"step-{before[-1]:08d}" if weights is None and before else None,
+        "of": "those that it was computed with" if record["skipped"] else "after its update, which was clipped",
+    }
+    record["last_losses"] = last_losses(run.output_dir) or list(enumerate(run.state.losses[-50:]))
+    record["environment"] = environment(run.accelerator.device)
+    record["next"] = next_actions(record)
+    return write_incident(run.output_dir, redact(record), batches, weights)

@@ -1,6 +1,8 @@
 """From the data order to micro-batches on the device: who reads, how far ahead, and how it gets to the GPU."""
 
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,6 +55,7 @@ def step_batches(
     device: torch.device,
     num_workers: int,
     pin_memory: bool,
+    timeout_seconds: float = 0,
     passed_over: Callable[[int], bool] = lambda step: False,
 ) -> Iterator[tuple[int, list[MicroBatch]]]:
     """Each step from `first_step` (0-based) on that is not passed over, with its micro-batches on the device.
@@ -81,7 +84,7 @@ def step_batches(
 
     counts: deque[int] = deque()  # of the steps that readers have been told of: they run ahead
     index_lists = (indices for share in shares() for indices in share)
-    micro_batches = read_batches(dataset, data.collate, index_lists, device, num_workers, pin_memory)
+    micro_batches = read_batches(dataset, data.collate, index_lists, device, num_workers, pin_memory, timeout_seconds)
     for step in steps():
         batch, num_targets = next(micro_batches)
         count = counts.popleft()
@@ -107,8 +110,13 @@ def read_batches(
     device: torch.device,
     num_workers: int,
     pin_memory: bool,
+    timeout_seconds: float = 0,
 ) -> Iterator[MicroBatch]:
-    """Samples by lists of indices, as micro-batches on the device, in the order asked for."""
+    """Samples by lists of indices, as micro-batches on the device, in the order asked for.
+
+    Raises:
+        RuntimeError: a worker has died, or gave no batch for `timeout_seconds` (0: it is waited for).
+    """
     if num_workers == 0:
         batches: Iterator[dict[str, Any]] = (collate(fetch(dataset, indices)) for indices in index_lists)
     else:
@@ -119,6 +127,8 @@ def read_batches(
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=4,
+            timeout=timeout_seconds,
+            worker_init_fn=_listen_to_parent_alone,
             # Of its own, because creating the iterator draws from it, and the global one belongs to the model.
             generator=torch.Generator(),
         )
@@ -126,6 +136,25 @@ def read_batches(
     for batch in batches:
         num_targets = batch.pop("num_targets")
         yield _to_device(batch, device, pin_memory and num_workers == 0), num_targets
+
+
+def _listen_to_parent_alone(worker: int) -> None:
+    """In a worker: what asks the job to stop (Ctrl-C, a scheduler's signal to all its processes) is for the training to answer.
+
+    It needs its workers for the step that it ends with, and ends them itself.
+    """
+    for name in ("SIGINT", "SIGUSR1"):
+        if (number := getattr(signal, name, None)) is not None:
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_parent_asks, daemon=True).start()
+
+
+def _end_when_the_parent_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _to_device(batch: dict[str, Any], device: torch.device, pin: bool) -> dict[str, Any]:

@@ -5,6 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_train.drift import check_drift
+from accel_train.fallback import (
+    NewSizes,
+    RanOutOfMemory,
+    forward_backward_or_run_out,
+    free_memory,
+    smaller_micro_batches,
+)
 from accel_train.finish import evaluate_run, finish_run
 from accel_train.guard import is_passed_over
 from accel_train.incident import look_into
@@ -13,10 +21,11 @@ from accel_train.memory import collect_garbage, garbage_collected_at_steps
 from accel_train.prepare import Run, prepare_run
 from accel_train.recipe import Recipe
 from accel_train.rollback import RollBack, roll_back
-from accel_train.saving import raise_save_error, save_run, tell_of_saves
+from accel_train.running_statistics import RunningStatistics
+from accel_train.saving import raise_save_error, save_run, saves_finished, tell_of_saves
 from accel_train.signals import StopRequest
-from accel_train.state import Preempted, Requests, StepResult, TrainingStopped
-from accel_train.step import Agreement, MicroBatch, StepOutcome, forward_backward, seed_step, update_within
+from accel_train.state import OutOfMemory, Preempted, Requests, StepResult, TrainingStopped
+from accel_train.step import Agreement, MicroBatch, StepOutcome, seed_step, update_within
 
 
 @dataclass(frozen=True)
@@ -37,24 +46,31 @@ def train(recipe: Recipe) -> RunResult:
         CheckpointError: no checkpoint could be read or written.
         Preempted: the run was asked to stop, and saved; call it again to go on.
     """
-    return train_run(prepare_run(recipe))
+    with StopRequest() as stop:
+        return train_run(prepare_run(recipe, stop=stop))
 
 
 def train_run(run: Run) -> RunResult:
     """Train a prepared run to its end, and write what is left of it: evaluation, weights, summary, report."""
-    with run.resources, StopRequest() as stop:
+    with run.resources, run.stop as stop:
+        run.watch()
         with run.memory.phase("train"), garbage_collected_at_steps():
             run_steps(run, stop)
         return RunResult(run.output_dir, finish_run(run))
 
 
 def run_steps(run: Run, stop: StopRequest) -> None:
-    """Every step of the run; after a rollback, again from the step that was gone back to."""
-    while True:
-        try:
-            return steps_in_order(run, stop)
-        except RollBack as asked:
-            roll_back(run, asked)
+    """Every step of the run; after a rollback, again from the step that was gone back to; out of memory, in smaller pieces."""
+    with saves_finished(run):
+        while True:
+            try:
+                if run.state.evaluation_owed:
+                    between_steps(run, stopping=False)
+                return steps_in_order(run, stop)
+            except RollBack as asked:
+                roll_back(run, asked)
+            except RanOutOfMemory as told:
+                use_smaller_micro_batches(run, told)
 
 
 def steps_in_order(run: Run, stop: StopRequest) -> None:
@@ -68,17 +84,22 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     agreement = Agreement(run.accelerator)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []
+    sizes, statistics = NewSizes(run.order), RunningStatistics(run.inner)
     for step, micro_batches in batches_from(run, state.step):
         seed_step(recipe.seed, step, run.accelerator.process_index, run.accelerator.device)
         learning_rate = run.set_learning_rate(step)
+        statistics.keep()
         # One collective a step, under way while the first forward runs.
         agreement.begin(run.wishes(stop.requested, micro_batches), last)
-        loss_sum = forward_backward(run.accelerator, run.module, micro_batches, agreement)
+        loss_sum = forward_backward_or_run_out(run.accelerator, run.module, micro_batches, agreement, step, sizes)
         previous = agreement.read_last()
         if previous is not None:
             account(run, previous, last_batches)
+        if isinstance(loss_sum, RanOutOfMemory):
+            raise loss_sum
         limits = guard.limits
         grad_norm, skipped, loss_scale = update_within(limits, run.optimizer, run.parameters, scaler)
+        statistics.put_back(skipped)
         if run.average is not None:
             run.average.update(step, skipped)
         state.step = step + 1
@@ -124,6 +145,28 @@ def account(run: Run, result: StepResult, micro_batches: list[MicroBatch]) -> St
     return result
 
 
+def use_smaller_micro_batches(run: Run, told: RanOutOfMemory) -> None:
+    """Go on from the step that ran out of memory with smaller micro-batches: the same samples, the same loss.
+
+    Raises:
+        OutOfMemory: they hold one sample already, or the data comes in batches of its own.
+    """
+    free_memory(run.optimizer, run.accelerator.device)
+    sizes, step = run.sizes, run.state.step + 1
+    who = " and ".join(f"process {rank}" for rank in told.ranks)
+    held = f"{who} ran out of memory in step {step} with {_samples(sizes.per_device_batch_size)} per micro-batch"
+    smaller = smaller_micro_batches(sizes) if run.data.step_batches is None else None
+    if smaller is None:
+        raise OutOfMemory(f"{held} ({told.said})")
+    run.sizes = smaller
+    run.accelerator.gradient_accumulation_steps = smaller.gradient_accumulation_steps
+    run.observer.on_event("out_of_memory", step, f"{held}; going on with {smaller.reason}", ranks=told.ranks)
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
 def between_steps(run: Run, stopping: bool) -> None:
     """What is due at this step: evaluate, save, end the run early, or stop and be run again.
 
@@ -132,16 +175,22 @@ def between_steps(run: Run, stopping: bool) -> None:
         CheckpointError: a checkpoint could not be written.
     """
     state, asked = run.state, run.requests or Requests()
-    improved = (run.evaluation_due() or (asked.evaluate and run.can_evaluate)) and evaluate_run(run)
+    if run.drift_check_due(stopping):
+        check_drift(run)
+    due = run.evaluation_due() or state.evaluation_owed or (asked.evaluate and run.can_evaluate)
+    improved = due and evaluate_run(run)
+    stopping |= state.evaluation_owed
     state.stopped_early |= asked.stop
     if improved or stopping or state.stopped_early or asked.save or run.checkpoint_due():
         save_run(run, wait=stopping or state.stopped_early or state.step >= run.max_steps)
     asked.stop = asked.save = asked.evaluate = False
     if stopping and state.step < run.max_steps and not state.stopped_early:
-        run.observer.on_event("preempted", state.step, f"asked to stop: saved at step {state.step} of {run.max_steps}")
-        raise Preempted(
-            f"asked to stop: saved at step {state.step} of {run.max_steps}; run the same command again to go on"
+        said = f"asked to stop: saved at step {state.step} of {run.max_steps}"
+        run.observer.on_event("preempted", state.step, said, peak_memory_bytes=dict(run.memory.peaks))
+        again = (
+            "run the same command again" if run.recipe.checkpoint.resume == "auto" else "set checkpoint.resume to auto"
         )
+        raise Preempted(f"{said}; {again} to go on")
 
 
 def batches_from(run: Run, first_step: int) -> Iterator[tuple[int, list[MicroBatch]]]:
@@ -158,5 +207,6 @@ def batches_from(run: Run, first_step: int) -> Iterator[tuple[int, list[MicroBat
         device=run.accelerator.device,
         num_workers=run.num_workers,
         pin_memory=run.pin_memory,
+        timeout_seconds=run.data_timeout_seconds,
         passed_over=lambda step: is_passed_over(step + 1, run.state.rollbacks),
     )

@@ -45,6 +45,16 @@ def collect_garbage(step: int) -> None:
         gc.collect(1)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the host; torch says so in several kinds of error."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "DefaultCPUAllocator: can't allocate" in text
+    )
+
+
 class PeakMemory:
     """The largest memory of each phase of a run, in bytes: allocated by tensors on a GPU, resident in RAM on a CPU.
 
@@ -55,6 +65,11 @@ class PeakMemory:
         self.device = device
         self.peaks: dict[str, int] = {}
         self._phases: list[str] = []
+
+    @property
+    def current_phase(self) -> str:
+        """What is counted now; nothing where no phase has begun."""
+        return "".join(self._phases[-1:])
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -81,6 +81,8 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
+        if "custom code" in reason:
+            reason = "it brings code of its own; read that, and set model.trust_remote_code to run it"
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error

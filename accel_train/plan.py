@@ -20,7 +20,8 @@ from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
 from accel_train.precision import choose_mixed_precision
 from accel_train.recipe import Precision, Recipe
 from accel_train.recipe_names import recipe_names
-from accel_train.recipe_writing import redact, setting_lines
+from accel_train.recipe_writing import setting_lines
+from accel_train.redaction import redact
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.schedule import StepPlan
 from accel_train.state import Choice
@@ -151,10 +152,19 @@ def resolve_plan(
         flops_per_target=flops_per_target,
         memory=tuple(memory),
         checkpoint_bytes=4 * num_parameters + moments,
-        num_checkpoints=recipe.checkpoint.keep + 1 + (recipe.checkpoint.keep_best and data.eval is not None),
+        num_checkpoints=most_checkpoints(recipe, data.eval is not None),
         peak_flops=peak_flops(device, _peak_dtype(recipe.precision, precision.value)),
         notes=tuple(_notes(recipe, data, gpu)),
     )
+
+
+def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
+    """How many checkpoints are on the disk at once: those kept, one being written, the best, and two for a rollback where
+    none of those kept is old enough for it."""
+    section, guard = recipe.checkpoint, recipe.guard
+    oldest_kept_steps = (section.keep - 1) * section.every_steps
+    too_young = bool(guard.max_rollbacks and section.every_steps and oldest_kept_steps < guard.healthy_after_steps)
+    return section.keep + 1 + (section.keep_best and evaluates) + 2 * too_young
 
 
 def longest_samples(data: TaskData, count: int) -> Sequence[Any]:

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.batching import BatchSizes
+from accel_train.launcher import stop_with_launcher
 from accel_train.memory import keep_freed_memory
 from accel_train.recipe import Guard, Precision
 from accel_train.state import Choice
@@ -19,6 +20,7 @@ COLLECTIVE_TIMEOUT_SECONDS = 1800
 
 def start_processes() -> PartialState:
     """Join the other processes of the launcher, if any: the world size is known after this and not before."""
+    stop_with_launcher()
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
     return PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
 

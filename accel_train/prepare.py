@@ -6,7 +6,7 @@ a model is built.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +17,14 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
 
+from accel_train.agreement_check import check_agreement
 from accel_train.batching import BatchSizes, resolve_batch
 from accel_train.compiling import compile_module
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, learning_rate_factor
 from accel_train.health import Health
+from accel_train.identity import run_identity
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.memory import PeakMemory
 from accel_train.observe import (
@@ -35,20 +37,26 @@ from accel_train.observe import (
     Trackers,
     peak_flops,
 )
+from accel_train.observe.ledger import read_events
 from accel_train.observe.several import Several
 from accel_train.optim import build_optimizer, name_parameters, set_learning_rate
+from accel_train.peers import open_peers
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
-from accel_train.recipe_writing import redact, write_recipe
+from accel_train.recipe_writing import write_recipe
+from accel_train.redaction import redact, remember_secrets
 from accel_train.resolve import change_model, check_recipe, resolve_run
-from accel_train.resume import Found, agree_on_checkpoint, run_identity
+from accel_train.resume import Found, agree_on_checkpoint
+from accel_train.rollback_record import describe, take_up
 from accel_train.sampling import DataOrder
 from accel_train.saver import Saver
 from accel_train.schedule import StepPlan, make_schedule
+from accel_train.signals import StopRequest
 from accel_train.snapshot import restore
 from accel_train.state import Choice, Requests, TrainState
 from accel_train.step import MicroBatch, TrainingModule, Wishes
 from accel_train.task import TARGET_UNITS, Task, TaskData
+from accel_train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Extensions:
     """In place of the task's evaluation: the metrics by name, the same on all processes."""
     find_unused_parameters: bool = False
     """Let DDP look for parameters that took no part in a step, which costs a walk through the graph; else it fails there."""
+    owns_process: bool = False
+    """This process is there for the run alone, and may be ended where it hangs; of several processes each is."""
     requests: Requests | None = None
     """What observers ask of the loop. With it the host waits for every step, so that they see a step before the next begins."""
 
@@ -114,6 +124,13 @@ class Run:
     evaluate: Callable[[], Mapping[str, float]] | None = None
     """A program's own evaluation, in place of the task's."""
     requests: Requests | None = None
+    evaluation_piece_size: int | None = None
+    """Samples that this process can evaluate at once, where memory did not hold all that the recipe wants."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Whether the run was asked to stop."""
+    watchdog: Watchdog | None = None
+    """Ends this process where it would wait for ever; none where it is alone, and not there for this run alone."""
+    batches_evaluated: int = 0
     last_scores: dict[str, Any] = field(default_factory=dict)
     """Of the newest evaluation."""
     last_details: dict[str, Any] = field(default_factory=dict)
@@ -147,9 +164,33 @@ class Run:
         step, every = self.state.step, self.recipe.checkpoint.every_steps
         return step == self.max_steps or (every > 0 and step % every == 0)
 
+    def drift_check_due(self, stopping: bool = False) -> bool:
+        """Whether to compare the weights of the processes after the step just done; always where it is evaluated or saved."""
+        every = self.recipe.guard.drift_check_steps
+        if every == 0 or self.accelerator.num_processes == 1:
+            return False
+        return stopping or self.state.step % every == 0 or self.evaluation_due() or self.checkpoint_due()
+
+    @property
+    def data_timeout_seconds(self) -> float:
+        """How long a batch may take to be read: a little less than a step, so that what hangs is named."""
+        return 0.8 * self.recipe.guard.hang_timeout_seconds
+
     def pause_due(self) -> bool:
         """Whether something other than the next step comes now."""
-        return self.requests is not None or self.evaluation_due() or self.checkpoint_due()
+        return self.requests is not None or self.evaluation_due() or self.checkpoint_due() or self.drift_check_due()
+
+    def is_evaluation_over(self) -> bool:
+        """Between two batches of an evaluation: whether it is left, because the run was asked to stop."""
+        self.batches_evaluated += 1
+        return self.stop.requested
+
+    def watch(self) -> None:
+        """From now on the watchdog expects steps."""
+        if self.watchdog is not None:
+            self.watchdog.watch_steps(
+                lambda: (self.state.step, self.batches_evaluated), lambda: self.memory.current_phase
+            )
 
     def go_on_from(self, state: TrainState) -> None:
         """Take these counters for the run's, and let the guard judge by them."""
@@ -166,15 +207,25 @@ class Run:
         return nullcontext() if self.average is None else self.average.in_place()
 
 
-def prepare_run(recipe: Recipe, task: Task | None = None, extensions: Extensions = Extensions()) -> Run:
+def prepare_run(
+    recipe: Recipe, task: Task | None = None, extensions: Extensions = Extensions(), stop: StopRequest | None = None
+) -> Run:
     """Resolve a recipe on this machine, load its data, build its model, and go back to its newest valid checkpoint.
 
-    `task` takes the place of the one that the recipe names.
+    `task` takes the place of the one that the recipe names; `stop` is open already, where a signal is to be heard here, too.
 
     Raises:
         ValueError: the recipe, the data, the launcher or the output folder is wrong; the text says what to do.
         CheckpointError: there are checkpoints, and none is valid.
+        Preempted: a signal came.
     """
+    stop = StopRequest() if stop is None else stop
+    with stop.preparing():
+        return _prepare(recipe, task, extensions, stop)
+
+
+def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: StopRequest) -> Run:
+    remember_secrets(recipe.model_dump())
     if task is None:
         task = check_recipe(recipe)
     processes = start_processes()
@@ -185,14 +236,31 @@ def prepare_run(recipe: Recipe, task: Task | None = None, extensions: Extensions
     choices |= set_backends(recipe.precision, precision.value, processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
     with ExitStack() as resources:
+        watchdog = open_watchdog(recipe, accelerator, extensions, stop)
+        if watchdog is not None:
+            resources.enter_context(watchdog)
         folder = resources.enter_context(RunFolder(Path(recipe.output_dir))) if accelerator.is_main_process else None
         run = _build(recipe, task, accelerator, sizes, choices, extensions)
         own = open_observer(run, folder) if folder is not None else run.observer
         run.observer = resources.enter_context(Several((own, *extensions.observers)) if extensions.observers else own)
         if folder is not None:
             introduce(run, folder)
+        run.stop, run.watchdog = stop, watchdog
+        if watchdog is not None:
+            watchdog.record = None if folder is None else folder.append_event
+            resources.push(watchdog.note_end)  # called first: what is closed after it may take its time
         run.resources = resources.pop_all()
         return run
+
+
+def open_watchdog(
+    recipe: Recipe, accelerator: Accelerator, extensions: Extensions, stop: StopRequest
+) -> Watchdog | None:
+    """The watchdog of this process, or none where it is not for a run to end it (a notebook)."""
+    if accelerator.num_processes == 1 and not extensions.owns_process:
+        return None
+    peers = open_peers(accelerator.process_index, accelerator.num_processes)
+    return Watchdog(stop, Path(recipe.output_dir), recipe.guard.hang_timeout_seconds, peers)
 
 
 def _build(
@@ -205,6 +273,7 @@ def _build(
 ) -> Run:
     device = accelerator.device
     data = task.load_data(recipe, progress=accelerator.is_main_process)
+    check_agreement(recipe, data, accelerator.num_processes)
     resolved = resolve_run(recipe, data, sizes, extensions.epoch_order)
     steps, order, peak = resolved.steps, resolved.order, resolved.learning_rate
     workers = choose_num_workers(recipe.data.num_workers, data, accelerator.num_processes)
@@ -242,7 +311,7 @@ def _build(
     state = TrainState()
     if found.path is not None:
         state = restore(found.path, inner.model, optimizer, accelerator, average)
-    state.rollbacks = list(found.rollbacks)
+    take_up(state, found.rollbacks)
     multiplier = make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)
     own_rates = extensions.group_learning_rates
 
@@ -304,7 +373,7 @@ def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, by
 def open_observer(run: Run, folder: RunFolder) -> RunObserver:
     """Ledger, progress bar and trackers of the main process, behind one observer."""
     recipe, state = run.recipe, run.state
-    folder.rewind(state.step)
+    folder.rewind(state.step, evaluated=not state.evaluation_owed and state.step < run.max_steps)
     peak = device_peak(run)
     return RunObserver(
         folder,
@@ -362,7 +431,15 @@ def introduce(run: Run, folder: RunFolder) -> None:
     if not folder.lock.value:
         run.observer.note(f"output_dir is not locked: {folder.lock.reason}")
     for status in run.found.broken:
-        run.observer.on_event("checkpoint_invalid", status.step, f"{status.path.name} is not used: {status.problem}")
+        said = f"{status.path.name} is not used: {status.problem}; it is now broken-{status.path.name}, to be looked at or removed"
+        run.observer.on_event("checkpoint_invalid", status.step, said)
+    if run.found.previous is not None:
+        run.observer.note(f"what is not gone on from is now in {run.found.previous}")
+    told = {event.get("number") for event in read_events(folder.path)} if run.found.rollbacks else set()
+    for rollback in run.found.rollbacks:
+        if rollback.number not in told and run.state.step <= rollback.to_step:  # killed before it could say so
+            said = describe(rollback, run.recipe.guard.max_rollbacks)
+            run.observer.on_event("rollback", rollback.at_step, said, **asdict(rollback))
     if run.found.path is None:
         run.observer.on_event("start", 0, f"starting: {run.max_steps} steps of {run.sizes.global_batch_size} samples")
     else:
@@ -370,4 +447,9 @@ def introduce(run: Run, folder: RunFolder) -> None:
             "resume",
             run.state.step,
             f"going on from {run.found.path.name}, at step {run.state.step} of {run.max_steps}",
+        )
+    if run.found.changes:
+        changes = [str(change) for change in run.found.changes]
+        run.observer.on_event(
+            "changes_accepted", run.state.step, f"changed since, and accepted: {'; '.join(changes)}", changes=changes
         )

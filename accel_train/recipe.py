@@ -335,7 +335,8 @@ class Guard(Section):
     max_rollbacks: NonNegativeInt = 3
     """After so many the run stops (exit code 3); 0: it never goes back."""
     rollback_skip_steps: Auto | PositiveInt = "auto"
-    """Steps around the onset that are passed over after a rollback; auto: 200, and a tenth of an epoch at most."""
+    """Steps that are passed over after a rollback beside the bad ones, half of them before and half after; auto: 200, and a
+    tenth of an epoch and a fiftieth of the run at most."""
     lowered_learning_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Factor of the learning rate after a second rollback in one region ..."""
     lowered_steps: PositiveInt = 1000
@@ -346,13 +347,18 @@ class Guard(Section):
     """How long looking into one may take."""
     fp16_scale_floor: PositiveFloat = 1.0
     """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
+    hang_timeout_seconds: PositiveFloat = 600.0
+    """Without a step, or an evaluated batch, for so long the run has hung: stacks are written, the process that the others wait
+    for is named, and all end (exit code 5). The first step of a sitting may take three times as long."""
+    drift_check_steps: NonNegativeInt = 500
+    """Steps between two checks that all processes hold the same weights, which every checkpoint is preceded by as well; 0: never."""
 
 
 class Checkpoint(Section):
     every_steps: NonNegativeInt = 500
     """Steps between two checkpoints; 0: only at the end and when the job is asked to stop."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; the newest healthy one, and the next one to be healthy, stay for a rollback all the same."""
     keep_best: bool = True
     """Keep the one that evaluated best (`evaluate.metric_for_best_model`) as well."""
     load_best_model_at_end: bool = False

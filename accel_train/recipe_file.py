@@ -29,6 +29,7 @@ from accel_train.recipe_names import (
 )
 from accel_train.recipe_writing import show
 from accel_train.recipe_yaml import Key, parse_yaml
+from accel_train.redaction import remember_secrets
 
 Layer = dict[Key, tuple[Any, Origin]]
 """Settings of one source, flat, in the order in which they were written."""
@@ -60,6 +61,8 @@ def load_recipe(
         dict(_flatten(overrides, (), lambda _: Origin("python"), problems)),
         _read_arguments(arguments, problems),
     ]
+    for layer in layers:
+        remember_secrets({dotted(key): value for key, (value, _) in layer.items()})
     if problems:
         raise ValueError("\n".join(problems))
     return _validate(_merge(layers), str(path))

@@ -140,8 +140,9 @@ def _nearness(name: str, candidates: Iterable[str]) -> dict[str, float]:
         other_section, _, other_leaf = candidate.rpartition(".")
         whole.set_seq1(candidate)
         last.set_seq1(other_leaf)
-        # quick_ratio is an upper bound, ten times cheaper
-        ratios = [m.ratio() for m in (whole, last) if m.quick_ratio() >= LEAST_NEARNESS]
+        # both are upper bounds of ratio: the first costs nothing, the second a tenth
+        near = (m for m in (whole, last) if m.real_quick_ratio() >= LEAST_NEARNESS)
+        ratios = [m.ratio() for m in near if m.quick_ratio() >= LEAST_NEARNESS]
         if len(leaf) > 3 and other_leaf.startswith(leaf):
             ratios.append(0.9)  # an abbreviation
         scores[candidate] = max(ratios, default=0.0) + (0.05 if section == other_section else 0.0)

@@ -1,7 +1,6 @@
 """A recipe as YAML that can be run again: each value with who set it, and no secrets."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from pydantic.fields import FieldInfo
 from accel_train.recipe import Recipe, Section
 from accel_train.recipe_names import recipe_names, value_of
 from accel_train.recipe_yaml import one_line
+from accel_train.redaction import redact
 from accel_train.state import Choice
 
 
@@ -96,41 +96,3 @@ def show(value: Any) -> str:
     """A value for a message: on one line, without secrets, cut to 80 characters."""
     text = one_line(redact(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-_SECRET_WORDS = re.compile(
-    r"secret|passw(or)?d|passphrase|credential|api_?key|access_?key|private_?key|(^|_)auth$|_key$"
-)
-_TOKEN = re.compile(r"(^|_)token$")
-_MODEL_TOKEN = re.compile(
-    r"^(bos|eos|pad|unk|cls|sep|mask|image|video|audio|boi|eoi|boa|eoa|start|end|stop|decoder_start)_token$"
-)
-_SECRETS_IN_TEXT = (
-    re.compile(r"(?<=://)[^\s/@]+(?=@)"),  # user:password, or a token, in front of a host
-    re.compile(r"(?i)(?<=[?&])((?:[\w-]*(?:token|secret|password|key|signature|sig))=)[^&#\s]+"),
-    re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,})"),
-)
-REDACTED = "REDACTED"
-
-
-def redact(value: Any, name: str = "") -> Any:
-    """The value without its secrets: what stands under a name like `hub_token` or `WANDB_API_KEY`, and passwords in URLs.
-
-    `pad_token`, `num_tokens` and `tokenizer` are no secrets. Works through mappings and lists.
-    """
-    if is_secret(name) and value not in (None, "", REDACTED) and not isinstance(value, bool):
-        return REDACTED
-    if isinstance(value, Mapping):
-        return {key: redact(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(redact(item) for item in value)
-    if isinstance(value, str):
-        for pattern in _SECRETS_IN_TEXT:
-            value = pattern.sub(lambda found: (found.group(1) if found.lastindex else "") + REDACTED, value)
-    return value
-
-
-def is_secret(name: str) -> bool:
-    """Whether what is kept under this name is a secret: `HF_TOKEN`, `apiKey`, `db-password`; not `pad_token_id`."""
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2]).replace("-", "_").lower()
-    return bool(_SECRET_WORDS.search(snake) or (_TOKEN.search(snake) and not _MODEL_TOKEN.search(snake)))

@@ -1,7 +1,6 @@
 """Going on with a run: which checkpoint, whether it is of this very run, and the same answer on every process."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,41 +8,21 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from accel_train.batching import BatchSizes
-from accel_train.checkpoint import CheckpointStatus, check, newest_valid, remove_leftovers
+from accel_train.checkpoint import (
+    CheckpointStatus,
+    check,
+    checkpoint_folders,
+    newest_valid,
+    read_trainer,
+    remove_leftovers,
+    set_broken_aside,
+    step_of,
+)
+from accel_train.files import write_atomically
+from accel_train.identity import Change, identity_changes, identity_origins
 from accel_train.recipe import Recipe
-from accel_train.rollback_record import ROLLBACKS, read_rollbacks, remove_abandoned
-from accel_train.schedule import StepPlan
-from accel_train.snapshot import identity_changes, read_trainer
+from accel_train.rollback_record import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
 from accel_train.state import CheckpointError, Rollback
-from accel_train.task import TaskData
-
-
-def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
-    """What makes two sittings the same run: a checkpoint goes on only where these are equal. Plain JSON values."""
-    identity = {
-        "task": recipe.task,
-        "seed": recipe.seed,
-        "model": recipe.model.model_dump(exclude={"attn_implementation", "trust_remote_code"}),
-        "data.fingerprint": data.fingerprint,
-        "data.sequence_length": recipe.data.sequence_length,
-        "data.mask_documents": recipe.data.mask_documents,
-        "data.shuffle": recipe.data.shuffle,
-        "data.last_batch": recipe.data.last_batch,
-        "data.group_by_length": recipe.data.group_by_length,
-        "data.augment": recipe.data.augment.model_dump(),
-        "loss": recipe.loss.model_dump(),
-        "batch.global_batch_size": sizes.global_batch_size,
-        "optimizer.name": recipe.optimizer.name,
-        "optimizer.ema_decay": recipe.optimizer.ema_decay,
-        "optimizer.layer_decay": recipe.optimizer.layer_decay,
-        "optimizer.groups": recipe.optimizer.model_dump()["groups"],
-        "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),
-        "schedule.max_steps": steps.max_steps,
-        "schedule.warmup_steps": steps.warmup_steps,
-    }
-    normal: dict[str, Any] = json.loads(json.dumps(identity))
-    return normal
 
 
 @dataclass(frozen=True)
@@ -54,6 +33,10 @@ class Found:
     broken: tuple[CheckpointStatus, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
     """What earlier sittings have gone back on."""
+    changes: tuple[Change, ...] = ()
+    """In what the recipe differs from the checkpoint's, with the user's consent."""
+    previous: Path | None = None
+    """Where that was moved which this sitting does not go on from."""
 
 
 def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any]) -> Found:
@@ -69,6 +52,8 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
             found[0] = find_checkpoint(recipe, identity)
         except (ValueError, CheckpointError) as error:
             found[1] = error
+        except OSError as error:
+            found[1] = CheckpointError(f"the checkpoints of {recipe.output_dir} cannot be read: {error}")
     if accelerator.num_processes > 1:
         broadcast_object_list(found)
     if found[1] is not None:
@@ -79,46 +64,85 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
 
 def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Found:
     """The newest valid checkpoint of this very run, or the one the recipe names; `never` sets an old run's aside."""
-    root = Path(recipe.output_dir) / "checkpoints"
+    folder, resume = Path(recipe.output_dir), recipe.checkpoint.resume
+    root = folder / "checkpoints"
+    _prove_writable(root)
+    remove_leftovers(folder)
     remove_leftovers(root)
-    if recipe.checkpoint.resume == "never":
-        set_aside(Path(recipe.output_dir))
-        return Found(None)
+    if resume == "never":
+        return Found(None, previous=set_aside(folder))
     broken: list[CheckpointStatus] = []
-    rollbacks = read_rollbacks(Path(recipe.output_dir))
-    if recipe.checkpoint.resume == "auto":
+    rollbacks = read_rollbacks(folder)
+    if resume == "auto":
         remove_abandoned(root, rollbacks)
         newest, broken = newest_valid(root)
         if newest is None:
-            return Found(None)
+            return Found(None, rollbacks=tuple(rollbacks))
         path = newest
     else:
-        path = Path(recipe.checkpoint.resume)
+        path = Path(resume).resolve()
         status = check(path)
         if status.problem is not None:
             raise CheckpointError(
-                f"checkpoint.resume={path}: {status.problem}; `accel-train verify RUN` lists what is valid"
+                f"checkpoint.resume={resume}: {status.problem}; `accel-train verify RUN` lists what is valid"
             )
-    changes = identity_changes(read_trainer(path)["identity"], identity)
+    trainer = read_trainer(path)
+    origins = identity_origins(recipe, identity)
+    changes = identity_changes(trainer["identity"], trainer.get("origins", {}), identity, origins)
     if changes and not recipe.checkpoint.accept_changes:
-        raise ValueError(
-            f"{path} is of another run: {'; '.join(changes)}. Give another output_dir, or --checkpoint.resume never to "
-            "start anew, or --checkpoint.accept_changes true to go on all the same"
+        raise ValueError(refusal(path, changes))
+    previous = None
+    if resume != "auto" and path.parent == root.resolve():
+        newer = [found for found in checkpoint_folders(root) if (step_of(found) or 0) > (step_of(path) or 0)]
+        previous = _move_to_previous(folder, newer, "checkpoints") if newer else None
+    elif resume != "auto":
+        previous, rollbacks = set_aside(folder), rollbacks_of(path)
+    for status in broken:
+        set_broken_aside(status.path)
+    return Found(path, tuple(broken), tuple(rollbacks), tuple(changes), previous)
+
+
+def _prove_writable(root: Path) -> None:
+    """A folder that cannot be written is found before a model is built, not when the first checkpoint is due."""
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root} is no folder, and checkpoints are to be written there; move it away")
+    try:
+        if root.exists():
+            write_atomically(root / ".probe", b"can be written\n", durable=False).unlink()
+    except OSError as error:
+        raise ValueError(f"{root} cannot be written: {error.strerror}; give another output_dir") from error
+
+
+def refusal(path: Path, changes: Sequence[Change]) -> str:
+    """Why a run does not go on from a checkpoint: what has changed, who set it, a line each, and what can be done."""
+    return "\n".join(
+        (
+            f"{path} is of another run; since it was written, this has changed:",
+            *(f"  {change}" for change in changes),
+            "give another output_dir; or --checkpoint.resume never, to start anew and keep the old run beside it; or "
+            "--accept-changes, to go on all the same",
         )
-    return Found(path, tuple(broken), tuple(rollbacks))
-
-
-def set_aside(run_folder: Path) -> None:
-    """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing."""
-    if not (run_folder / "checkpoints").exists():
-        return
-    names = (
-        *("checkpoints", "metrics.jsonl", "events.jsonl", "summary.json", "evaluation.json", "model", "adapter"),
-        *("report.html", "recipe.yaml", ROLLBACKS, "incidents"),
     )
-    left = [run_folder / name for name in names if (run_folder / name).exists()] + list(run_folder.glob("report-*.png"))
-    number = 1 + sum(1 for entry in run_folder.iterdir() if entry.name.startswith("previous-"))
-    target = run_folder / f"previous-{number}"
-    target.mkdir(mode=0o700)
-    for path in left:
+
+
+def set_aside(run_folder: Path) -> Path | None:
+    """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing; returns that folder."""
+    names = (
+        *("metrics.jsonl", "events.jsonl", "summary.json", "evaluation.json", "model", "adapter", "report.html"),
+        *("recipe.yaml", "incidents", ROLLBACKS),
+        "checkpoints",  # last: while they are there, a start after a kill sets aside what is left
+    )
+    if not any((run_folder / name).exists() for name in ("checkpoints", ROLLBACKS)):
+        return None
+    left = [*run_folder.glob("report-*.png"), *(run_folder / name for name in names if (run_folder / name).exists())]
+    return _move_to_previous(run_folder, left)
+
+
+def _move_to_previous(run_folder: Path, paths: Sequence[Path], below: str = "") -> Path:
+    used = [entry.name.removeprefix("previous-") for entry in run_folder.glob("previous-*")]
+    previous = run_folder / f"previous-{1 + max((int(number) for number in used if number.isdigit()), default=0)}"
+    target = previous / below
+    target.mkdir(mode=0o700, parents=True)
+    for path in paths:
         path.rename(target / path.name)
+    return previous

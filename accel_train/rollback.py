@@ -6,11 +6,12 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from accel_train.checkpoint import check, checkpoint_folders, step_of
+from accel_train.checkpoint import check, folder_of
 from accel_train.guard import plan_rollback
 from accel_train.health import healthy_steps
 from accel_train.prepare import Run
-from accel_train.rollback_record import remove_abandoned, write_rollbacks
+from accel_train.rollback_record import describe, remove_abandoned, take_up, write_rollbacks
+from accel_train.saving import tell_of_saves
 from accel_train.snapshot import restore
 from accel_train.state import CheckpointError, Rollback, TrainingStopped
 
@@ -29,58 +30,54 @@ def roll_back(run: Run, asked: RollBack) -> None:
     The record is on disk before the abandoned checkpoints go, so a kill at any point resumes on the new branch.
 
     Raises:
-        TrainingStopped: there is no healthy checkpoint, or it cannot be read.
+        TrainingStopped: there is no healthy checkpoint.
+        CheckpointError: it could not be gone back to: the disk does not do its part.
     """
-    found: list[Any] = [None, None]
     with run.observer.pause():
-        if run.accelerator.is_main_process:
-            run.saver.wait()
-            try:
-                found = list(_choose(run, asked))
-            except (OSError, CheckpointError) as error:
-                found = [None, str(error)]
-        if run.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        target, rollback = found
-        if target is None:
-            said = f"{asked.reason}; there is nothing to go back to: {rollback}"
-            run.observer.on_event("stop", asked.at_step, said)
-            raise TrainingStopped(f"{said}. The checkpoints in {run.output_dir} are from before")
+        target, rollback = _agree(run, asked)
         before = run.state
         state = restore(target, run.inner.model, run.optimizer, run.accelerator, run.average)
     run.optimizer.zero_grad(set_to_none=True)  # of the step whose update will not be made
-    state.rollbacks = [*before.rollbacks, rollback]
-    state.num_skipped_steps = before.num_skipped_steps
-    state.last_incident = before.last_incident
+    take_up(state, [*before.rollbacks, rollback])
     state.train_seconds = before.train_seconds
     run.go_on_from(state)
-    lowered = ""
-    if rollback.learning_rate_factor != 1:
-        lowered = (
-            f"; the learning rate is x{rollback.learning_rate_factor:g} up to step {rollback.lowered_until}, "
-            "because it is the second time here"
-        )
-    run.observer.on_event(
-        "rollback",
-        asked.at_step,
-        f"rollback {rollback.number} of {run.recipe.guard.max_rollbacks} allowed: going on from {target.name}, and passing over "
-        f"steps {rollback.skip_first} to {rollback.skip_last}{lowered}",
-        **asdict(rollback),
-    )
+    run.health.go_back(rollback.to_step)
+    said = describe(rollback, run.recipe.guard.max_rollbacks)
+    run.observer.on_event("rollback", asked.at_step, said, **asdict(rollback))
 
 
-def _choose(run: Run, asked: RollBack) -> tuple[Path | None, Rollback | str]:
+def _agree(run: Run, asked: RollBack) -> tuple[Path, Rollback]:
+    """What the main process has found, and written down, on all processes."""
+    found: list[Any] = [None]
+    if run.accelerator.is_main_process:
+        run.saver.wait()
+        tell_of_saves(run)
+        try:
+            found[0] = _choose(run, asked)
+        except (TrainingStopped, CheckpointError) as error:
+            found[0] = error
+        except OSError as error:
+            found[0] = CheckpointError(f"{asked.reason}; the rollback could not be made: {error}")
+    if run.accelerator.num_processes > 1:
+        broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        run.observer.on_event("stop", asked.at_step, str(found[0]))
+        raise found[0]
+    target, rollback = found[0]
+    return target, rollback
+
+
+def _choose(run: Run, asked: RollBack) -> tuple[Path, Rollback]:
     root = run.output_dir / "checkpoints"
     onset = run.state.first_bad_step or asked.at_step
-    healthy = healthy_steps(root)
     broken = []
-    for folder in reversed(checkpoint_folders(root)):
-        step = step_of(folder)
-        if step is None or step not in healthy or step >= onset:
+    for step in sorted(healthy_steps(root), reverse=True):
+        if step >= onset:
             continue
-        status = check(folder)
+        status = check(folder_of(root, step))
         if status.problem is not None:
-            broken.append(f"{folder.name}: {status.problem}")
+            broken.append(f"{status.path.name}: {status.problem}")
+            run.observer.on_event("checkpoint_invalid", step, f"{status.path.name} is not used: {status.problem}")
             continue
         rollback = plan_rollback(
             run.recipe.guard,
@@ -93,6 +90,9 @@ def _choose(run: Run, asked: RollBack) -> tuple[Path | None, Rollback | str]:
         rollbacks = [*run.state.rollbacks, rollback]
         write_rollbacks(run.output_dir, rollbacks)
         remove_abandoned(root, rollbacks)
-        return folder, rollback
+        return status.path, rollback
     after = run.recipe.guard.healthy_after_steps
-    return None, "; ".join(broken) or f"no checkpoint before step {onset} was followed by {after} clean steps"
+    why = "; ".join(broken) or f"no checkpoint before step {onset} was followed by {after} clean steps"
+    raise TrainingStopped(
+        f"{asked.reason}; there is nothing to go back to: {why}. The checkpoints in {run.output_dir} are from before"
+    )

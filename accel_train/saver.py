@@ -1,12 +1,16 @@
 """Saving beside the training: the state is copied at once, and written by a thread while the next steps run."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from accel_train.checkpoint import Writer, publish
+from accel_train.checkpoint import GivenUp, Writer, publish
 from accel_train.state import CheckpointError
+
+GIVE_UP_SECONDS = 2.0
+"""How long a save that is abandoned may take to notice."""
 
 
 class Saved(NamedTuple):
@@ -15,6 +19,8 @@ class Saved(NamedTuple):
     step: int
     error: CheckpointError | None
     """None: it is published."""
+    left_undone: str | None = None
+    """It is published, and what was to be done then (removing older ones) failed for this reason."""
 
 
 class Saver:
@@ -27,6 +33,7 @@ class Saver:
     def __init__(self, root: Path, *, in_background: bool) -> None:
         self.root, self._in_background = root, in_background
         self._thread: threading.Thread | None = None
+        self._given_up = threading.Event()
         self._ended: list[Saved] = []
         self._failures_in_a_row = 0
         self.last_error: CheckpointError | None = None
@@ -43,15 +50,24 @@ class Saver:
         if not self._in_background:
             self._write(step, writers, then)
             return
-        # Not a daemon: a process that ends by itself finishes its checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(step, writers, then), name="checkpoint")
+        # A daemon, because whoever gives up on it must be able to leave; whoever does not, waits (see `wait`).
+        self._thread = threading.Thread(target=self._write, args=(step, writers, then), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
+    def wait(self, timeout_seconds: float | None = None) -> float:
+        """Until nothing is being written, or the time is over; returns the seconds it took."""
+        if self._thread is None:
+            return 0.0
+        began = time.monotonic()
+        self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
             self._thread = None
+        return time.monotonic() - began
+
+    def abandon(self) -> None:
+        """Give up what is being written: it is not published, and a write that hangs is not waited for."""
+        self._given_up.set()
+        self.wait(GIVE_UP_SECONDS)
 
     @property
     def is_busy(self) -> bool:
@@ -66,13 +82,21 @@ class Saver:
         return ended
 
     def _write(self, step: int, writers: Mapping[str, Writer], then: Callable[[], object]) -> None:
+        """In the thread: no exception leaves it, since nobody would hear of it."""
         try:
-            publish(self.root, step, writers)
-            then()
-        except CheckpointError as error:
+            publish(self.root, step, writers, given_up=self._given_up.is_set)
+        except GivenUp:
+            return
+        except Exception as error:
             self._failures_in_a_row += 1
-            self.last_error = error
+            # A new one: the caught one's frames hold the copies that were to be written.
+            self.last_error = CheckpointError(str(error) or type(error).__name__)
+            self._ended.append(Saved(step, self.last_error))
+            return
+        self._failures_in_a_row, self.last_error = 0, None
+        try:
+            then()
+        except Exception as error:
+            self._ended.append(Saved(step, None, f"{type(error).__name__}: {error}"))
         else:
-            self._failures_in_a_row = 0
-            self.last_error = None
-        self._ended.append(Saved(step, self.last_error))
+            self._ended.append(Saved(step, None))

@@ -1,57 +1,84 @@
 """What a run saves, when it refuses to, and how its processes hear of a save that failed."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 
 from accel_train.checkpoint import rotate
-from accel_train.health import healthy_steps
+from accel_train.health import steps_to_spare
+from accel_train.identity import identity_origins
 from accel_train.prepare import Run
+from accel_train.recipe import Recipe
 from accel_train.snapshot import model_tensors, optimizer_tensors, snapshot_writers
-from accel_train.state import CheckpointError
+from accel_train.state import CheckpointError, Preempted, TrainingStopped
+
+SLOW_SECONDS = 1.0
+"""A wait for the checkpoint before that is longer than this is worth an event."""
+LAST_WAIT_SECONDS = 5.0
+"""How long a run that fails waits for the checkpoint that is being written."""
 
 
 def save_run(run: Run, *, wait: bool = False) -> None:
     """Save a checkpoint of this step, and remove the ones no longer kept; with `wait` it is published when this returns.
 
-    Else the main process copies what is saved, and a thread of its own writes it while training goes on; `raise_save_error`
-    tells of what went wrong.
+    Else the main process copies what is saved, and a thread of its own writes it while training goes on; one save that fails
+    is an event, and `raise_save_error` tells of the second one in a row.
 
     Raises:
-        CheckpointError: with `wait`, it could not be written; every process hears of it, and older checkpoints are untouched.
+        CheckpointError: with `wait`, it could not be written; or not for the second time in a row. Every process hears of it,
+            and older checkpoints are untouched.
     """
+    run.state.train_seconds = run.observer.train_seconds
+    with run.observer.pause(), run.memory.phase("save"):
+        refused = _start_save(run, wait) if run.accelerator.is_main_process else None
+        tell_of_saves(run)
+        if wait:
+            raise_save_error(run, refused or run.saver.last_error)
+        elif not run.recipe.checkpoint.in_background:
+            raise_save_error(run)
+
+
+def _start_save(run: Run, wait: bool) -> CheckpointError | None:
+    """On the main process; returns why nothing is saved, if so."""
     state, saver = run.state, run.saver
-    state.train_seconds = run.observer.train_seconds
     problem = weights_problem(run)
     if problem is not None:
-        run.observer.on_event("checkpoint_refused", state.step, f"step {state.step} is not saved: {problem}")
-        if wait:
-            raise CheckpointError(f"step {state.step} is not saved: {problem}; the checkpoints before it are good")
-        return
-    with run.observer.pause(), run.memory.phase("save"):
-        if run.accelerator.is_main_process:
-            keep, spared = run.recipe.checkpoint.keep, state.best_step if run.recipe.checkpoint.keep_best else None
-            writers = snapshot_writers(
-                run.inner.model,
-                run.optimizer,
-                run.accelerator,
-                state,
-                run.identity,
-                average=run.average,
-                description=run.description,
-            )
-            saver.save(
-                state.step,
-                writers,
-                lambda: rotate(saver.root, keep, {spared, max(healthy_steps(saver.root), default=None)}),
-            )
-        if wait:
-            saver.wait()
-        tell_of_saves(run)
-        if wait or not run.recipe.checkpoint.in_background:
-            raise_save_error(run)
+        said = f"step {state.step} is not saved: {problem}"
+        run.observer.on_event("checkpoint_refused", state.step, said)
+        return CheckpointError(f"{said}; the checkpoints before it are good")
+    seconds = saver.wait()  # before anything is copied: there are never two copies
+    tell_of_saves(run)
+    if seconds > SLOW_SECONDS:
+        said = f"training waited {seconds:.1f} s for the checkpoint before, which was still being written"
+        run.observer.on_event("checkpoint_slow", state.step, said, seconds=round(seconds, 3))
+    writers = snapshot_writers(
+        run.inner.model,
+        run.optimizer,
+        run.accelerator,
+        state,
+        run.identity,
+        origins=identity_origins(run.recipe, run.identity),
+        average=run.average,
+        description=run.description,
+    )
+    saver.save(state.step, writers, partial(rotate_run, saver.root, run.recipe, state.best_step))
+    if wait:
+        saver.wait()
+    return None
+
+
+def rotate_run(root: Path, recipe: Recipe, best_step: int | None) -> None:
+    """Remove what is no longer kept: neither among the newest, nor the best, nor wanted for a rollback."""
+    spared = {best_step} if recipe.checkpoint.keep_best else set()
+    if recipe.guard.max_rollbacks:
+        spared |= steps_to_spare(root)
+    rotate(root, recipe.checkpoint.keep, spared)
 
 
 def weights_problem(run: Run) -> str | None:
@@ -74,23 +101,51 @@ def weights_problem(run: Run) -> str | None:
 
 def tell_of_saves(run: Run) -> None:
     """Tell the observer how saves have ended since it was last told."""
-    for step, error in run.saver.take_ended():
-        if error is None:
-            run.health.saved(step)
-            run.observer.on_event("checkpoint", step, f"saved step-{step:08d}")
-        else:
+    for step, error, left_undone in run.saver.take_ended():
+        if error is not None:
             again = "" if run.saver.failed else "; the next one is tried all the same"
             run.observer.on_event("checkpoint_failed", step, f"{error}{again}")
+            continue
+        run.health.saved(step)
+        run.observer.on_event("checkpoint", step, f"saved step-{step:08d}")
+        if left_undone is not None:
+            said = f"step-{step:08d} is saved, but older checkpoints could not be removed ({left_undone})"
+            run.observer.on_event("rotation_failed", step, said)
 
 
-def raise_save_error(run: Run) -> None:
-    """On all processes, what kept the main process from saving, if anything did.
+def raise_save_error(run: Run, error: CheckpointError | None = None) -> None:
+    """On all processes, what keeps the main process from saving: the error it gives, or else two failures in a row.
 
     Raises:
-        CheckpointError: the last save failed.
+        CheckpointError: there is one.
     """
-    problem: list[Any] = [run.saver.last_error]
+    problem: list[Any] = [error or (run.saver.last_error if run.saver.failed else None)]
     if run.accelerator.num_processes > 1:
         broadcast_object_list(problem)
     if problem[0] is not None:
         raise problem[0]
+
+
+@contextmanager
+def saves_finished(run: Run) -> Iterator[None]:
+    """Inside, a checkpoint may be on its way; on leaving, it has arrived.
+
+    A run that is interrupted gives it up at once, and one that fails in a way nobody foresaw, after some seconds: what is on
+    the disk is good, and a launcher that waits for this process kills it before long.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.saver.abandon()
+        raise
+    except (TrainingStopped, Preempted, CheckpointError):
+        run.saver.wait()
+        raise
+    except BaseException:
+        run.saver.wait(LAST_WAIT_SECONDS)
+        run.saver.abandon()
+        raise
+    else:
+        run.saver.wait()
+    finally:
+        tell_of_saves(run)

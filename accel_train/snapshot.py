@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from accel_train.checkpoint import Writer
+from accel_train.checkpoint import TRAINER, Writer, read_trainer
 from accel_train.ema import WeightAverage
 from accel_train.state import CheckpointError, Rollback, TrainState
 
-MODEL, OPTIMIZER, AVERAGE, TRAINER = "model.safetensors", "optimizer.safetensors", "average.safetensors", "trainer.json"
+MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
 
 def snapshot_writers(
@@ -29,10 +30,12 @@ def snapshot_writers(
     state: TrainState,
     identity: Mapping[str, Any],
     *,
+    origins: Mapping[str, str] | None = None,
     average: WeightAverage | None = None,
     description: Mapping[str, bytes] | None = None,
 ) -> dict[str, Writer]:
-    """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights.
+    """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights,
+    `origins` who set what is in the identity.
 
     They hold copies in host memory: training may go on before they are called.
     """
@@ -43,6 +46,7 @@ def snapshot_writers(
         "state": asdict(state),
         "scaler": scaler,
         "identity": dict(identity),
+        "origins": dict(origins or {}),
         "world_size": accelerator.num_processes,
         "torch": torch.__version__,
     }
@@ -131,7 +135,7 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[st
         ValueError: the saved state is of other parameters.
     """
     parameters = dict(_named_parameters(optimizer))
-    unknown = [key for key in tensors if key.split(".", 1)[1] not in parameters]
+    unknown = [key for key in tensors if key.partition(".")[2] not in parameters]
     if unknown:
         raise ValueError(
             f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
@@ -151,21 +155,24 @@ def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Pa
     ]
 
 
-def read_trainer(folder: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint: counters, loss scale, identity."""
-    trainer: dict[str, Any] = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
-    return trainer
-
-
 def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | None) -> None:
     """Load the weights of a checkpoint, and their average where one is kept.
 
     Raises:
         ValueError: it was made for another model.
+        CheckpointError: a file in it is no safetensors file.
     """
-    load_model_tensors(model, load_file(folder / MODEL))
+    load_model_tensors(model, _load(folder / MODEL))
     if average is not None and (folder / AVERAGE).exists():
-        average.load(load_file(folder / AVERAGE))
+        average.load(_load(folder / AVERAGE))
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    return tensors
 
 
 def restore(
@@ -179,21 +186,16 @@ def restore(
 
     Raises:
         ValueError: it was made for another model.
+        CheckpointError: it holds something else than this version writes.
     """
     restore_weights(folder, model, average)
-    load_optimizer_tensors(optimizer, load_file(folder / OPTIMIZER))
+    load_optimizer_tensors(optimizer, _load(folder / OPTIMIZER))
     trainer = read_trainer(folder)
     if accelerator.scaler is not None and trainer["scaler"] is not None:
         accelerator.scaler.load_state_dict(trainer["scaler"])
-    counters = trainer["state"]
-    counters["rollbacks"] = [Rollback(**each) for each in counters.get("rollbacks", ())]
-    return TrainState(**counters)
-
-
-def identity_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What differs between the run that wrote a checkpoint and this one, a phrase each; empty: it is the same run."""
-    return [
-        f"{key} was {saved.get(key)!r}, now {current.get(key)!r}"
-        for key in sorted(saved.keys() | current.keys())
-        if saved.get(key) != current.get(key)
-    ]
+    try:
+        counters = trainer["state"]
+        counters["rollbacks"] = [Rollback(**each) for each in counters.get("rollbacks", ())]
+        return TrainState(**counters)
+    except TypeError as error:
+        raise CheckpointError(f"{folder / TRAINER} is of another version of this program ({error})") from error

@@ -15,6 +15,10 @@ class CheckpointError(Exception):
     """A checkpoint could not be written or read. The command exits with 4."""
 
 
+class OutOfMemory(Exception):
+    """Memory ran out with the smallest micro-batches there are. The command exits with 6."""
+
+
 class DataError(ValueError):
     """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
 
@@ -64,6 +68,8 @@ class StepResult:
     """What its gradients were clipped to; 0: they were not."""
     agreed: bool = True
     """All processes computed the same gradient norm, and all applied the update or none did."""
+    loss_sum_here: float = 0.0
+    """Of this process's own share. Nothing is decided by it: it tells which process a fault was on."""
 
     @property
     def finite(self) -> bool:
@@ -89,6 +95,8 @@ class Rollback:
     """What the learning rate is lowered by ..."""
     lowered_until: int = 0
     """... up to this step."""
+    num_skipped_steps: int = 0
+    """Steps of the run whose update was not applied up to then, also those that are done again."""
 
 
 @dataclass
@@ -117,6 +125,8 @@ class TrainState:
     """`evaluate.metric_for_best_model` at its best so far."""
     best_step: int | None = None
     evaluations_without_improvement: int = 0
+    evaluation_owed: bool = False
+    """A stop request cut the evaluation after this step short; a resume begins with it."""
     stopped_early: bool = False
     """Early stopping ended the run before its last step; a resume finishes it, and trains no further."""
     train_seconds: float = 0.0

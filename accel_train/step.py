@@ -129,7 +129,8 @@ class Agreement:
         if isinstance(last.counts, Tensor):
             assert self._sums is not None, "counts come from a collective"
             wishes = len(self._here)
-            numbers = torch.cat((self._sums[wishes:], numbers[3:].to(self.dtype), last.counts[:wishes]))
+            own_loss_sum, scale = numbers[:1].to(self.dtype), numbers[3:].to(self.dtype)
+            numbers = torch.cat((self._sums[wishes:], scale, last.counts[:wishes], own_loss_sum))
         if self.device.type != "cuda":
             self._unread = (last, numbers.cpu(), None)
             return
@@ -164,6 +165,7 @@ class Agreement:
         if event is not None:
             event.synchronize()
         loss_sum, norms, skips, scale, *agreed = host.numpy().tolist()
+        loss_sum_here = agreed.pop() if agreed else loss_sum
         wishes = Wishes(*agreed) if agreed else last.counts
         assert isinstance(wishes, Wishes), "known to the host, or sent with the sums"
         grad_norm = norms / self.world_size
@@ -179,6 +181,7 @@ class Agreement:
             save_failed=bool(wishes.save_failed),
             max_grad_norm=last.max_grad_norm,
             agreed=skips in (0, self.world_size),
+            loss_sum_here=loss_sum_here,
         )
 
     def settle(self, here: Wishes, last: StepOutcome) -> StepResult:
@@ -196,18 +199,23 @@ class Agreement:
 
 
 def forward_backward(
-    accelerator: Accelerator, module: nn.Module, micro_batches: Sequence[MicroBatch], agreement: Agreement
+    accelerator: Accelerator,
+    module: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    agreement: Agreement,
+    *,
+    reduce: bool = True,
 ) -> Tensor:
     """Accumulate the gradient of (loss sum / targets of the global batch); returns this process's loss sum, detached.
 
     The division is done once, by the count over all processes and micro-batches, so the gradient does not depend on how
     the global batch was cut. A loss that is not finite sends NaN backward: the gradient norm, which all processes share,
-    then tells all of them.
+    then tells all of them. Not to `reduce` leaves the gradient of this process as it is (`fallback.py` does that later).
     """
     loss_sums = []
     last = len(micro_batches) - 1
     for index, (batch, num_targets) in enumerate(micro_batches):
-        with nullcontext() if index == last else accelerator.no_sync(module):
+        with nullcontext() if reduce and index == last else accelerator.no_sync(module):
             loss_sum = module(batch)
             detached = loss_sum.detach()
             if index == 0:

@@ -61,6 +61,8 @@ class TaskData:
     step_batches: "Callable[[int], Iterator[list[tuple[dict[str, Any], int]]]] | None" = None
     """For data without an order of ours (a stream, a loader of the user): from a 0-based step on, this process's micro-batches
     of each step with their number of targets. `train` then only tells its length; how a resume finds its place is up to it."""
+    where: "Callable[[int], str] | None" = None
+    """Where a training sample comes from, for a person who looks for it: its file, or file and row."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ import json
 import os
 import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,6 +28,8 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 RESULT_MARK = "BENCHMARK_RESULT "
+TURN_SECONDS = 0.4
+"""Long beside the caches that a process finds cold, short beside what changes on a machine."""
 KEEP_FREED_BYTES = str(4_000_000_000)
 """For glibc: by default it hands memory back after every step, which costs thousands of page faults and all comparability."""
 
@@ -72,11 +77,69 @@ def run_child(
         raise RuntimeError(f"{' '.join(command)} ran past {timeout_seconds:.0f} s") from error
     wall = time.perf_counter() - start
     others = (_busy_seconds() - busy_before) - (_children_seconds() - children_before)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
-    if done.returncode != 0 or not lines:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-25:])
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{tail}")
-    return ChildRun(json.loads(lines[-1].removeprefix(RESULT_MARK)), wall, max(others / wall, 0.0))
+    return ChildRun(_result_of(command, done.returncode, done.stderr + done.stdout), wall, max(others / wall, 0.0))
+
+
+def run_children_in_turns(
+    module: str, argument_lists: Sequence[Sequence[str]], *, environment: Mapping[str, str], timeout_seconds: float
+) -> list[ChildRun]:
+    """Run several processes at once, of which one at a time may compute: each has its turn, again and again (SIGSTOP, SIGCONT).
+
+    So what the machine does beside, from one second to the next, meets all of them alike.
+
+    Raises:
+        RuntimeError: one failed, or they ran past the time.
+    """
+    commands = [[sys.executable, "-m", module, *arguments] for arguments in argument_lists]
+    busy_before, children_before, start = _busy_seconds(), _children_seconds(), time.perf_counter()
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        children = [
+            subprocess.Popen(command, cwd=REPOSITORY, env=dict(environment), stdout=output, stderr=output)
+            for command, output in zip(commands, outputs, strict=True)
+        ]
+        try:
+            for child in children:
+                child.send_signal(signal.SIGSTOP)
+            while any(child.poll() is None for child in children):
+                if time.perf_counter() - start > timeout_seconds:
+                    raise RuntimeError(f"{module} ran past {timeout_seconds:.0f} s")
+                for child in children:
+                    _give_turn(child)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        wall = time.perf_counter() - start
+        others = max(((_busy_seconds() - busy_before) - (_children_seconds() - children_before)) / wall, 0.0)
+        return [
+            ChildRun(_result_of(command, child.returncode, _text(output)), wall, others)
+            for command, child, output in zip(commands, children, outputs, strict=True)
+        ]
+
+
+def _give_turn(child: "subprocess.Popen[bytes]") -> None:
+    if child.poll() is not None:
+        return
+    child.send_signal(signal.SIGCONT)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(TURN_SECONDS)
+        return
+    child.send_signal(signal.SIGSTOP)
+
+
+def _text(output: Any) -> str:
+    output.seek(0)
+    return str(output.read())
+
+
+def _result_of(command: Sequence[str], exit_code: int, printed: str) -> dict[str, Any]:
+    lines = [line for line in printed.splitlines() if line.startswith(RESULT_MARK)]
+    if exit_code != 0 or not lines:
+        tail = "\n".join(printed.splitlines()[-25:])
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {exit_code}:\n{tail}")
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT_MARK))
+    return result
 
 
 def print_result(result: Mapping[str, Any]) -> None:
@@ -106,21 +169,33 @@ class FetchClock:
         self.wall_ns.append(time.perf_counter_ns())
         self.cpu_ns.append(time.process_time_ns())
 
-    def summary(self, *, warmup_steps: int, num_steps: int) -> dict[str, float]:
-        """A step in microseconds after the warm-up: its median, its mean, and the quickest tenth of all steps.
-
-        The mean counts the steps that log as well. The quickest tenth is what interruptions by others reach least.
-        """
+    def stamps(self, *, warmup_steps: int, num_steps: int) -> dict[str, list[int]]:
+        """All stamps after the warm-up, in nanoseconds."""
         assert len(self.wall_ns) >= num_steps, f"{len(self.wall_ns)} batches were read in {num_steps} steps"
-        wall = np.diff(np.array(self.wall_ns[warmup_steps:num_steps])) / 1e3
-        cpu = np.diff(np.array(self.cpu_ns[warmup_steps:num_steps])) / 1e3
-        return {
-            "wall_us": float(np.median(wall)),
-            "wall_us_mean": float(wall.mean()),
-            "cpu_us": float(np.median(cpu)),
-            "cpu_us_mean": float(cpu.mean()),
-            "cpu_us_quick": float(np.percentile(cpu, 10)),
-        }
+        return {"wall_ns": self.wall_ns[warmup_steps:num_steps], "cpu_ns": self.cpu_ns[warmup_steps:num_steps]}
+
+
+def common_time(stamps: Sequence[Mapping[str, Sequence[int]]]) -> tuple[int, int]:
+    """From when the last of several processes has warmed up, to when the first one is done."""
+    return max(each["wall_ns"][0] for each in stamps), min(each["wall_ns"][-1] for each in stamps)
+
+
+def step_times(stamps: Mapping[str, Sequence[int]], between: tuple[int, int]) -> dict[str, float]:
+    """A step in microseconds within a time: its median, its mean, and the quickest tenth of all steps.
+
+    The mean counts the steps that log as well. The quickest tenth is what interruptions by others reach least.
+    """
+    wall_ns, cpu_ns = np.array(stamps["wall_ns"]), np.array(stamps["cpu_ns"])
+    inside = (wall_ns >= between[0]) & (wall_ns <= between[1])
+    wall, cpu = np.diff(wall_ns[inside]) / 1e3, np.diff(cpu_ns[inside]) / 1e3
+    return {
+        "num_steps": float(len(cpu)),
+        "wall_us": float(np.median(wall)),
+        "wall_us_mean": float(wall.mean()),
+        "cpu_us": float(np.median(cpu)),
+        "cpu_us_mean": float(cpu.mean()),
+        "cpu_us_quick": float(np.percentile(cpu, 10)),
+    }
 
 
 def write_tokens(path: Path, *, num_tokens: int, vocab_size: int, seed: int) -> None:

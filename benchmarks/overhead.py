@@ -11,9 +11,10 @@ and on request raw_gc_off, the raw loop without Python's garbage collector (acce
 nanogpt, the model and loop of nanogpt_style.py (another model code, so not a measure of a loop).
 
 All read the same token file, train the same architecture with the same AdamW groups and clip in fp32, and log every 50
-steps. Each runs in a fresh process, in turn, round after round; a ratio compares two runs of one round. A step is the time
-between two reads of a batch, seen from the data set, so no loop is touched. `micro` is so small that a step is nearly all
-Python; `tiny` is nanoGPT's CPU example.
+steps. Each round starts a fresh process for each, and lets them compute in turns of 0.4 s, one at a time; a ratio compares
+two processes of one round, over the steps that were done while all of them trained. A step is the time between two reads of
+a batch, seen from the data set, so no loop is touched. `micro` is so small that a step is nearly all Python; `tiny` is
+nanoGPT's CPU example.
 """
 
 import argparse
@@ -31,13 +32,15 @@ from benchmarks.common import (
     FetchClock,
     add_save_argument,
     child_environment,
+    common_time,
     markdown_table,
     median_and_range,
     print_result,
     provenance,
     provenance_line,
-    run_child,
+    run_children_in_turns,
     save_results,
+    step_times,
     write_tokenizer,
     write_tokens,
 )
@@ -60,7 +63,7 @@ def run_variant(variant: str, run: Run, *, threads: int, warmup_steps: int, coun
     }
     if reads is not None:
         return {**result, "reads_per_step": {line: n / (run.steps - warmup_steps) for line, n in reads.items()}}
-    return {**result, **clock.summary(warmup_steps=warmup_steps, num_steps=run.steps)}
+    return {**result, **clock.stamps(warmup_steps=warmup_steps, num_steps=run.steps)}
 
 
 def count_host_reads(first_step: int, num_steps: int) -> Counter[str]:
@@ -112,9 +115,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[
     write_tokens(tokens, num_tokens=(steps + 8) * preset.batch * preset.block + 1, vocab_size=preset.vocab, seed=0)
     results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in arguments.variants}
     for number in range(arguments.rounds):
-        for variant in arguments.variants:
-            child = run_child(
-                "benchmarks.overhead",
+        children = run_children_in_turns(
+            "benchmarks.overhead",
+            [
                 [
                     *("--variant", variant, "--preset", arguments.preset, "--threads", str(arguments.threads)),
                     *("--steps", str(steps), "--warmup", str(arguments.warmup or preset.warmup_steps)),
@@ -122,11 +125,18 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[
                     *("--tokenizer", str(tokenizer), "--folder", str(folder / f"{variant}-{number}")),
                     *(["--in-order"] if arguments.in_order else []),
                     *(["--count-reads"] if arguments.count_reads else []),
-                ],
-                environment=child_environment(arguments.threads),
-                timeout_seconds=900,
-            )
-            results[variant].append({**child.result, "others_cores": round(child.others_cores, 2)})
+                ]
+                for variant in arguments.variants
+            ],
+            environment=child_environment(arguments.threads),
+            timeout_seconds=1800,
+        )
+        between = None if arguments.count_reads else common_time([child.result for child in children])
+        for variant, child in zip(arguments.variants, children, strict=True):
+            result = child.result
+            times = {} if between is None else step_times(result, between)
+            kept = {name: value for name, value in result.items() if not name.endswith("_ns")}
+            results[variant].append({**kept, **times, "others_cores": round(child.others_cores, 2)})
     return results
 
 

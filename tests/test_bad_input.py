@@ -1,6 +1,7 @@
 """Every mistake a user can make in a recipe, its data or the flags: one line that names it and the remedy, before a model exists."""
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "learning rate 0": (setting("optimizer.learning_rate", 0), ("optimizer.learning_rate=0", "greater than 0")),
     "learning rate NaN": (setting("optimizer.learning_rate", float("nan")), ("optimizer.learning_rate=.nan", "greater than 0")),
     "weight decay infinite": (setting("optimizer.weight_decay", float("inf")), ("optimizer.weight_decay=.inf", "at least 0")),
+    "weight decay NaN": (setting("optimizer.weight_decay", float("nan")), ("optimizer.weight_decay=.nan", "at least 0")),
+    "learning rate infinite": (setting("optimizer.learning_rate", float("inf")), ("optimizer.learning_rate=.inf", "greater than 0")),
+    "negative epochs": (setting("schedule", {"num_epochs": -3}), ("schedule.num_epochs=-3", "greater than 0")),
+    "no accumulation": (setting("batch.gradient_accumulation_steps", 0), ("batch.gradient_accumulation_steps=0", "at least 1")),
     "batch of 0": (setting("batch.per_device_batch_size", 0), ("batch.per_device_batch_size=0", "at least 1")),
     "batch that does not divide": (setting("batch", {"global_batch_size": 7, "per_device_batch_size": 2}), ("global_batch_size=7", "try 6 or 8")),
     "batch that contradicts itself": (
@@ -140,6 +145,47 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+}
+TABLE = "text,label\n" + "".join(f"words {number},{number % 3}\n" for number in range(30))
+JSONL = "".join(f'{{"text": "words {number}", "label": "{"abc"[number % 3]}"}}\n' for number in range(30))
+NAMES = {"label_names": ["a", "b", "c"]}
+
+# A table for text classification: its file, its content, settings of `data`, and what the one line must say.
+TABLES: dict[str, tuple[str, str | bytes, dict[str, Any], tuple[str, ...]]] = {
+    "column that is missing": ("t.csv", TABLE.replace("text,", "txt,"), {}, ("t.csv:1", "'text'", "txt, label")),
+    "header without rows": ("t.csv", "text,label\n", {}, ("t.csv", "no rows")),
+    "file of 0 bytes": ("t.jsonl", "", {}, ("t.jsonl", "no rows")),
+    "column twice": ("t.csv", "text,text,label\na,b,1\n", {}, ("t.csv:1", "'text' is there 2 times")),
+    "label out of range": ("t.csv", TABLE.replace("words 7,1", "words 7,9"), NAMES, ("t.csv:9", "'label'", "0 to 2")),
+    "negative label": ("t.csv", TABLE.replace("words 7,1", "words 7,-1"), NAMES, ("t.csv:9", "'label'", '"-1"')),
+    "label that is no integer": ("t.jsonl", JSONL.replace('"words 7", "label": "b"', '"w", "label": 1.5'), {}, ("t.jsonl:8", "1.5")),
+    "label of another type": ("t.csv", TABLE, {**NAMES, "label_names": ["x", "y", "z"], "train": "s.jsonl"}, ("s.jsonl:1", "(x, y, z)")),
+    "row without a label": ("t.csv", TABLE.replace("words 7,1", "words 7,"), {}, ("t.csv:9", "'label'", "no label")),
+    "one class": ("t.csv", "text,label\na,1\nb,1\n", {}, ("every row has the same label",)),
+    "field too many": ("t.csv", TABLE.replace("words 7,1", "words 7,1,1"), {}, ("t.csv:9", "3 fields")),
+    "field too few": ("t.csv", TABLE.replace("words 7,1", "words 7"), {}, ("t.csv:9", "1 fields")),
+    "quote that does not close": ("t.csv", TABLE.replace("words 7", '"words 7'), {}, ("t.csv:", "quotes")),
+    "NUL": ("t.csv", TABLE.replace("words 7", "words \0"), {}, ("t.csv", "line 9", "0x00", "encoding_errors")),
+    "Latin-1": ("t.csv", TABLE.replace("words 7", "wörds").encode("latin-1"), {}, ("t.csv", "line 9", "0xf6", "encoding_errors")),
+    "UTF-16": ("t.csv", TABLE.encode("utf-16"), {}, ("t.csv", "UTF-16")),
+    "lone surrogate": ("t.jsonl", JSONL.replace("words 7", "\\ud800"), {}, ("t.jsonl:8", "surrogate")),
+    "object that is cut off": ("t.jsonl", JSONL[:-12], {}, ("t.jsonl:30", "not JSON")),
+    "line that is a list": ("t.jsonl", JSONL.replace('{"text": "words 7", "label": "b"}', "[1]"), {}, ("t.jsonl:8", "not an object", "[1]")),
+    "text that is null": ("t.jsonl", JSONL.replace('"words 7"', "null"), {}, ("t.jsonl:8", "'text'", "empty")),
+    "text that is a number": ("t.jsonl", JSONL.replace('"words 7"', "5"), {}, ("t.jsonl:8", "'text'", "5")),
+    "row without the column": ("t.jsonl", JSONL.replace('"text": "words 7"', '"txt": "w"'), {}, ("t.jsonl:8", "'text'", "'txt'")),
+    "parquet that is none": ("t.parquet", "PAR1", {}, ("t.parquet", "not a parquet file")),
+    "evaluation data that is missing": ("t.csv", TABLE, {"eval": "other.csv"}, ("data.eval", "other.csv")),
+    "evaluation label that is new": ("t.csv", TABLE, {"eval": "s.jsonl"}, ("s.jsonl:1", '"a"', "label")),
+}  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a good recipe and data of every kind of badness; building a model in it is a failure."""
@@ -152,6 +198,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("empty.txt").write_text("")
     Path("latin.txt").write_bytes("schön".encode("latin-1") * 20)
     Path("rows.jsonl").write_text('{"text": "a"}\n' * 9)
+    Path("s.jsonl").write_text(JSONL)
     Path("broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     return tmp_path
 
@@ -159,12 +206,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Building a model is noted, by the name of its builder."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     built: list[str] = []
 
-    def note(name: str) -> Callable[..., Any]:
-        original = getattr(AutoModelForCausalLM, name)
+    def note(model_class: Any, name: str) -> Callable[..., Any]:
+        original = getattr(model_class, name)
 
         def build(*args: Any, **kwargs: Any) -> Any:
             built.append(name)
@@ -172,13 +219,16 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return build
 
-    for name in ("from_config", "from_pretrained"):
-        monkeypatch.setattr(AutoModelForCausalLM, name, note(name))
+    for model_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        for name in ("from_config", "from_pretrained"):
+            monkeypatch.setattr(model_class, name, note(model_class, name))
     return built
 
 
 def assert_one_line(arguments: list[str], said: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()
     code = main(arguments)
+    assert time.process_time() - began < 5, "a mistake is found within 5 seconds"
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if line.startswith("error:")]
     assert code == 2, captured.err
@@ -195,6 +245,23 @@ def test_a_bad_recipe_is_one_line(name: str, no_model: list[str], capsys: pytest
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
     assert_one_line(["run", "r.yaml"], said, capsys)
     assert no_model == []
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_bad_table_is_one_line(name: str, no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    file, content, settings, said = TABLES[name]
+    Path(file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    recipe = copy.deepcopy(GOOD)
+    columns = {"text_column": "text", "label_column": "label", "eval_fraction": 0.2}
+    recipe |= {"task": "text-classification", "model": {"config": BERT}}
+    recipe["data"] |= {"train": file, **columns, **settings}
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    assert_one_line(["run", "r.yaml"], said, capsys)
+    assert no_model == []
+
+
+def test_at_least_60_mistakes_are_tried() -> None:
+    assert len(RECIPES) + len(TEXTS) + len(FLAGS) + len(TABLES) >= 60
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -6,17 +6,20 @@ import random
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accel_train.checkpoint import (
     CheckpointStatus,
+    GivenUp,
     check,
     checkpoint_folders,
     newest_valid,
     publish,
     remove_leftovers,
     rotate,
+    step_of,
     verify_run,
 )
 from accel_train.state import CheckpointError
@@ -183,3 +186,131 @@ def test_verify_run_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tm
     ]
     with pytest.raises(ValueError, match="holds no checkpoints folder"):
         verify_run(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b'{"format": 1, "step": 1, "files": {"trainer.json": {"bytes": 1e999, "sha256": ""}}}',
+        b'{"format": 1, "step": 1, "files": {"trainer.json": {"bytes": ' + b"9" * 9999 + b', "sha256": ""}}}',
+        b'{"format": 1, "step": 1, "files": {"trainer.json": {"bytes": NaN, "sha256": ""}}}',
+        b'{"format": 1, "step": -1e400, "files": {}}',
+        b'{"format": 1, "step": 1, "files": []}',
+        b"[" * 1_000_000,
+        b'{"files":' * 1_000_000,
+        b'"\xff\xfe"',
+        b"",
+    ],
+    ids=["infinite size", "huge size", "NaN", "infinite step", "list", "deep list", "deep object", "no text", "empty"],
+)
+def test_absurd_manifest_is_a_problem_and_no_crash(tmp_path: Path, manifest: bytes) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "manifest.json").write_bytes(manifest)
+    assert "manifest.json cannot be read" in str(check(folder).problem)
+
+
+def test_huge_manifest_is_not_even_read(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    os.truncate(folder / "manifest.json", 2**40)  # a terabyte of nothing, which takes no room
+    assert "manifest.json cannot be read" in str(check(folder).problem)
+
+
+def test_manifest_that_is_a_pipe_or_a_link_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    manifest = folder / "manifest.json"
+    manifest.rename(tmp_path / "elsewhere")
+    manifest.symlink_to(tmp_path / "elsewhere")
+    assert "manifest.json cannot be read" in str(check(folder).problem)
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert "manifest.json cannot be read" in str(check(folder).problem)
+
+
+def test_checkpoint_that_is_a_link_is_passed_over(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    good = save(root, 1)
+    (root / "step-00000002").symlink_to(save(tmp_path / "elsewhere", 2))
+    newest, broken = newest_valid(root)
+    assert (newest, [status.problem for status in broken]) == (good, ["it is a link"])
+
+
+def test_file_that_cannot_be_read_is_a_problem_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    real_open = Path.open
+
+    def failing(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self == bad / "model.safetensors":
+            raise OSError(5, "Input/output error", str(self))
+        return real_open(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", failing)
+    newest, broken = newest_valid(tmp_path)
+    assert newest == good
+    assert broken[0].problem == "model.safetensors cannot be read (Input/output error)"
+
+
+def test_valid_checkpoint_of_the_same_step_is_there_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    real_rename, newest = Path.rename, []
+
+    def rename(self: Path, target: Path) -> Path:
+        result = real_rename(self, target)
+        newest.append(newest_valid(tmp_path)[0])
+        return result
+
+    monkeypatch.setattr(Path, "rename", rename)
+    publish(tmp_path, 2, {"trainer.json": lambda path: path.write_bytes(b'{"new": 1}')})
+    assert [folder and step_of(folder) for folder in newest] == [2, 2, 2]
+    assert json.loads((tmp_path / "step-00000002" / "trainer.json").read_text()) == {"new": 1}
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002"]
+
+
+def test_checkpoint_that_a_killed_replacement_left_under_its_long_name_is_used_and_later_replaced(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1)
+    longer = save(tmp_path, 2).rename(tmp_path / "step-00000000000000000002")
+    assert newest_valid(tmp_path) == (longer, [])
+    save(tmp_path, 2)
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["step-00000001", "step-00000002"]
+
+
+def test_rotation_that_fails_at_one_removes_the_others_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    real_rename = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "step-00000001":
+            raise PermissionError(1, "Operation not permitted", str(self))
+        return real_rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(PermissionError):
+        rotate(tmp_path, keep=1)
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["step-00000001", "step-00000004"]
+
+
+def test_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    answers = iter([False, False, True])
+    with pytest.raises(GivenUp):
+        publish(
+            tmp_path,
+            1,
+            {"a": lambda path: path.touch(), "b": lambda path: path.touch()},
+            given_up=lambda: next(answers),
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_files_that_were_being_replaced_are_removed_too(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / ".healthy.json.abc123.tmp").touch()
+    (tmp_path / "notes.tmp").touch()
+    remove_leftovers(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.tmp", "step-00000001"]

@@ -218,8 +218,8 @@ def test_another_recipe_in_the_same_folder_is_refused_and_named(tmp_path: Path) 
     run(write_recipe_file(tmp_path))
     changed = write_recipe_file(tmp_path, batch={"global_batch_size": 4}, schedule={"max_steps": 20})
     done = run(changed, expect=2)
-    assert "batch.global_batch_size was 8, now 4" in done.stderr
-    assert "schedule.max_steps was 12, now 20" in done.stderr
+    assert "batch.global_batch_size was 8 (" in done.stderr
+    assert "schedule.max_steps was 12 (" in done.stderr
     run(changed, "--checkpoint.accept_changes", "true")
     assert max(losses(tmp_path / "run")) == 20
     run(changed, "--checkpoint.resume", "never")

@@ -25,7 +25,7 @@ LAYERS = (
     ("hf",),
     ("hf_face", "rehearse", "find_lr"),
     ("loop",),
-    ("finish", "saving", "rollback", "incident"),
+    ("finish", "saving", "rollback", "incident", "drift"),
     ("prepare",),
     ("tasks",),
     ("services",),
@@ -35,7 +35,7 @@ LAYERS = (
     ("recipe_writing",),
     ("recipe_names",),
     ("recipe_yaml",),
-    ("recipe", "state"),
+    ("recipe", "state", "redaction"),
 )
 UPWARD_ON_PURPOSE = {
     ("recipe", "recipe_file"),  # Recipe.from_yaml, when it is called

@@ -116,6 +116,16 @@ def test_rewind_forgets_later_metrics_and_keeps_every_event(tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
 
 
+def test_rewind_to_a_step_whose_evaluation_is_made_again_forgets_that_evaluation_alone(tmp_path: Path) -> None:
+    with RunFolder(tmp_path) as folder:
+        for step in (4, 5, 6):
+            for split in ("train", "eval"):
+                folder.append_metrics({"step": step, "split": split})
+        folder.rewind(5, evaluated=False)
+    kept = [(record["step"], record["split"]) for record in read_metrics(tmp_path)]
+    assert kept == [(4, "train"), (4, "eval"), (5, "train")]
+
+
 def test_rewind_begins_anew_where_the_files_were_moved_away(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         folder.append_metrics({"step": 1})

@@ -195,17 +195,38 @@ def test_a_tracker_that_fails_in_the_run_becomes_one_event_and_training_goes_on(
     assert [line["step"] for line in seen.metrics] == [1, 2, 3, 4]
 
 
-def test_a_metrics_line_that_cannot_be_written_is_an_error_and_an_event_is_not(tmp_path: Path) -> None:
+def test_lines_that_a_full_disk_does_not_take_wait_for_room_and_nothing_is_raised(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "events.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
     with observing(tmp_path, every=1) as seen:
-        with pytest.raises(OSError, match="No space left"):
-            seen.observer.on_step(STEP, 1e-3)
-        with pytest.raises(OSError, match="No space left"):
-            seen.observer.on_evaluation(1, {"loss": 1.0})
+        seen.observer.on_step(STEP, 1e-3)
+        seen.observer.on_evaluation(1, {"loss": 1.0})
+        seen.observer.on_step(replace(STEP, step=2), 1e-3)
         seen.observer.on_event("stop", 1, "the disk is full")
-    assert "events.jsonl could not be written" in seen.screen.getvalue()
-    assert "step 1: the disk is full" in seen.screen.getvalue()
+        said = seen.screen.getvalue()
+        assert said.count("metrics.jsonl cannot be written (No space left on device); its lines wait") == 1
+        assert "events.jsonl could not be written" in said
+        assert "step 1: the disk is full" in said
+        for name in ("metrics.jsonl", "events.jsonl"):
+            (tmp_path / name).unlink()
+        seen.folder.rewind(0)  # opens the files anew
+        seen.observer.on_step(replace(STEP, step=3), 1e-3)
+        assert [(line["step"], line["split"]) for line in seen.metrics] == [
+            *((1, "train"), (1, "eval"), (2, "train"), (3, "train")),
+        ]
+
+
+def test_lines_that_wait_for_room_are_forgotten_where_a_rollback_does_their_steps_again(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    with observing(tmp_path, every=1) as seen:
+        for step in (1, 2, 3):
+            seen.observer.on_step(replace(STEP, step=step), 1e-3)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            (tmp_path / name).unlink()
+        seen.observer.on_event("rollback", 3, "going back", to_step=1)
+        seen.observer.on_step(replace(STEP, step=2, loss=1.5), 1e-3)
+        assert [(line["step"], line["loss"]) for line in seen.metrics] == [(1, 2.0), (2, 1.5)]
 
 
 def test_finish_writes_the_summary_with_the_rates_and_the_loops_word_wins(tmp_path: Path) -> None:

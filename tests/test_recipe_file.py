@@ -13,8 +13,9 @@ from accel_train.model_check import check_model_config
 from accel_train.recipe import Origin, Recipe
 from accel_train.recipe_file import load_recipe
 from accel_train.recipe_names import nearest_names, recipe_names
-from accel_train.recipe_writing import format_recipe, is_secret, redact, write_recipe
+from accel_train.recipe_writing import format_recipe, write_recipe
 from accel_train.recipe_yaml import parse_yaml
+from accel_train.redaction import is_secret, redact
 from accel_train.state import Choice
 
 RECIPE = """\
@@ -328,6 +329,32 @@ def test_at_least_95_percent_of_single_edit_typos_get_the_right_name(where: str)
             right += near == [name] if where == "in its section" else name in near
     assert tried > 1000
     assert right / tried >= 0.95, f"{right} of {tried}"
+
+
+def every_single_edit(word: str) -> list[str]:
+    """All words one insertion, deletion, replacement, or exchange of neighbours away, in letters and underscores."""
+    letters = string.ascii_lowercase + "_"
+    cuts = range(len(word))
+    found = {word[:i] + letter + word[i:] for i in range(len(word) + 1) for letter in letters}
+    found |= {word[:i] + letter + word[i + 1 :] for i in cuts for letter in letters}
+    found |= {word[:i] + word[i + 1 :] for i in cuts} | {word[:i] + word[i : i + 2][::-1] + word[i + 2 :] for i in cuts}
+    return sorted(found - {word, ""})
+
+
+@pytest.mark.faults
+def test_of_all_single_edits_of_all_names_95_percent_get_the_right_name() -> None:
+    typos = [
+        (name, f"{section}.{typo}" if section else typo)
+        for name in recipe_names()
+        for section, _, leaf in (name.rpartition("."),)
+        for typo in every_single_edit(leaf)
+    ]
+    assert len(typos) > 100_000
+    tried = [
+        (name, typed) for name, typed in typos[::29] if typed not in recipe_names()
+    ]  # all of them take half an hour
+    right = sum(nearest_names(typed) == [name] for name, typed in tried)
+    assert right / len(tried) >= 0.95, f"{right} of {len(tried)}"
 
 
 def test_what_is_written_loads_as_the_same_recipe(recipe_file: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ BOM = b"\xef\xbb\xbf"
 def decode(raw: bytes, data: Data, path: Path, *, offset: int, line: int) -> str:
     """UTF-8 to text; `offset` bytes and `line` lines of the file lie before `raw`."""
     try:
-        return raw.decode("utf-8", data.encoding_errors)
+        text = raw.decode("utf-8", data.encoding_errors)
     except UnicodeDecodeError as error:
         utf16 = offset + error.start == 0 and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
         hint = (
@@ -26,6 +26,13 @@ def decode(raw: bytes, data: Data, path: Path, *, offset: int, line: int) -> str
             f"{path}: byte 0x{raw[error.start]:02x} at position {offset + error.start} (line {line}) is not UTF-8; {hint}, "
             f"or set data.encoding_errors: replace"
         ) from None
+    if data.encoding_errors == "strict" and (nul := raw.find(0)) >= 0:
+        line += raw.count(b"\n", 0, nul) + 1
+        raise ValueError(
+            f"{path}: byte 0x00 at position {offset + nul} (line {line}) is in no text; is it a binary file? set "
+            "data.encoding_errors: replace to read it all the same"
+        )
+    return text
 
 
 class Line(NamedTuple):

@@ -111,6 +111,11 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
         return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for a bad name
         reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if "custom code" in reason:
+            raise ValueError(
+                f"tokenizer: {name!r} brings code of its own; read that, and set model.trust_remote_code to run it, or use "
+                "another tokenizer (bytes, say)"
+            ) from error
         raise ValueError(
             f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a tokenizer "
             f"of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"

@@ -23,6 +23,8 @@ class Run:
     recipe_text: str
     evaluation: JsonRecord = field(default_factory=dict)
     """evaluation.json: `step`, `metrics`, `details`."""
+    incidents: list[JsonRecord] = field(default_factory=list)
+    """The records of its incidents, by step."""
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from accel_train.files import write_atomically
+from accel_train.redaction import redact_text
 from accel_train.state import Choice, JsonRecord
 
 METRICS_FILE = "metrics.jsonl"
@@ -76,14 +77,18 @@ class RunFolder:
         """Write a file of this folder (recipe.yaml, say), whole or not at all, and return its path."""
         return write_atomically(self.path / name, text.encode())
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, evaluated: bool = True) -> None:
         """Forget the metrics after `step`, because a resume computes them again; events are history and stay.
 
-        Files that were moved away since `open` begin anew.
+        Not `evaluated`: the evaluation of that step is made again as well. Files that were moved away since `open` begin anew.
         """
+
+        def is_kept(record: JsonRecord) -> bool:
+            return record["step"] < step or (record["step"] == step and (evaluated or record.get("split") != "eval"))
+
         path = self.path / METRICS_FILE
         if path.exists():
-            write_atomically(path, b"".join(line for line, record in _complete_lines(path) if record["step"] <= step))
+            write_atomically(path, b"".join(line for line, record in _complete_lines(path) if is_kept(record)))
         self._close_files()
         self._open_files()
 
@@ -249,9 +254,11 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, JsonRecord]]:
 
 
 def _to_json(value: Any) -> Any:
-    """The value with what JSON lacks in a form it has: NaN and Infinity as strings, numpy numbers as plain ones."""
-    if value is None or isinstance(value, str | bool):
+    """The value with what JSON lacks in a form it has: NaN and Infinity as strings, numpy numbers as plain ones; no secrets."""
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return redact_text(value)
     if isinstance(value, Mapping):
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

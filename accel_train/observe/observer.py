@@ -1,5 +1,6 @@
 """The one read-only observer of a run: it is told what happened, and passes it to ledger, screen and trackers."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -11,6 +12,8 @@ from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
 from accel_train.state import JsonRecord, StepResult
 
+MOST_UNWRITTEN_LINES = 100_000
+"""Of metrics.jsonl, 50 MB of memory: with more of them the oldest are lost."""
 # Routine: in the ledger and the report, but not worth a line on the screen.
 SILENT_EVENTS = frozenset({"checkpoint", "evaluation"})
 
@@ -70,6 +73,8 @@ class RunObserver:
         self._samples_per_step = samples_per_step
         self._num_samples_per_epoch = num_samples_per_epoch
         self._step = 0
+        self._unwritten: deque[JsonRecord] = deque(maxlen=MOST_UNWRITTEN_LINES)
+        self._is_told = False
 
     @property
     def train_seconds(self) -> float:
@@ -77,11 +82,7 @@ class RunObserver:
         return self._meter.train_seconds
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Take note of a step; it is written down if it is due, the last, or skipped.
-
-        Raises:
-            OSError: metrics.jsonl could not be written.
-        """
+        """Take note of a step; it is written down if it is due, the last, or skipped."""
         step = self._step = result.step
         self._meter.add(result.num_targets, self._samples_per_step)
         due = step % self._log_every_steps == 0 or step == self._total_steps
@@ -90,12 +91,8 @@ class RunObserver:
         self._progress.advance(step)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write down what an evaluation found: its loss, and whatever else the task measures.
-
-        Raises:
-            OSError: metrics.jsonl could not be written.
-        """
-        self._folder.append_metrics({"step": step, "split": "eval", **metrics})
+        """Write down what an evaluation found: its loss, and whatever else the task measures."""
+        self._write({"step": step, "split": "eval", **metrics})
         self._trackers.log({f"eval/{name}": value for name, value in metrics.items()}, step)
         self._progress.note(f"step {step}: evaluation: {_describe_metrics(metrics)}")
 
@@ -103,7 +100,10 @@ class RunObserver:
         """Write down that something happened: when, on which process (None: all), and why, in one sentence."""
         try:
             if kind == "rollback":
-                self._folder.rewind(facts["to_step"])  # what comes after it is done again
+                done_again = [line for line in self._unwritten if line["step"] > facts["to_step"]]
+                for line in done_again:
+                    self._unwritten.remove(line)
+                self._folder.rewind(facts["to_step"])
             self._folder.append_event(utc_event(kind, step, message, rank, facts))
         except OSError as error:  # an event often tells of a failure; it must not become a second one
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")
@@ -146,6 +146,22 @@ class RunObserver:
         self._trackers.finish()
         self._progress.close()
 
+    def _write(self, line: JsonRecord) -> None:
+        """Add a line to metrics.jsonl; on a full disk lines wait for room, and training goes on."""
+        self._unwritten.append(line)
+        try:
+            while self._unwritten:
+                self._folder.append_metrics(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            if not self._is_told:
+                self._progress.note(
+                    f"metrics.jsonl cannot be written ({error.strerror}); its lines wait, training goes on"
+                )
+            self._is_told = True
+        else:
+            self._is_told = False
+
     def _log_step(self, result: StepResult, learning_rate: float, *, restart_window: bool) -> None:
         rates = self._meter.window(restart=restart_window)
         line: JsonRecord = {
@@ -163,7 +179,7 @@ class RunObserver:
             "epoch": round(result.step * self._samples_per_step / self._num_samples_per_epoch, 6),
             "train_seconds": round(self._meter.train_seconds, 3),
         }
-        self._folder.append_metrics(line)
+        self._write(line)
         self._trackers.log({f"train/{name}": line[name] for name in line if name not in ("step", "split")}, result.step)
         self._progress.show(
             result.step,

@@ -15,6 +15,8 @@ from accel_train.observe.headlines import (
     large_number,
     shared_targets,
 )
+from accel_train.observe.incident_record import INCIDENTS, TEXT
+from accel_train.observe.incident_text import main_facts
 from accel_train.observe.metric_names import MISSING
 from accel_train.observe.trackers import flatten
 from accel_train.state import JsonRecord
@@ -48,6 +50,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             f"{kind.replace('_', ' ')} ×{count}"
             for kind, count in Counter(event["event"] for event in run.curves.events).items()
         ),
+        "incidents": [_incident(record) for record in run.incidents],
         "tables": _tables(summary),
         "recipe": run.recipe_text,
     }
@@ -146,6 +149,17 @@ def _event_row(event: JsonRecord) -> dict[str, Any]:
         "rank": event.get("rank"),
         "time": str(event.get("time", ""))[:16].replace("T", " "),
         "bad": kind in BAD_EVENTS,
+    }
+
+
+def _incident(record: JsonRecord) -> dict[str, Any]:
+    """What the page shows of an incident: its sentence, what to do, and the main facts of its Markdown, which it links to."""
+    return {
+        "step": f"{record['step']:,}",
+        "sentence": record["sentence"],
+        "link": f"{INCIDENTS}/{record['folder']}/{TEXT}",
+        "facts": main_facts(record),
+        "next": record["next"],
     }
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
+from accel_train.redaction import redact_text
 from accel_train.state import Choice
 
 Style = Literal["bar", "lines", "off"]
@@ -102,7 +103,8 @@ class Progress:
             )
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar if there is one."""
+        """Print a line of its own, above the bar if there is one; secrets in it are redacted."""
+        text = redact_text(text)
         if self._bar is None:
             self._write_line(text)
         else:

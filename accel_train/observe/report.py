@@ -14,6 +14,7 @@ from accel_train.files import write_atomically
 from accel_train.observe.curves import Curves
 from accel_train.observe.evaluation import MAX_CLASSES, confusion_matrix, describe_evaluation
 from accel_train.observe.headlines import Run, shared_targets
+from accel_train.observe.incident_record import RECORD, incident_folders
 from accel_train.observe.ledger import (
     METRICS_FILE,
     RECIPE_FILE,
@@ -76,7 +77,8 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     curves = Curves(name or folder.resolve().name, by_split["train"], by_split["eval"], events)
     summary, evaluation = _read_record(folder / SUMMARY_FILE), _read_record(folder / EVALUATION_FILE)
     recipe_text = _read_or(lambda: (folder / RECIPE_FILE).read_text(encoding="utf-8"), "")
-    return Run(curves, summary, recipe_text, evaluation)
+    incidents = [record for path in incident_folders(folder) if (record := _read_record(path / RECORD))]
+    return Run(curves, summary, recipe_text, evaluation, incidents)
 
 
 def draw_all(runs: Sequence[Run]) -> list["Chart"]:

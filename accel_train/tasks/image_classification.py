@@ -83,6 +83,7 @@ class ImageClassification:
             reading_is_free=sets.decoded and seen_as_it_is,
             source=ImageSource(sets, preprocessing),
             draw=None if seen_as_it_is else partial(draw_sample, train, settings),
+            where=sets.train.where,
         )
 
     def _prepare_test_time(self, recipe: Recipe, config: Any, preprocessing: Preprocessing) -> None:

@@ -104,6 +104,7 @@ class SemanticSegmentation:
             },
             source=SegmentSource(sets, settings),
             draw=train.draw,
+            where=lambda index: sets.train.images.where(int(sets.train.rows[index])),
         )
 
     def _prepare_test_time(self, recipe: Recipe, config: PreTrainedConfig, preprocessing: Preprocessing) -> None:

@@ -1,0 +1,118 @@
+"""What makes two sittings the same run, who set it in each, and what has changed between them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from accel_train.batching import BatchSizes
+from accel_train.recipe import Recipe
+from accel_train.recipe_names import recipe_names, value_of
+from accel_train.recipe_writing import show, who_set
+from accel_train.redaction import redact
+from accel_train.schedule import StepPlan
+from accel_train.task import TaskData
+
+FOLLOWS_FROM = {
+    "data.fingerprint": ("data.train", "data.eval", "data.eval_fraction", "tokenizer"),
+    "batch.global_batch_size": ("batch.per_device_batch_size", "batch.gradient_accumulation_steps"),
+    "schedule.max_steps": ("schedule.num_epochs",),
+    "schedule.warmup_steps": ("schedule.warmup_ratio",),
+}
+"""Settings that make a value where the recipe does not say it outright."""
+NOT_SET = object()
+
+
+class Change(NamedTuple):
+    """One value of a run that is not what it was when the checkpoint was written."""
+
+    name: str
+    was: Any
+    was_set_by: str
+    """Empty where the checkpoint does not say it."""
+    now: Any
+    now_set_by: str
+
+    def __str__(self) -> str:
+        return f"{self.name} was {_told(self.was, self.was_set_by)}, now {_told(self.now, self.now_set_by)}"
+
+
+def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
+    """What makes two sittings the same run: a checkpoint goes on only where these are equal. Plain JSON values."""
+    identity = {
+        "task": recipe.task,
+        "seed": recipe.seed,
+        "model": recipe.model.model_dump(exclude={"attn_implementation", "trust_remote_code"}),
+        "data.fingerprint": data.fingerprint,
+        "data.sequence_length": recipe.data.sequence_length,
+        "data.mask_documents": recipe.data.mask_documents,
+        "data.shuffle": recipe.data.shuffle,
+        "data.last_batch": recipe.data.last_batch,
+        "data.group_by_length": recipe.data.group_by_length,
+        "data.augment": recipe.data.augment.model_dump(),
+        "loss": recipe.loss.model_dump(),
+        "batch.global_batch_size": sizes.global_batch_size,
+        "optimizer.name": recipe.optimizer.name,
+        "optimizer.ema_decay": recipe.optimizer.ema_decay,
+        "optimizer.layer_decay": recipe.optimizer.layer_decay,
+        "optimizer.groups": recipe.optimizer.model_dump()["groups"],
+        "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),
+        "schedule.max_steps": steps.max_steps,
+        "schedule.warmup_steps": steps.warmup_steps,
+    }
+    normal: dict[str, Any] = json.loads(json.dumps(identity))
+    return normal
+
+
+def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:
+    """Who set each value of an identity, by dotted name; kept in the checkpoint beside the identity."""
+    return {name: _origin(recipe, name) for name in _names(identity, "")}
+
+
+def identity_changes(
+    saved: Mapping[str, Any], saved_origins: Mapping[str, str], identity: Mapping[str, Any], origins: Mapping[str, str]
+) -> list[Change]:
+    """What differs between the run that wrote a checkpoint and this one; empty: it is the same run."""
+    return [
+        Change(name, was, saved_origins.get(name, ""), now, origins.get(name, ""))
+        for name, was, now in _differences(saved, identity, "")
+    ]
+
+
+def _differences(was: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for key in sorted(was.keys() | now.keys()):
+            inner = f"{name}.{key}" if name else key
+            yield from _differences(was.get(key, NOT_SET), now.get(key, NOT_SET), inner)
+    elif was != now:
+        yield name, was, now
+
+
+def _names(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{prefix}{key}.")
+
+
+def _origin(recipe: Recipe, name: str) -> str:
+    if name in recipe_names() and value_of(recipe, name) is not None:
+        return who_set(recipe, name)
+    causes = [
+        f"{cause} {show(value_of(recipe, cause))}, {who_set(recipe, cause)}"
+        for cause in FOLLOWS_FROM.get(name, ())
+        if value_of(recipe, cause) is not None
+    ]
+    if causes:
+        return str(redact(f"from {'; '.join(causes)}"))
+    own = recipe.origin(name)
+    if name in recipe_names() or own.kind != "default":
+        return str(redact(str(own)))
+    above = name.rpartition(".")[0]
+    return _origin(recipe, above) if above else "default"
+
+
+def _told(value: Any, set_by: str) -> str:
+    shown = "not set" if value is NOT_SET else show(value)
+    if len(shown) == 64 and all(letter in "0123456789abcdef" for letter in shown):
+        shown = shown[:12]  # of a digest, that is enough to tell two apart
+    return f"{shown} ({set_by})" if set_by else shown

@@ -1,0 +1,196 @@
+"""What is known of an incident, as plain values: what kind it is, in one sentence, and what to do."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from accel_train.observe.ledger import read_json
+from accel_train.state import JsonRecord
+
+INCIDENTS = "incidents"
+RECORD, TEXT, WEIGHTS = "incident.json", "incident.md", "weights.safetensors"
+FORMAT = 1
+SAME_SPIKE, SAME_SPIKE_AFTER_UPDATE = 0.98, 0.5
+"""A spike happens again where loss and gradient norm, computed again, reach this part of it; less where the update was applied."""
+
+Classification = Literal["deterministic", "transient", "unknown"]
+
+
+def batch_file(rank: int) -> str:
+    """The name of a process's micro-batches in an incident's folder."""
+    return f"batch-rank-{rank}.safetensors"
+
+
+def incident_folders(run_folder: Path) -> list[Path]:
+    """The incidents of a run, in the order of their names, which is that of their steps."""
+    root = run_folder / INCIDENTS
+    return sorted(path.parent for path in root.glob(f"step-*/{RECORD}")) if root.is_dir() else []
+
+
+def read_incident(folder: Path) -> JsonRecord:
+    """An incident's record.
+
+    Raises:
+        ValueError: the folder holds none, or it is damaged.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        what = f"it has no {RECORD}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is no incident: {what}; give a folder of RUN/{INCIDENTS}")
+    try:
+        record = read_json(path)
+        if record["format"] != FORMAT:
+            raise ValueError(f"it has format {record['format']}, and this version reads {FORMAT}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return record
+
+
+def classify(record: Mapping[str, Any]) -> Classification:
+    """Whether the fault comes with the samples and weights, or came once and went."""
+    findings = record["processes"]
+    if record["kind"] == "spike":
+        return _classify_spike(record)
+    if any(finding["happens_again"] for finding in findings):
+        return "deterministic"
+    return "transient" if all(finding["happens_again"] is False for finding in findings) else "unknown"
+
+
+def _classify_spike(record: Mapping[str, Any]) -> Classification:
+    findings = record["processes"]
+    if any(finding["error"] or finding["loss_sum"] is None for finding in findings):
+        return "unknown"
+    loss = sum(finding["loss_sum"] for finding in findings) / max(record["num_targets"], 1)
+    # The norm of a mean of gradients is at most the mean of their norms.
+    norm = sum(finding["gradient_norm"] for finding in findings) / len(findings)
+    part = SAME_SPIKE if record["skipped"] else SAME_SPIKE_AFTER_UPDATE
+    return "transient" if loss < part * record["loss"] or norm < part * record["grad_norm"] else "deterministic"
+
+
+def summarise_incident(record: Mapping[str, Any]) -> str:
+    """One sentence: whether it happens again, which samples on which process, and in which module."""
+    findings, kind = record["processes"], record["classification"]
+    failed = [f"process {finding['rank']} ({finding['error']})" for finding in findings if finding["error"]]
+    if kind == "unknown":
+        return f"Unknown: the step could not be computed again on {_listed(failed)}"
+    if record["kind"] == "spike":
+        return _summarise_spike(record)
+    if kind == "deterministic":
+        bad = [finding for finding in findings if finding["happens_again"]]
+        blamed = [_blame(finding) for finding in bad[:3]]
+        more = f"; and so on {len(bad) - 3} more processes" if len(bad) > 3 else ""
+        return f"Deterministic: {'; '.join(blamed)}{more}"
+    there = [finding for finding in findings if not math.isfinite(finding["loss_sum_then"])]
+    if there:
+        where = _listed([f"process {each['rank']} ({each['device']}, host {each['host']})" for each in there])
+        return f"Transient: computed again the step is finite; its loss was not finite on {where}"
+    if len(findings) == 1:
+        where = f"{findings[0]['device']}, host {findings[0]['host']}"
+        return (
+            f"Transient: computed again the step is finite; its loss was, too, and its gradients were not, on {where}"
+        )
+    return (
+        "Transient: computed again the step is finite on all processes; every loss was, too, and gradients are summed over "
+        "all processes before anything looks at them, so which one it was cannot be said"
+    )
+
+
+def _blame(finding: Mapping[str, Any]) -> str:
+    """`sample 1234 on process 1 makes transformer.h.3.mlp not finite`."""
+    who = f"{_samples(finding)} on process {finding['rank']}"
+    module = "the model" if finding["module"] == "" else finding["module"]
+    place = finding["place"]
+    if place == "weights":
+        return f"weights are not finite on process {finding['rank']}: {named(finding['weights_not_finite'])}"
+    if place == "batch":
+        broken = [name for name, column in finding["columns"].items() if column["not_finite"]]
+        seen = f", first seen in {module}" if module is not None else ""
+        return f"{who} is not finite as it was read (column {named(broken)}){seen}"
+    if place == "module":
+        return f"{who} makes {module} not finite"
+    if place == "loss":
+        return f"{who} makes the loss not finite, and no module's output"
+    gradients = named(finding["gradients_not_finite"], finding["num_gradients_not_finite"])
+    at = f" by {module}" if module is not None else " by the loss itself"
+    return f"{who} makes gradients not finite{at} ({gradients})"
+
+
+def _samples(finding: Mapping[str, Any]) -> str:
+    what, samples, number = finding["unit"], finding["samples"], finding["num_samples"]
+    if number == 1:
+        return f"{what} {samples[0]}"
+    if number == 0:
+        return f"{what}s {named(finding['suspects'])} together"
+    return f"each of {number} {what}s ({named(samples, number)})"
+
+
+def _summarise_spike(record: Mapping[str, Any]) -> str:
+    heaviest = heaviest_sample(record)
+    if record["classification"] == "transient":
+        return "Transient: computed again, loss and gradients are nothing out of the ordinary"
+    if heaviest is None:
+        return "Deterministic: computed again it is as large; no sample of it could be looked at alone"
+    finding, sample = heaviest
+    return (
+        f"Deterministic: computed again it is as large; the most comes from {finding['unit']} {sample['sample']} on "
+        f"process {finding['rank']} (loss {sample['loss']:.4g}, gradient norm {sample['gradient_norm']:.4g} alone)"
+    )
+
+
+def heaviest_sample(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Of a spike: the process and the sample with the largest gradient norm."""
+    pairs = [(finding, each) for finding in record["processes"] for each in finding["heaviest"]]
+    return max(pairs, key=lambda pair: _with_nan_on_top(pair[1]["gradient_norm"]), default=None)
+
+
+def next_actions(record: Mapping[str, Any]) -> list[str]:
+    """What to do about it, the likeliest first."""
+    replay = f"accel-train replay {INCIDENTS}/{record['folder']} (from the run folder) computes it again, module by module; --debug stops where it breaks"
+    places = {finding["place"] for finding in record["processes"] if finding["happens_again"]}
+    if record["classification"] == "transient":
+        return [
+            "Nothing, if it stays the only one: the update was not applied"
+            + _unless_spike(record)
+            + ", and training goes on.",
+            "If it comes again on the same device or host, take that device out of use, and let its memory be tested.",
+        ]
+    if "weights" in places:
+        return [
+            "The weights are damaged: go back to a checkpoint from before. The guard does so after max_consecutive_skips."
+        ]
+    if "batch" in places:
+        return [
+            "Mend these samples or leave them out of the data; they are skipped each time they are read.",
+            replay + ".",
+        ]
+    hints = [
+        "Look at the samples named above: are they what they should be? They are skipped each time they are read.",
+        replay + ".",
+    ]
+    if record["loss_scale"] is not None:
+        hints.append("fp16 holds nothing above 65504: precision.mixed_precision bf16 has no such limit.")
+    elif record["precision"] == "bf16":
+        hints.append(
+            "precision.mixed_precision no computes the same in fp32, which tells whether precision is the cause."
+        )
+    hints.append("If other samples follow, the run diverges: lower optimizer.learning_rate, or warm up for longer.")
+    return hints
+
+
+def _unless_spike(record: Mapping[str, Any]) -> str:
+    return "" if record["skipped"] else " or clipped"
+
+
+def named(names: Sequence[Any], number: int | None = None, most: int = 3) -> str:
+    """`a, b, c and 9 more`."""
+    more = (len(names) if number is None else number) - len(names[:most])
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names)
+
+
+def _with_nan_on_top(value: float) -> float:
+    return math.inf if math.isnan(value) else value

@@ -1,0 +1,108 @@
+"""No secret leaves a run: what is one by its name, by its form, or because it was given as one, is replaced in every text."""
+
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+REDACTED = "REDACTED"
+SHORTEST_SECRET = 6
+"""Shorter values are kept in texts: they would be found in every second word."""
+
+_SECRET_WORDS = re.compile(
+    r"secret|passw(or)?d|passphrase|credential|api_?key|access_?key|private_?key|(^|_)auth$|_key$"
+)
+_TOKEN = re.compile(r"(^|_)token$")
+_MODEL_TOKEN = re.compile(
+    r"^(bos|eos|pad|unk|cls|sep|mask|image|video|audio|boi|eoi|boa|eoa|start|end|stop|decoder_start)_token$"
+)
+_IN_URL = re.compile(r"(?<=://)[^\s/@]+(?=@)")  # user:password, or a token, in front of a host
+_SECRETS_IN_TEXT = (
+    _IN_URL,
+    re.compile(r"(?i)(?<=[?&])((?:[\w-]*(?:token|secret|password|key|signature|sig))=)[^&#\s]+"),
+    re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,})"),
+)
+_known: set[str] = set()
+_known_in_text: re.Pattern[str] | None = None
+
+
+def is_secret(name: str) -> bool:
+    """Whether what is kept under this name is a secret: `HF_TOKEN`, `apiKey`, `db-password`; not `pad_token_id`."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2]).replace("-", "_").lower()
+    return bool(_SECRET_WORDS.search(snake) or (_TOKEN.search(snake) and not _MODEL_TOKEN.search(snake)))
+
+
+def remember_secrets(value: Any, name: str = "") -> None:
+    """From now on `redact` knows these secrets wherever they come up: what stands under secret names, and passwords in URLs.
+
+    Works through mappings and lists; remembers for as long as the process lives.
+    """
+    global _known_in_text
+    found = {text for text in _secrets_of(value, name) if len(text) >= SHORTEST_SECRET} - _known
+    if found:
+        _known.update(found)
+        longest_first = sorted(_known, key=len, reverse=True)  # one secret may begin like another
+        _known_in_text = re.compile("|".join(map(re.escape, longest_first)))
+
+
+def _secrets_of(value: Any, name: str) -> set[str]:
+    if isinstance(value, Mapping):
+        return {
+            text for key, item in value.items() for text in _secrets_of(item, name if is_secret(name) else str(key))
+        }
+    if isinstance(value, list | tuple):
+        return {text for item in value for text in _secrets_of(item, name)}
+    if not isinstance(value, str):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return {str(value)} if is_number and is_secret(name) else set()
+    inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
+    # A path says where the secret lies, and belongs into messages.
+    return inside | {value} if is_secret(name) and value != REDACTED and not os.path.exists(value) else inside
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """The value without its secrets: what stands under a name like `hub_token` or `WANDB_API_KEY`, and passwords in URLs.
+
+    `pad_token`, `num_tokens` and `tokenizer` are no secrets. Works through mappings and lists.
+    """
+    if is_secret(name) and value not in (None, "", REDACTED) and not isinstance(value, bool):
+        return REDACTED
+    if isinstance(value, Mapping):
+        return {key: redact(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(redact(item) for item in value)
+    return redact_text(value) if isinstance(value, str) else value
+
+
+def redact_text(text: str) -> str:
+    """A text without the secrets that were remembered, and without what looks like one."""
+    if _known_in_text is not None:
+        text = _known_in_text.sub(REDACTED, text)
+    for pattern in _SECRETS_IN_TEXT:
+        text = pattern.sub(lambda found: (found.group(1) if found.lastindex else "") + REDACTED, text)
+    return text
+
+
+def print_traceback(error: BaseException) -> None:
+    """A traceback on stderr, without secrets."""
+    _print_exception(type(error), error, error.__traceback__)
+
+
+def keep_secrets_out_of_tracebacks() -> None:
+    """For a program: whatever ends it, or a thread of it, is told without the secrets of its environment and command line."""
+    remember_secrets(os.environ)
+    sys.excepthook = _print_exception
+    threading.excepthook = _print_exception_of_thread
+
+
+def _print_exception_of_thread(thread: threading.ExceptHookArgs) -> None:
+    if thread.exc_value is not None:
+        _print_exception(thread.exc_type, thread.exc_value, thread.exc_traceback)
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(redact_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

@@ -1,0 +1,48 @@
+"""The running statistics of batch norm: a step that is skipped leaves no trace in them either."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class RunningStatistics:
+    """Buffers that a forward in training mode changes, put back where its step turns out to be skipped.
+
+    One NaN in a batch makes a running mean NaN for ever, and evaluation with it, however well the weights are guarded. And a
+    feature of 1e30 has an infinite variance but is normalised to 0, so that neither loss nor gradients show it: statistics
+    that are not finite are put back whatever became of the step. All is done on the device, in a dozen kernels a step; a model
+    without batch norm costs nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for part in module.modules():
+            if isinstance(part, _NormBase):
+                for buffer in part.buffers(recurse=False):
+                    by_dtype[buffer.dtype].append(buffer)
+        self._groups = list(by_dtype.values())
+        self._before: list[Tensor] = []
+
+    def keep(self) -> None:
+        """Before the forward: remember them."""
+        self._before = [_flat(buffers) for buffers in self._groups]
+
+    def put_back(self, skipped: Tensor) -> None:
+        """After the update: as they were, where `skipped` (0-dim, on the device) is 1 or they are not finite."""
+        now = [_flat(buffers) for buffers in self._groups]
+        is_bad = skipped != 0
+        for values in now:
+            if values.is_floating_point():
+                is_bad = is_bad | ~torch.isfinite(values).all()
+        for buffers, before, after in zip(self._groups, self._before, now, strict=True):
+            kept = torch.where(is_bad, before, after)
+            pieces = kept.split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(
+                buffers, [piece.view_as(buffer) for piece, buffer in zip(pieces, buffers, strict=True)]
+            )
+
+
+def _flat(buffers: list[Tensor]) -> Tensor:
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])

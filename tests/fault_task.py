@@ -1,0 +1,99 @@
+"""A task whose processes fail, hang and dawdle on demand: what happens to one process, and what the others make of it."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from accel_train.recipe import Recipe
+from accel_train.task import TaskData
+from probe_task import RANK, ProbeTask
+
+
+class SlowDataset(Dataset[Any]):
+    """Takes its time for each batch; the process that reads one named sample may be killed, or sleep for ever."""
+
+    def __init__(self, inner: Any, seconds: float, fault: str) -> None:
+        self.inner, self.seconds, self.fault, self.num_reads = inner, seconds, fault, 0
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
+        self.num_reads += 1
+        time.sleep(self.seconds)
+        if self.fault == "killed" and self.num_reads == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hangs" and self.num_reads == 12:
+            time.sleep(3600)
+        return self.inner.__getitems__(indices)
+
+
+class FaultTask(ProbeTask):
+    """`options`, beside those of ProbeTask: raise_at / exit_at / sigstop_at / spin_at / flip_at: {step, rank};
+
+    seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed or hangs; in_load / in_build:
+    {rank, fault: raise}; other_data: rank whose data differs.
+    """
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        self.seconds = recipe.options.get("seconds", {})
+        time.sleep(self.seconds.get("load", 0))
+        data = super().load_data(recipe, progress=progress)
+        if recipe.options.get("raise_in_load") == RANK:
+            raise ValueError("corpus.jsonl:7 is unreadable on this machine")
+        if recipe.options.get("other_data") == RANK:
+            data = replace(data, fingerprint="0123456789abcdef")
+        fault = recipe.options.get("data_worker", "")
+        if fault or "read" in self.seconds:
+            data = replace(data, train=SlowDataset(data.train, self.seconds.get("read", 0), fault))
+        return data
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        begin = time.monotonic()
+        while time.monotonic() < begin + self.seconds.get("build", 0):
+            time.sleep(0.01)
+        if recipe.options.get("raise_in_build") == RANK:
+            raise RuntimeError("no such layer on this machine")
+        return super().build_model(recipe, data)
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = super().loss_sum(model, batch)
+        if not model.training:
+            return loss
+        time.sleep(self.seconds.get("step", 0))
+        faults: dict[str, Callable[[], object]] = {
+            "raise_at": self._fail,
+            "exit_at": lambda: os._exit(0),
+            "sigstop_at": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            "spin_at": self._spin,
+            "flip_at": lambda: self._flip(model),
+        }
+        for fault, happen in faults.items():
+            if self._here(fault, self.accumulation_calls):
+                happen()
+        return loss
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        time.sleep(self.seconds.get("evaluate", 0))
+        return super().evaluate_batch(model, batch)
+
+    def _fail(self) -> None:
+        raise KeyError("a layer that is not there")
+
+    def _spin(self) -> None:
+        while True:
+            sys.getrecursionlimit()
+
+    def _flip(self, model: nn.Module) -> None:
+        """A bit of a weight, after it was read: the gradients of this step are as on the other processes."""
+        weight = next(weight for name, weight in model.named_parameters() if "ln_f.weight" in name)
+        weight.data.view(-1).view(torch.int32)[3] ^= 1  # unseen by autograd, as a fault of the memory is

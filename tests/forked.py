@@ -1,0 +1,190 @@
+"""Runs of several processes that begin at once: forked from one process that has already imported torch and accel_train.
+
+`run_forked(["run", "recipe.yaml"], 2, folder=tmp_path)` starts two ranks as torchrun would (RANK, WORLD_SIZE, ...), 3
+seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and counts as ended once `rank-R.exit` is there.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+PRELOADED = ("accelerate", "torch.distributed", "accel_train.cli", "accel_train.loop", "accel_train.tasks.causal_lm")
+_server: "subprocess.Popen[str] | None" = None
+
+
+class Forked:
+    """The processes of one run."""
+
+    def __init__(self, pids: Sequence[int], folder: Path) -> None:
+        self.pids, self.folder = list(pids), folder
+
+    def kill(self, rank: int | None, number: signal.Signals) -> None:
+        """Send a signal to one process, or (None) to all."""
+        for each in range(len(self.pids)) if rank is None else [rank]:
+            if self.exit_code(each) is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pids[each], number)
+
+    def exit_code(self, rank: int) -> int | None:
+        """How it ended: as of `subprocess`, so -9 is a SIGKILL; None while it runs."""
+        with suppress(FileNotFoundError, ValueError):
+            return int((self.folder / f"rank-{rank}.exit").read_text())
+        return None
+
+    def exit_codes(self) -> list[int | None]:
+        """Of all processes."""
+        return [self.exit_code(rank) for rank in range(len(self.pids))]
+
+    def wait(self, timeout_seconds: float = 120.0) -> list[int]:
+        """Until all have ended: their exit codes. Those that have not by then are killed, and it is an error."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            codes = [code for code in self.exit_codes() if code is not None]
+            if len(codes) == len(self.pids):
+                return codes
+            time.sleep(0.01)
+        codes_now = self.exit_codes()
+        self.end()
+        raise AssertionError(
+            f"not over after {timeout_seconds:g} s: {codes_now}\n"
+            + "\n".join(self.stderr(rank)[-3000:] for rank in range(len(self.pids)))
+        )
+
+    def end(self) -> None:
+        """Kill what is left."""
+        self.kill(None, signal.SIGKILL)
+
+    def stderr(self, rank: int) -> str:
+        """What a process has written to standard error so far."""
+        path = self.folder / f"rank-{rank}.err"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+def run_forked(
+    argv: Sequence[str], world_size: int, *, folder: Path, timeout_seconds: float = 120.0, **extra: str
+) -> Forked:
+    """Start `accel-train ARGV` in `world_size` processes, each with its number for `{rank}`; `extra` are environment variables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("rank-*.*"):
+        old.unlink()
+    pids = folder / "pids.json"
+    pids.unlink(missing_ok=True)
+    job = {"argv": list(argv), "world_size": world_size, "folder": str(folder), "port": free_port(), "extra": extra}
+    server = started_server()
+    assert server.stdin is not None
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    deadline = time.monotonic() + timeout_seconds
+    while not pids.exists():
+        assert server.poll() is None, "the process that forks has ended"
+        assert time.monotonic() < deadline, "nothing was forked"
+        time.sleep(0.005)
+    return Forked(json.loads(pids.read_text()), folder)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def started_server() -> "subprocess.Popen[str]":
+    """The process that forks: one for all tests of this process; it ends when its standard input does."""
+    global _server
+    if _server is None or _server.poll() is not None:
+        keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PYTEST_"))}
+        environment = {**keep, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+        _server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment)
+    return _server
+
+
+def serve() -> None:
+    """Fork what standard input asks for, a line of JSON a run."""
+    import importlib
+
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    from transformers import AutoConfig, GPT2LMHeadModel
+
+    assert AutoConfig  # transformers loads what is named, and not before
+    assert GPT2LMHeadModel
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            os._exit(_run_job(json.loads(line)))
+
+
+def _run_job(job: dict[str, Any]) -> int:
+    """In a process of its own: fork the ranks, and write down how each of them ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    folder = Path(job["folder"])
+    ranks: dict[int, int] = {}
+    for rank in range(job["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_run_rank(job, rank))
+        ranks[pid] = rank
+    _write_whole(folder / "pids.json", json.dumps(list(ranks)))
+    while ranks:
+        pid, status = os.wait()
+        _write_whole(folder / f"rank-{ranks.pop(pid)}.exit", str(os.waitstatus_to_exitcode(status)))
+    return 0
+
+
+def _run_rank(job: dict[str, Any], rank: int) -> int:
+    folder, size = Path(job["folder"]), job["world_size"]
+    for number, kind in ((0, "in"), (1, "out"), (2, "err")):
+        path = os.devnull if kind == "in" else str(folder / f"rank-{rank}.{kind}")
+        fd = os.open(path, os.O_RDONLY if kind == "in" else os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(fd, number)
+        os.close(fd)
+    if size > 1:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]),
+        )  # fmt: skip
+    os.environ.update(job["extra"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from accel_train.cli import program
+
+    sys.argv = ["accel-train", *(word.replace("{rank}", str(rank)) for word in job["argv"])]
+    try:
+        program()
+    except SystemExit as asked:
+        return asked.code if isinstance(asked.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+    raise AssertionError("program() returns to nobody")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    aside = path.with_suffix(".aside")
+    aside.write_text(text)
+    aside.rename(path)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,71 @@
+"""Language modelling with ragged batches that kills processes of its run at a chosen place: in reading, training, evaluating.
+
+`KILL_PLACE` (load, forward, backward, evaluate), `KILL_COUNT` (the how manieth time a process comes there), `KILL_RANK` and
+`KILL_WHO` (rank, group, launcher) in the environment say where and whom; without them it is a task like any other.
+"""
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from accel_train.recipe import Recipe
+from accel_train.task import TaskData
+from probe_task import ProbeTask
+
+RANK = os.environ.get("RANK", "0")
+TRAINER = os.getpid()
+
+
+class DeadlyDataset(Dataset[Any]):
+    """Reads, and kills when it is its time; also in a process that only reads."""
+
+    def __init__(self, inner: Any, task: "KillTask") -> None:
+        self.inner, self.task = inner, task
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        self.task.pass_by("load")
+        return self.inner.__getitems__(indices)
+
+
+class KillTask(ProbeTask):
+    """`options`: those of ProbeTask."""
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        data = super().load_data(recipe, progress=progress)
+        self.times = 0
+        train = DeadlyDataset(data.train, self)
+        return TaskData(train, data.eval, data.collate, data.fingerprint, data.facts, data.reading_is_free, data.source)
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if model.training:
+            self.pass_by("forward")
+        loss = super().loss_sum(model, batch)
+        if model.training and os.environ.get("KILL_PLACE") == "backward":
+            loss.register_hook(lambda _: self.pass_by("backward"))
+        return loss
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.pass_by("evaluate")
+        return super().evaluate_batch(model, batch)
+
+    def pass_by(self, place: str) -> None:
+        """Count that this process comes to a place, and kill if it is the time."""
+        if os.environ.get("KILL_PLACE") != place or os.environ["KILL_RANK"] != RANK:
+            return
+        self.times += 1
+        if self.times < int(os.environ["KILL_COUNT"]):
+            return
+        if os.environ["KILL_WHO"] == "group":
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+        elif os.environ["KILL_WHO"] == "launcher":
+            os.environ.pop("KILL_PLACE")
+            os.kill(os.getpgid(0), signal.SIGKILL)  # it leads the group
+        else:
+            os.kill(TRAINER, signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""Weights that differ between processes are found at the next check, named, and gone back on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_train.drift import checksums
+from forked import run_forked
+from runs import checkpoint, events, losses, write_corpus, write_recipe_file
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_one_flipped_bit_changes_the_checksum_of_its_tensor_and_no_other(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(24).reshape(4, 6).to(dtype) for _ in range(3)]
+    before = checksums(tensors)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[1].element_size()]
+    tensors[1].view(-1).view(bits)[7] ^= 1
+    after = checksums(tensors)
+    assert (before == after).tolist() == [True, False, True]
+    assert int(before.min()) >= 0
+
+
+def test_checksums_are_of_negative_zero_and_nan_as_of_other_bits() -> None:
+    zero, negative, nan = torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor([float("nan")])
+    assert len(set(checksums([zero, negative, nan]).tolist())) == 3
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(2, 1), (3, 1)])
+def test_a_weight_that_changes_on_one_process_is_found_within_the_check_interval_and_gone_back_on(
+    tmp_path: Path, processes: int, rank: int
+) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(
+        tmp_path,
+        task="fault_task:FaultTask",
+        batch={"global_batch_size": 6},
+        schedule={"max_steps": 30},
+        checkpoint={"every_steps": 6, "keep": 4},
+        guard={"drift_check_steps": 5, "healthy_after_steps": 3},
+        options={"flip_at": {"step": 17, "rank": rank}},
+    )
+    forked = run_forked(["run", str(recipe)], processes, folder=tmp_path / "processes")
+    assert forked.wait() == [0] * processes, forked.stderr(0)
+    [drift] = events(tmp_path / "run", "drift")
+    assert drift["step"] == 18  # a checkpoint was due there, and is not made of what differs
+    assert "transformer.ln_f.weight" in drift["parameters"]
+    assert (f"rank {rank} is not as the others" in drift["message"]) == (processes == 3)
+    [rollback] = events(tmp_path / "run", "rollback")
+    assert (rollback["at_step"], rollback["to_step"]) == (18, 12)
+    assert max(losses(tmp_path / "run")) == 30
+    assert checkpoint(tmp_path / "run", 30)
+
+
+def test_a_run_that_may_not_go_back_stops_where_its_weights_differ(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(
+        tmp_path,
+        task="fault_task:FaultTask",
+        guard={"drift_check_steps": 5, "max_rollbacks": 0},
+        options={"flip_at": {"step": 3, "rank": 1}},
+    )
+    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
+    assert forked.wait() == [3, 3]
+    assert "step 5: the weights differ between processes: transformer." in forked.stderr(0)
+    assert "guard.max_rollbacks is 0" in forked.stderr(0)

@@ -1,0 +1,105 @@
+"""Out of memory: every process goes on with smaller micro-batches, and the run is the one it would have been with those."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel_train.batching import resolve_batch
+from accel_train.fallback import CAREFUL_STEPS, NewSizes, smaller_micro_batches
+from accel_train.recipe import Batch
+from accel_train.sampling import DataOrder
+from runs import checkpoint, events, losses, metrics, run, write_corpus, write_recipe_file
+
+
+def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) -> str:
+    folder.mkdir()
+    write_corpus(folder)
+    recipe = write_recipe_file(folder, **{"schedule": {"max_steps": 5}, **sections})
+    return run(recipe, processes=processes, expect=expect).stderr
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 1), (2, 0)])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_same(
+    tmp_path: Path, processes: int, rank: int, where: str
+) -> None:
+    rows = 8 // processes // 2 - (processes == 1)  # 3 of 8 rows, or 2 of 4
+    run_in(tmp_path / "clean", processes=processes, options={"ragged": True})
+    run_in(
+        tmp_path / "tight",
+        processes=processes,
+        options={"ragged": True, "no_room": {"rank": rank, "rows": rows, "where": where}},
+    )
+    clean, tight = losses(tmp_path / "clean/run"), losses(tmp_path / "tight/run")
+    assert tight == pytest.approx(clean, rel=1e-6)
+    told = events(tmp_path / "tight/run", "out_of_memory")
+    assert len(told) == (2 if processes == 1 else 1)
+    assert told[0]["step"] == 1
+    assert told[0]["ranks"] == [rank]
+    assert (
+        f"process {rank} ran out of memory in step 1 with {8 // processes} samples per micro-batch"
+        in told[0]["message"]
+    )
+    assert "8 = 2 per device" in told[-1]["message"]
+
+
+def test_one_sample_that_does_not_fit_ends_the_run_with_exit_code_6_and_advice(tmp_path: Path) -> None:
+    said = run_in(
+        tmp_path / "full", processes=2, expect=1, options={"no_room": {"rank": 1, "rows": 0, "where": "forward"}}
+    )
+    assert said.count("error:") == 1
+    assert "process 1 ran out of memory in step 1 with 1 sample per micro-batch" in said
+    assert "precision.gradient_checkpointing" in said
+
+
+def test_evaluation_that_does_not_fit_is_done_in_smaller_pieces_with_the_same_result(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"evaluate": {"every_steps": 2}}
+    run_in(tmp_path / "clean", processes=1, **sections)
+    run_in(tmp_path / "tight", processes=1, options={"no_room_to_evaluate": 3}, **sections)
+    clean, tight = (evaluation_losses(tmp_path / name / "run") for name in ("clean", "tight"))
+    assert tight == pytest.approx(clean, rel=1e-6)
+
+
+def evaluation_losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder, "eval")]
+
+
+def test_care_for_the_first_steps_changes_no_bit(tmp_path: Path) -> None:
+    """Stopped at step 3 and resumed: steps 4 and 5 are then the first ones of a sitting. Four processes, whose sums are rounded by place."""
+    sections: dict[str, Any] = {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 3}}
+    run_in(tmp_path / "whole", processes=4, **sections)
+    run_in(tmp_path / "cut", processes=4, expect=1, **sections, options={"term_at": {"step": 3, "rank": 2}})
+    run(write_recipe_file(tmp_path / "cut", **sections), processes=4)
+    whole, cut = checkpoint(tmp_path / "whole/run", 8), checkpoint(tmp_path / "cut/run", 8)
+    assert whole.keys() == cut.keys()
+    assert all(np.array_equal(whole[name].numpy(), cut[name].numpy()) for name in whole)
+
+
+def test_new_sizes_are_the_first_steps_and_longer_samples_than_ever() -> None:
+    plain = NewSizes(DataOrder(64, 8, seed=0))
+    assert [plain.is_new(step) for step in range(5)] == [True] * CAREFUL_STEPS + [False] * (5 - CAREFUL_STEPS)
+    lengths = np.array([5] * 40 + [9] * 8 + [7] * 16)
+    in_order = DataOrder(64, 8, seed=0, shuffle=False, lengths=lengths)
+    longest = [int(lengths[in_order.step_samples(step)].max()) for step in range(8)]
+    watch = NewSizes(in_order)
+    assert [watch.is_new(step) for step in range(8)] == [
+        step < CAREFUL_STEPS or longest[step] > max(longest[:step]) for step in range(8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("total", "per_device", "smaller"),
+    [(24, 12, [6, 3, 1]), (24, 8, [4, 2, 1]), (10, 5, [2, 1]), (7, 7, [1]), (4, 1, [])],
+)
+def test_smaller_micro_batches_divide_the_share_and_are_half_at_most(
+    total: int, per_device: int, smaller: list[int]
+) -> None:
+    sizes = resolve_batch(Batch(global_batch_size=total, per_device_batch_size=per_device), 1)
+    found = []
+    while (next_sizes := smaller_micro_batches(sizes)) is not None:
+        sizes = next_sizes
+        found.append(sizes.per_device_batch_size)
+        assert sizes.per_device_batch_size * sizes.gradient_accumulation_steps == total
+    assert found == smaller

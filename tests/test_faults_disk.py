@@ -1,0 +1,453 @@
+"""Faults of the disk, made for real: kills at every call of a save, of rotation and of a rollback; damage; a full, slow or
+read-only disk. Whatever happens, the newest checkpoint that proves itself is the old one or the new one, and the next save works.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disk_driver import CALLS, RECORD, SCENARIOS, files, prepare
+from disk_task import DiskTask
+
+from accel_train import Recipe, train
+from accel_train.checkpoint import (
+    check,
+    checkpoint_folders,
+    folder_of,
+    newest_valid,
+    publish,
+    remove_leftovers,
+    rotate,
+    step_of,
+)
+from accel_train.cli import main
+from accel_train.health import healthy_steps
+from accel_train.loop import train_run
+from accel_train.prepare import prepare_run
+from accel_train.rollback_record import ROLLBACKS, read_rollbacks, remove_abandoned
+from accel_train.state import CheckpointError
+from runs import checkpoint, environment, events, losses, recipe_dict, run, write_corpus, write_recipe_file
+
+DRIVER = [sys.executable, "-B", "-S", "-E", str(Path(__file__).parent / "disk_driver.py")]
+STRACE = ["strace", "-f", "-qq", "-y"]
+
+
+def can_trace() -> bool:
+    """Whether strace is there, and may trace."""
+    with suppress(OSError):
+        return subprocess.run([*STRACE, "-o", "/dev/null", "true"], capture_output=True, check=False).returncode == 0
+    return False
+
+
+def valid_steps(root: Path) -> list[int]:
+    return [step_of(folder) or 0 for folder in checkpoint_folders(root) if check(folder).problem is None]
+
+
+def assert_old_or_new(scenario: str, root: Path) -> bool:
+    """What a kill may leave, and that the next start and save find it good; returns whether the new state was there."""
+    broken = [step_of(folder) for folder in checkpoint_folders(root) if check(folder).problem is not None]
+    assert broken == [] or (scenario == "replace a broken one" and broken == [2])
+    steps = valid_steps(root)
+    is_new = steps[-1] == 3
+    if scenario.startswith("save"):
+        assert steps in ([1, 2], [1, 2, 3], [2, 3])
+    elif scenario == "replace":
+        newest, _ = newest_valid(root)
+        assert newest is not None
+        assert sorted({*steps}) == [1, 2]
+        is_new = json.loads((newest / "trainer.json").read_text())["mark"] == "again"
+    elif scenario == "replace a broken one":
+        assert steps in ([1], [1, 2])
+        is_new = steps == [1, 2]
+    elif scenario == "roll back":
+        is_new = (root.parent / ROLLBACKS).exists()
+        assert steps in ([4, 8, 12], [4, 8], [4]) if is_new else steps == [4, 8, 12]
+        assert read_rollbacks(root.parent) == ([RECORD] if is_new else [])
+        remove_leftovers(root)
+        remove_abandoned(root, read_rollbacks(root.parent))
+        assert valid_steps(root) == ([4] if is_new else [4, 8, 12])
+        assert healthy_steps(root) == {4}
+    else:
+        assert steps == [1, 2]
+        is_new = healthy_steps(root) == {1, 2}
+        assert is_new or healthy_steps(root) == {1}
+    remove_leftovers(root.parent)
+    remove_leftovers(root)
+    publish(root, 20, files(20))
+    rotate(root, 2)
+    assert [folder.name for folder in checkpoint_folders(root)][-1] == "step-00000020"
+    assert not [entry.name for entry in (*root.iterdir(), *root.parent.iterdir()) if entry.name.startswith(".")]
+    return is_new
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_killed_before_any_call_of_python_the_disk_holds_the_old_state_or_the_new_one(
+    tmp_path: Path, scenario: str
+) -> None:
+    done = subprocess.run([*DRIVER, scenario, str(tmp_path), "points"], capture_output=True, text=True, check=True)
+    num_points = int(done.stdout)
+    assert num_points >= {"tag": 2}.get(scenario, 16), "so few calls cannot be all"
+    outcomes = [assert_old_or_new(scenario, tmp_path / str(n) / "checkpoints") for n in range(1, num_points + 1)]
+    assert sorted(outcomes) == outcomes, "once the new state is there, it stays"
+    assert not outcomes[0]
+    assert outcomes[-1]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_killed_at_any_system_call_the_disk_holds_the_old_state_or_the_new_one(tmp_path: Path, scenario: str) -> None:
+    if not can_trace():  # the test above kills at the same calls, one level higher
+        test_killed_before_any_call_of_python_the_disk_holds_the_old_state_or_the_new_one(tmp_path, scenario)
+        return
+    num_kills = 0
+    for call in CALLS:
+        for number in range(1, 100):
+            root = tmp_path / f"{call.strip('?')[:5]} {number}" / "checkpoints"
+            prepare(scenario, root)
+            kill = ["-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={number}"]
+            done = subprocess.run([*STRACE, *kill, *DRIVER, scenario, str(root)], capture_output=True, check=False)
+            survived = done.returncode == 0
+            assert survived or done.returncode == -9, done.stderr.decode()
+            is_new = assert_old_or_new(scenario, root)
+            assert is_new or not survived
+            if survived:
+                break
+            num_kills += 1
+    assert num_kills >= {"tag": 2}.get(scenario, 16), "so few calls cannot be all"
+
+
+def traced_calls(folder: Path, *, by_strace: bool) -> list[tuple[str, str]]:
+    """Every call of a save with rotation: its name, and what it is about, below the folder of checkpoints."""
+    root = folder / "checkpoints"
+    prepare("save", root)
+    if not by_strace:
+        done = subprocess.run([*DRIVER, "save", str(root), "log"], capture_output=True, text=True, check=True)
+        return [(name, path.removeprefix(f"{root}/")) for name, path in map(str.split, done.stdout.splitlines())]
+    log = folder / "trace"
+    trace = ["-o", str(log), "-e", f"trace={','.join(CALLS)}"]
+    subprocess.run([*STRACE, *trace, *DRIVER, "save", str(root)], check=True, capture_output=True)
+    calls = []
+    for line in log.read_text().splitlines():
+        found = re.match(r"\d+ +(\w+)\(([^)]*)", line)
+        assert found, line
+        about = re.search(rf"{re.escape(str(root))}[^\">,]*", found[2])
+        if about:
+            calls.append((found[1].removesuffix("at"), about[0].removeprefix(f"{root}/")))
+    return calls
+
+
+@pytest.mark.parametrize("by_strace", [True, False], ids=["system calls", "calls of Python"])
+def test_files_are_on_the_disk_before_the_rename_and_the_rename_before_anything_is_removed(
+    tmp_path: Path, by_strace: bool
+) -> None:
+    calls = traced_calls(tmp_path, by_strace=by_strace and can_trace())
+    root = str(tmp_path / "checkpoints")
+    (published,) = [i for i, (name, about) in enumerate(calls) if name == "rename" and about.startswith(".tmp-step-")]
+    aside = calls[published][1]
+    written = {about for name, about in calls if name in ("write", "open") and about.startswith(f"{aside}/")}
+    assert {path.removeprefix(f"{aside}/") for path in written} == {*files(3), "manifest.json"}
+    folder_synced = calls.index(("fsync", aside))
+    for path in written:
+        last_write = max(i for i, (name, about) in enumerate(calls) if about == path and name in ("write", "open"))
+        assert last_write < calls.index(("fsync", path)) < folder_synced < published
+    parent_synced = next(
+        i for i, (name, about) in enumerate(calls) if i > published and (name, about) == ("fsync", root)
+    )
+    removed = [i for i, (name, about) in enumerate(calls) if name in ("rename", "unlink", "rmdir") and i != published]
+    assert removed, "nothing was rotated"
+    assert parent_synced < min(removed)
+    assert calls[min(removed)] == ("rename", "step-00000001"), "first out of sight, then removed"
+
+
+def damages(folder: Path, generator: random.Random, num_flips: int) -> Iterator[str]:
+    """Damage a folder in one way after another; whoever asks for the next one has mended it."""
+    names = sorted(path.name for path in folder.iterdir())
+    for name in names:
+        path, size = folder / name, (folder / name).stat().st_size
+        for length in sorted({0, 1, size // 2, size - 1}):
+            os.truncate(path, length)
+            yield f"{name} cut to {length} bytes"
+        for what in (b"", b"\0", b"more"):
+            path.write_bytes(path.read_bytes() + what if what else path.read_bytes()[1:])
+            yield f"{name} with {what!r} at its end" if what else f"{name} without its first byte"
+        path.unlink()
+        yield f"{name} deleted"
+        path.rename(folder.parent / "outside")
+        path.symlink_to(folder.parent / "outside")
+        yield f"{name} a link"
+        path.unlink()
+        path.mkdir()
+        yield f"{name} a folder"
+        path.unlink()
+        os.mkfifo(path)
+        yield f"{name} a pipe"
+        other = generator.choice([other for other in names if other != name])
+        shutil.copy(folder / other, path)
+        yield f"{name} overwritten with {other}"
+    for extra in ("more.safetensors", ".hidden", "manifest.json.old", "pickled.pkl"):
+        (folder / extra).write_bytes(b"x")
+        yield f"extra file {extra}"
+    (folder / "sub").mkdir()
+    yield "extra folder sub"
+    for _ in range(num_flips):
+        path = folder / generator.choice(names)
+        content = bytearray(path.read_bytes())
+        position, bit = generator.randrange(len(content)), generator.randrange(8)
+        content[position] ^= 1 << bit
+        path.write_bytes(content)
+        yield f"{path.name} with bit {bit} of byte {position} flipped"
+
+
+@pytest.mark.faults
+def test_a_thousand_kinds_of_damage_are_all_found_named_and_passed_over(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    train(Recipe.model_validate(recipe_dict(tmp_path, checkpoint={"every_steps": 6}, model={"config": SMALLEST})))
+    root = tmp_path / "run" / "checkpoints"
+    good, bad = folder_of(root, 6), folder_of(root, 12)
+    pristine = tmp_path / "pristine"
+    bad.rename(pristine)
+    shutil.copytree(pristine, bad)
+    num_damages = 0
+    for damage in damages(bad, random.Random(0), 950):
+        newest, broken = newest_valid(root)
+        assert newest == good, f"{damage} went unnoticed"
+        (status,) = broken
+        assert status.path == bad
+        name = damage.removeprefix("extra file ").removeprefix("extra folder ").split()[0]
+        assert name in str(status.problem) or name == "manifest.json", f"{damage}: {status.problem}"
+        num_damages += 1
+        shutil.rmtree(bad)
+        (tmp_path / "run" / "checkpoints" / "outside").unlink(missing_ok=True)
+        shutil.copytree(pristine, bad)
+    assert num_damages > 1000
+    assert newest_valid(root) == (bad, [])
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        publish(tmp_path, step, files(step))
+    for left, right in ((1, 9), (2, 1), (3, 2), (9, 3)):
+        folder_of(tmp_path, left).rename(folder_of(tmp_path, right))
+    with pytest.raises(CheckpointError, match=r"step-00000003: manifest.json is of step 1.*of step 3.*of step 2"):
+        newest_valid(tmp_path)
+
+
+SMALLEST = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 4, "n_positions": 32}
+RUN: dict[str, Any] = {
+    "task": "disk_task:DiskTask",
+    "checkpoint": {"every_steps": 4, "keep": 3},
+    "schedule": {"max_steps": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_when_all_checkpoints_are_broken_the_run_refuses_to_start_over_until_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path)
+    recipe = str(write_recipe_file(tmp_path, checkpoint={"every_steps": 6}))
+    assert main(["run", recipe]) == 0
+    root = tmp_path / "run" / "checkpoints"
+    for folder in checkpoint_folders(root):
+        os.truncate(folder / "optimizer.safetensors", 100)
+    capsys.readouterr()
+    assert main(["run", recipe]) == 4
+    said = capsys.readouterr().err
+    assert re.search(r"step-00000012: optimizer.safetensors has 100 bytes, not \d+; step-00000006: optimizer", said)
+    assert "--checkpoint.resume never" in said
+    assert [step_of(folder) for folder in checkpoint_folders(root)] == [6, 12], "nothing was touched"
+    assert main(["verify", str(tmp_path / "run")]) == 4
+    assert main(["run", recipe, "--checkpoint.resume", "never"]) == 0
+    assert valid_steps(root) == [6, 12]
+    assert len(checkpoint_folders(tmp_path / "run" / "previous-1" / "checkpoints")) == 2
+
+
+def no_leftovers(root: Path) -> bool:
+    return not [entry.name for entry in root.iterdir() if entry.name.startswith(".")]
+
+
+@pytest.mark.parametrize("in_background", [True, False], ids=["background", "foreground"])
+def test_one_save_on_a_full_disk_fails_alone_and_training_goes_on(tmp_path: Path, in_background: bool) -> None:
+    write_corpus(tmp_path)
+    recipe = recipe_dict(tmp_path, **RUN, options={"full": [7, 10]})
+    recipe["checkpoint"]["in_background"] = in_background
+    train(Recipe.model_validate(recipe))
+    folder = tmp_path / "run"
+    (failed,) = events(folder, "checkpoint_failed")
+    assert failed["step"] == 8
+    assert "File too large" in failed["message"]
+    assert "the next one is tried all the same" in failed["message"]
+    assert valid_steps(folder / "checkpoints") == [4, 12, 16]
+    assert no_leftovers(folder / "checkpoints")
+    assert list(losses(folder)) == list(range(1, 17))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_two_saves_in_a_row_on_a_full_disk_end_the_run_with_exit_code_4_on_all_processes(
+    tmp_path: Path, processes: int
+) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, **RUN, options={"full": [7, 99]})
+    done = run(recipe, processes=processes, expect=4 if processes == 1 else None)
+    folder = tmp_path / "run"
+    assert [event["step"] for event in events(folder, "checkpoint_failed")] == [8, 12]
+    assert "checkpoint of step 12 could not be written" in done.stderr
+    assert processes == 1 or re.search(r"exitcode *: 4", done.stderr)
+    assert valid_steps(folder / "checkpoints") == [4]
+    assert no_leftovers(folder / "checkpoints")
+    assert not (folder / "summary.json").exists()
+    if processes == 1:
+        run(write_recipe_file(tmp_path, **RUN))
+        assert events(folder, "resume")[0]["step"] == 4
+        assert list(losses(folder)) == list(range(1, 17))
+
+
+def test_the_last_save_that_fails_ends_the_run_with_exit_code_4(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = recipe_dict(tmp_path, **RUN, options={"full": [15, 99]})
+    prepared = prepare_run(Recipe.model_validate(recipe))
+    with pytest.raises(CheckpointError, match="step 16 could not be written"):
+        train_run(prepared)
+    unlimit_files(prepared.task)
+    assert valid_steps(tmp_path / "run" / "checkpoints") == [4, 8, 12]
+
+
+def unlimit_files(task: Any) -> None:
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def mounts_tmpfs() -> bool:
+    """Whether a file system of this test's own can be mounted, by root or in a user namespace."""
+    with suppress(OSError):
+        return (
+            subprocess.run([*OWN_MOUNTS, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode == 0
+        )
+    return False
+
+
+OWN_MOUNTS = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+
+
+@pytest.mark.faults
+def test_a_disk_too_small_for_one_checkpoint_more_keeps_the_ones_that_it_has(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, **{**RUN, "checkpoint": {"every_steps": 4, "keep": 2}})
+    if not mounts_tmpfs():  # then a limit on files stands for the disk, as in the tests above
+        test_two_saves_in_a_row_on_a_full_disk_end_the_run_with_exit_code_4_on_all_processes(tmp_path, 1)
+        return
+    place, kept = tmp_path / "run", tmp_path / "kept"
+    place.mkdir()
+    script = (
+        f"mount -t tmpfs -o size=1300k none {place} && {sys.executable} -m accel_train run {recipe}; "
+        f"code=$?; cp -r {place} {kept}; exit $code"
+    )
+    done = subprocess.run([*OWN_MOUNTS, script], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 4, done.stderr
+    assert "No space left on device" in done.stderr
+    assert valid_steps(kept / "checkpoints") == [4, 8]
+    assert no_leftovers(kept / "checkpoints")
+    assert max(losses(kept)) >= 15, "training went on after the first failure"
+
+
+class NeverBuilt(DiskTask):
+    def build_model(self, recipe: Recipe, data: Any) -> Any:
+        raise AssertionError("a model was built")
+
+
+def output_below_a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file" / "run"
+
+
+def output_is_a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+def output_where_nothing_can_be_created(folder: Path) -> Path:
+    return Path("/proc/run")
+
+
+def checkpoints_are_a_file(folder: Path) -> Path:
+    (folder / "run").mkdir()
+    (folder / "run" / "checkpoints").touch()
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [output_below_a_file, output_is_a_file, output_where_nothing_can_be_created, checkpoints_are_a_file],
+    ids=lambda place: place.__name__,
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(
+    tmp_path: Path, place: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path)
+    output = place(tmp_path)
+    recipe = write_recipe_file(tmp_path, task="test_faults_disk:NeverBuilt", output_dir=str(output))
+    began = time.monotonic()
+    assert main(["run", str(recipe)]) == 2
+    assert time.monotonic() - began < 5
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert str(output) in line
+
+
+def test_a_slow_disk_is_waited_for_and_named_and_at_most_one_save_is_in_flight(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = recipe_dict(tmp_path, **RUN, options={"slow_fsync": 0.4})
+    recipe["schedule"]["max_steps"] = 12
+    real_fsync = os.fsync
+    prepared = prepare_run(Recipe.model_validate(recipe))
+    try:
+        train_run(prepared)
+    finally:
+        os.fsync = real_fsync
+    assert isinstance(prepared.task, DiskTask)
+    assert prepared.task.most_writers == 1
+    assert prepared.task.calls_beside_a_writer >= 6, "training went on while checkpoints were written"
+    slow = events(tmp_path / "run", "checkpoint_slow")
+    assert [event["step"] for event in slow] == [8, 12]
+    assert all(event["seconds"] > 1 for event in slow)
+    assert "the checkpoint before, which was still being written" in slow[0]["message"]
+    assert valid_steps(tmp_path / "run" / "checkpoints") == [4, 8, 12]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("fsync", ["model.safetensors", "manifest.json", "checkpoints"])
+def test_killed_within_a_background_save_the_run_goes_on_from_the_one_before_to_the_bit(
+    tmp_path: Path, fsync: str
+) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name)
+    train(Recipe.model_validate(recipe_dict(tmp_path / "whole", **RUN)))
+    died = run(write_recipe_file(tmp_path / "killed", **RUN, options={"kill_in_save": fsync}), expect=None)
+    assert died.returncode == -9
+    root = tmp_path / "killed" / "run" / "checkpoints"
+    assert valid_steps(root) == ([4, 8] if fsync == "checkpoints" else [4]), "the rename publishes, and nothing else"
+    assert len(valid_steps(root)) == len(checkpoint_folders(root))
+    run(write_recipe_file(tmp_path / "killed", **RUN))
+    whole, killed = (checkpoint(tmp_path / name / "run", 16) for name in ("whole", "killed"))
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert no_leftovers(root)

@@ -1,0 +1,98 @@
+"""K2: a run of two processes that is killed at random, half of the time in a save, and run again each time, is the run that
+was never killed: no checkpoint corrupt, none lost, every loss, weight and moment the same to the bit."""
+
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_invariants import assert_same_bits
+
+from accel_train.checkpoint import check
+from forked import run_forked
+from kills import KilledRun, Tally
+from runs import TINY_MODEL, checkpoint, command, environment, events, losses, metrics, write_corpus, write_recipe_file
+
+MAX_STEPS = 120
+
+
+def recipe_in(folder: Path, name: str, max_steps: int) -> Path:
+    """Saves every third step beside the training, evaluates every fifth; ragged batches, two micro-batches, dropout."""
+    path = write_recipe_file(
+        folder,
+        task="kill_task:KillTask",
+        output_dir=str(folder / name),
+        model={"config": {**TINY_MODEL, "resid_pdrop": 0.1}},
+        batch={"global_batch_size": 8, "gradient_accumulation_steps": 2},
+        schedule={"max_steps": max_steps},
+        checkpoint={"every_steps": 3, "keep": 2},
+        evaluate={"every_steps": 5, "max_samples": 32},
+        options={"ragged": True},
+    )
+    return path.rename(folder / f"{name}.yaml")
+
+
+def evaluations(folder: Path) -> list[dict[str, object]]:
+    """What was measured, less how long it took."""
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics(folder, "eval")]
+
+
+def kill_and_compare(folder: Path, num_kills: int, max_steps: int, seed: int) -> Tally:
+    write_corpus(folder)
+    forked = run_forked(["run", str(recipe_in(folder, "whole", max_steps))], 2, folder=folder / "processes")
+    assert forked.wait(240) == [0, 0], forked.stderr(0)[-3000:]
+    whole, generator, tally = folder / "whole", random.Random(seed), Tally()
+    while tally.num_kills < num_kills:
+        name = f"killed-{tally.finished}"
+        run = KilledRun(recipe_in(folder, name, max_steps), folder / name, generator, tally)
+        if not run.kill_until_finished(num_kills):
+            run.finish()
+        killed = folder / name
+        assert list(losses(killed)) == list(range(1, max_steps + 1))
+        assert [loss.hex() for loss in losses(killed).values()] == [loss.hex() for loss in losses(whole).values()]
+        assert evaluations(killed) == evaluations(whole)
+        assert_same_bits(checkpoint(killed, max_steps), checkpoint(whole, max_steps))
+    assert tally.corrupt == []
+    assert tally.lost == []
+    return tally
+
+
+def test_five_kills_of_a_rank_the_group_and_the_launcher_change_nothing(tmp_path: Path) -> None:
+    tally = kill_and_compare(tmp_path, 5, 30, seed=1)
+    print(tally)
+    assert tally.num_kills == 5
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1500)
+def test_two_hundred_kills_half_of_them_in_a_save_change_nothing(tmp_path: Path) -> None:
+    tally = kill_and_compare(tmp_path, 200, MAX_STEPS, seed=2)
+    print(tally)
+    assert tally.num_kills == 200
+    assert tally.kills["in save"] >= 80
+    assert tally.inside_a_save >= 40, "most kills that were aimed at a save missed it"
+
+
+@pytest.mark.faults
+def test_processes_of_a_torchrun_that_is_killed_save_and_end_within_ten_seconds(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe, folder = recipe_in(tmp_path, "run", 100_000), tmp_path / "run"
+    launcher = psutil.Popen(
+        command(recipe, processes=2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 5:
+        assert time.monotonic() < deadline, "the run did not start"
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    ranks = launcher.children(recursive=True)
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    saved_at = events(folder, "preempted")[0]["step"]
+    assert check(folder / "checkpoints" / f"step-{saved_at:08d}").problem is None

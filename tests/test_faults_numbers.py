@@ -1,0 +1,337 @@
+"""Numbers that go wrong, made to go wrong in real runs: contained to the bit, and the cause named right every time.
+
+Each launch trains one run with many faults, at steps of their own: a sample breaks a module, the way back through one, the
+loss, the gradient of one parameter, or is broken as it is read; on either process, in either micro-batch; each time its
+step is computed, or only once. Beside it a run is trained that passes over the same steps: what is left must be equal.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train.checkpoint import newest_valid
+from accel_train.cli import exit_code
+from accel_train.observe import NoObserver
+from accel_train.observe.ledger import read_json
+from accel_train.saving import save_run, weights_problem
+from accel_train.state import CheckpointError, TrainingStopped
+from number_fault_program import digest, train_with_faults
+from runs import TESTS, TINY_MODEL, environment, events, losses, metrics, recipe_dict, write_corpus
+
+GAP_STEPS = 10
+"""Steps closer than 10 belong to one incident."""
+PLACES: list[dict[str, Any]] = [
+    {"place": "forward", "name": "blocks.0.act"},
+    {"place": "forward", "name": "blocks.1", "value": math.inf},
+    {"place": "forward", "name": "statistics"},
+    {"place": "forward", "name": "embed"},
+    {"place": "forward", "name": "head", "value": -math.inf},
+    {"place": "forward", "name": "blocks.1.norm"},
+    {"place": "backward", "name": "blocks.0.act"},
+    {"place": "backward", "name": "blocks.1.widen", "value": math.inf},
+    {"place": "backward", "name": "head"},
+    {"place": "gradient", "name": "blocks.0.widen.weight"},
+    {"place": "gradient", "name": "head.bias", "value": math.inf},
+    {"place": "gradient", "name": "embed.weight", "value": -math.inf},
+    {"place": "loss"},
+    {"place": "loss", "value": math.inf},
+    {"place": "data", "name": "features"},
+    {"place": "data", "name": "features", "value": math.inf},
+    {"place": "data", "name": "wanted", "value": 3e38},
+]
+"""Of the regression. What is wanted may be 3e38, which is finite, and its square is not."""
+ONCE: list[dict[str, Any]] = [
+    {"place": "forward", "name": "blocks.1.act", "once": True},
+    {"place": "loss", "once": True},
+    {"place": "backward", "name": "blocks.0.widen", "once": True},
+    {"place": "gradient", "name": "blocks.1.back.weight", "once": True},
+    {"place": "forward", "name": "head", "value": math.inf, "once": True},
+    {"place": "loss", "value": math.inf, "once": True},
+    {"place": "gradient", "name": "statistics.weight", "value": math.inf, "once": True},
+]
+IGNORED = [{"step": 7, "rank": 1, "micro_batch": m, "row": row} for m in (0, 1) for row in range(4)]
+"""All that the second process reads in one step, without a target: nothing is wrong with that."""
+
+
+def spread(kinds: Sequence[dict[str, Any]], *, processes: int, micro_batches: int = 2) -> list[dict[str, Any]]:
+    """Each kind at a step of its own, going through processes, micro-batches and rows."""
+    return [
+        {
+            "step": 3 + GAP_STEPS * number,
+            "rank": number % processes,
+            "micro_batch": (number // processes) % micro_batches,
+            "row": number % 4,
+            **kind,
+        }
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def plan_of(
+    folder: Path, name: str, *, processes: int, steps: int, faults: Sequence[Any] = (), **more: Any
+) -> dict[str, Any]:
+    """What `number_fault_program.py` runs; `recipe` in `more` is merged into its recipe."""
+    out = folder / f"seen {name}"
+    out.mkdir(exist_ok=True)
+    sections = {
+        "task": "number_fault_task:FaultyRegression",
+        "options": {"num_samples": steps * 8 * processes},
+        "data": {"train": "none", "num_workers": 0},
+        "batch": {"global_batch_size": 8 * processes, "gradient_accumulation_steps": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"max_steps": steps, "warmup_steps": 0},
+        "guard": {"max_incidents": 1000, "max_skips_per_1000_steps": 1000, "on_spike": "off", "fp16_scale_floor": 16},
+        "output_dir": str(folder / name),
+        **more.pop("recipe", {}),
+    }
+    return {"recipe": recipe_dict(folder, **sections), "faults": list(faults), "out": str(out), **more}
+
+
+def launch(plan: Mapping[str, Any], processes: int, expect: int = 0) -> list[dict[str, Any]]:
+    """Run the plan on this many processes; what each of them saw, if it came to its end."""
+    path = Path(plan["out"]) / "plan.json"
+    path.write_text(json.dumps(plan))
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    program = [sys.executable, *(torchrun if processes > 1 else []), str(TESTS / "number_fault_program.py"), str(path)]
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == expect, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
+    seen = [Path(plan["out"]) / f"rank-{rank}.json" for rank in range(processes)]
+    return [json.loads(path.read_text()) for path in seen if expect == 0]
+
+
+def incident(folder: Path, step: int) -> dict[str, Any]:
+    return read_json(folder / "incidents" / f"step-{step:08d}" / "incident.json")
+
+
+def assert_contained(plan: Mapping[str, Any], seen: Sequence[Mapping[str, Any]]) -> None:
+    """Every bad step, and no other, was skipped on all processes, and left weights, moments and counters as they were."""
+    bad = [fault["step"] for fault in plan["faults"]]
+    for process in seen:
+        assert process["skipped"] == bad
+        for step in range(2, plan["recipe"]["schedule"]["max_steps"] + 1):
+            unchanged = process["by_step"][str(step)] == process["by_step"][str(step - 1)]
+            assert unchanged == (step in bad), f"step {step}"
+    assert all(process["by_step"] == seen[0]["by_step"] for process in seen)
+
+
+def assert_named(found: Mapping[str, Any], fault: Mapping[str, Any], sample: int) -> None:
+    """The incident names process, sample and module of a fault that comes with its sample."""
+    said = f"{fault}: {found['sentence']}"
+    assert found["classification"] == "deterministic", said
+    assert [each["rank"] for each in found["processes"] if each["happens_again"]] == [fault["rank"]], said
+    finding = found["processes"][fault["rank"]]
+    assert (finding["samples"], finding["micro_batch"]) == ([sample], fault["micro_batch"]), said
+    assert f"sample {sample} on process {fault['rank']}" in found["sentence"]
+    place, module = fault["place"], fault.get("name")
+    if place == "data":
+        assert f"row {sample} of nowhere" in finding["origins"][0]
+    if place == "data" and math.isfinite(fault.get("value", math.nan)):
+        place, module = ("loss", None) if fault["name"] == "wanted" else ("module", "embed")
+    elif place == "data":
+        module = "embed"
+        assert finding["columns"]["features"]["not_finite"] == 1
+    elif place == "loss":
+        module = None
+    elif place == "gradient":
+        assert finding["gradients_not_finite"] == [module]
+        module = str(module).rpartition(".")[0]
+    elif place == "backward":
+        place = "gradient"
+    expected = {"forward": "module", "data": "batch"}.get(place, place)
+    assert (finding["place"], finding["module"]) == (expected, module), said
+
+
+def assert_transient(found: Mapping[str, Any], fault: Mapping[str, Any]) -> None:
+    """The incident says that the fault is gone, and on which process it was where its loss tells."""
+    assert found["classification"] == "transient", found["sentence"]
+    assert not any(finding["happens_again"] for finding in found["processes"])
+    if fault["place"] in ("forward", "loss"):
+        there = [each["rank"] for each in found["processes"] if not math.isfinite(each["loss_sum_then"])]
+        assert there == [fault["rank"]]
+        assert f"on process {fault['rank']} (cpu" in found["sentence"]
+
+
+def hold_run_against_one_that_never_applied_them(
+    folder: Path, kinds: Sequence[dict[str, Any]], *, processes: int, **more: Any
+) -> None:
+    """Train with the faults, and beside it without their steps: equal to the bit, and each fault named."""
+    faults = spread(kinds, processes=processes)
+    steps = faults[-1]["step"] + GAP_STEPS
+    plan = plan_of(folder, "faults", processes=processes, steps=steps, faults=faults, **more)
+    seen = launch(plan, processes)
+    assert_contained(plan, seen)
+    never = plan_of(
+        folder, "never", processes=processes, steps=steps, never_applied=[fault["step"] for fault in faults], **more
+    )
+    assert launch(never, processes)[0]["final"] == seen[0]["final"]
+    assert len(list((folder / "faults" / "incidents").iterdir())) == len(faults)
+    for fault, sample in zip(faults, seen[0]["samples"], strict=True):
+        found = incident(folder / "faults", fault["step"])
+        if fault.get("once"):
+            assert_transient(found, fault)
+        else:
+            assert_named(found, fault, sample)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"recipe": {"precision": {"mixed_precision": "bf16"}}},
+    "fp16": {"fp16_scale": 16.0},
+}
+
+
+def test_one_fault_of_each_kind_is_contained_and_named(tmp_path: Path) -> None:
+    faults = spread([PLACES[0], PLACES[6], PLACES[9], PLACES[12], PLACES[16], ONCE[0]], processes=1)
+    steps = faults[-1]["step"] + GAP_STEPS
+    run, watching, samples = train_with_faults(plan_of(tmp_path, "faults", processes=1, steps=steps, faults=faults))
+    assert watching.skipped == [fault["step"] for fault in faults]
+    never = plan_of(tmp_path, "never", processes=1, steps=steps, never_applied=watching.skipped)
+    assert digest(run) == digest(train_with_faults(never)[0])
+    for fault, sample in zip(faults[:-1], samples, strict=False):
+        assert_named(incident(tmp_path / "faults", fault["step"]), fault, sample)
+    assert_transient(incident(tmp_path / "faults", faults[-1]["step"]), faults[-1])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_faults_on_either_of_two_processes_are_contained_to_the_bit_and_named(tmp_path: Path, precision: str) -> None:
+    """N1, N2, N3, N6 and N8: 24 injections a precision, 72 in all; 17 stay and 7 go, and each is told for what it is."""
+    more = {"ignored": IGNORED, **PRECISIONS[precision]}
+    hold_run_against_one_that_never_applied_them(tmp_path, [*PLACES, *ONCE], processes=2, **more)
+
+
+LANGUAGE_FAULTS: list[dict[str, Any]] = [
+    {"place": "forward", "name": "transformer.h.1.mlp.act"},
+    {"place": "forward", "name": "transformer.h.0.attn"},
+    {"place": "forward", "name": "transformer.wte", "value": math.inf},
+    {"place": "backward", "name": "transformer.h.0.ln_2"},
+    {"place": "backward", "name": "transformer.h.1.attn"},
+    {"place": "gradient", "name": "transformer.h.1.attn.c_proj.weight"},
+    {"place": "loss"},
+]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
+def test_modules_of_a_language_model_are_named(tmp_path: Path, checkpointing: bool) -> None:
+    write_corpus(tmp_path, num_documents=120)
+    faults = spread(LANGUAGE_FAULTS, processes=1)
+    recipe = {
+        "task": "number_fault_task:FaultyLanguageModel",
+        "data": {"train": str(tmp_path / "corpus.jsonl")},
+        "model": {"config": {**TINY_MODEL, "resid_pdrop": 0.1}},
+        "precision": {"gradient_checkpointing": checkpointing},
+    }
+    plan = plan_of(tmp_path, "faults", processes=1, steps=faults[-1]["step"] + 2, faults=faults, recipe=recipe)
+    _, watching, samples = train_with_faults(plan)
+    assert watching.skipped == [fault["step"] for fault in faults]
+    for fault, sample in zip(faults, samples, strict=True):
+        assert_named(incident(tmp_path / "faults", fault["step"]), fault, sample)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_first_step_that_is_skipped_leaves_no_trace_in_the_optimizer(tmp_path: Path, name: str) -> None:
+    faults = [{"step": 1, "rank": 0, "micro_batch": 0, "row": 0, "place": "loss"}]
+    recipe = {"optimizer": {"name": name, "learning_rate": 1e-2, "momentum": 0.9}}
+    plan = plan_of(tmp_path, "faults", processes=1, steps=6, faults=faults, recipe=recipe)
+    run, watching, _ = train_with_faults(plan)
+    assert watching.skipped == [1]
+    never = plan_of(tmp_path, "never", processes=1, steps=6, never_applied=[1], recipe=recipe)
+    assert digest(train_with_faults(never)[0]) == digest(run)
+
+
+@pytest.mark.faults
+def test_poisoned_steps_in_a_row_cause_one_rollback_which_a_kill_does_not_undo(tmp_path: Path) -> None:
+    """N4: three steps are broken where two in a row are allowed."""
+    faults = [
+        {"step": step, "rank": 0, "micro_batch": 0, "row": 1, "place": "data", "name": "features"}
+        for step in (21, 22, 23)
+    ]
+    guard = {"max_consecutive_skips": 2, "healthy_after_steps": 3, "rollback_skip_steps": 4, "on_spike": "off"}
+    recipe = {"guard": guard, "checkpoint": {"every_steps": 5, "keep": 3, "in_background": False}}
+    plan = plan_of(tmp_path, "faults", processes=1, steps=40, faults=faults, recipe=recipe)
+    launch({**plan, "kill_at": 32}, 1, expect=-9)
+    folder = tmp_path / "faults"
+    assert [event["to_step"] for event in events(folder, "rollback")] == [15]
+    seen = launch(plan, 1)[0]
+    passed_over = set(
+        range(events(folder, "rollback")[0]["skip_first"], events(folder, "rollback")[0]["skip_last"] + 1)
+    )
+    assert {21, 22, 23} <= passed_over
+    assert len(events(folder, "rollback")) == 1
+    assert events(folder, "resume")[0]["step"] == 30
+    assert set(losses(folder)) == set(range(1, 41)) - passed_over
+    whole = plan_of(tmp_path, "whole", processes=1, steps=40, faults=faults, recipe=recipe)
+    assert launch(whole, 1)[0]["final"] == seen["final"]
+
+
+@pytest.mark.faults
+def test_gradients_that_always_overflow_in_fp16_end_the_run_with_the_scale_at_its_floor(tmp_path: Path) -> None:
+    """N5: the guard stops it, exit code 3, with finite weights and a scale of 1."""
+    faults = [{"sample": -1, "place": "gradient", "name": "blocks.0.widen.weight", "value": math.inf}]
+    recipe = {"guard": {"max_rollbacks": 0, "fp16_scale_floor": 1.0}}
+    plan = plan_of(tmp_path, "faults", processes=1, steps=200, faults=faults, recipe=recipe, fp16_scale=65536.0)
+    with pytest.raises(TrainingStopped, match="6 in a row") as stopped:
+        train_with_faults(plan)
+    assert exit_code(stopped.value) == 3
+    scales = [record["loss_scale"] for record in metrics(tmp_path / "faults")]
+    assert scales == [2.0**power for power in range(16, 0, -1)] + [1.0] * 6
+    found = incident(tmp_path / "faults", 17)
+    assert found["processes"][0]["gradients_not_finite"] == ["blocks.0.widen.weight"]
+    assert (found["processes"][0]["module"], found["loss_scale"]) == ("blocks.0.widen", 1.0)
+
+
+def test_samples_without_a_target_are_no_incident(tmp_path: Path) -> None:
+    """N6: a micro-batch of them, and a whole step."""
+    places = [*range(4, 8), *range(8, 16)]
+    ignored = [{"step": 4 + place // 8, "rank": 0, "micro_batch": place % 8 // 4, "row": place % 4} for place in places]
+    _, watching, _ = train_with_faults(plan_of(tmp_path, "ignored", processes=1, steps=8, ignored=ignored))
+    assert watching.skipped == []
+    assert all(math.isfinite(loss) for loss in watching.losses.values())
+    assert watching.losses[5] == 0.0
+    assert watching.losses[4] > 0
+    assert not (tmp_path / "ignored" / "incidents").exists()
+
+
+@pytest.mark.faults
+def test_a_spike_is_clipped_its_sample_named_and_the_loss_is_soon_back(tmp_path: Path) -> None:
+    """N7: three samples want something absurd, in three steps in a row."""
+    faults = [
+        {"step": step, "rank": 0, "micro_batch": 1, "row": 2, "place": "data", "name": "wanted", "value": 300.0}
+        for step in (120, 121, 122)
+    ]
+    recipe = {"guard": {"on_spike": "clip", "spike_window_steps": 32}}
+    plan = plan_of(tmp_path, "faults", processes=1, steps=180, faults=faults, recipe=recipe)
+    _, watching, samples = train_with_faults(plan)
+    before = sorted(watching.losses[step] for step in range(90, 120))[15]
+    after = sorted(watching.losses[step] for step in range(150, 180))[15]
+    assert watching.losses[120] > 100 * before
+    assert after < 1.1 * before
+    found = incident(tmp_path / "faults", 120)
+    assert (found["kind"], found["classification"], found["skipped"]) == ("spike", "deterministic", False)
+    assert found["processes"][0]["heaviest"][0]["sample"] == samples[0]
+    assert f"sample {samples[0]} on process 0" in found["sentence"]
+    assert [event["step"] for event in events(tmp_path / "faults", "spike")] == [120, 121, 122]
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_stays_the_newest(tmp_path: Path) -> None:
+    """N9: the weights are damaged between the last step and the save."""
+    plan = plan_of(tmp_path, "faults", processes=1, steps=4, recipe={"checkpoint": {"every_steps": 2}})
+    run, _, _ = train_with_faults(plan)
+    with torch.no_grad():
+        run.inner.model.blocks[1].widen.weight[3, 2] = math.nan
+    run.state.step = 6
+    run.observer = NoObserver()  # the run's own went with its steps
+    assert weights_problem(run) == "blocks.1.widen.weight is not finite"
+    with pytest.raises(CheckpointError, match="step 6 is not saved"):
+        save_run(run, wait=True)
+    newest, broken = newest_valid(tmp_path / "faults" / "checkpoints")
+    assert newest is not None
+    assert (newest.name, broken) == ("step-00000004", [])

@@ -1,0 +1,187 @@
+"""A rehearsal trains, evaluates, saves, kills and resumes for real, says what it took, and finds what a resume cannot repeat."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from accel_train.cli import main
+from accel_train.same_bits import Compared, _compare_tensors, same_bits
+from accel_train.sitting import OF_A_LAUNCHER, Sitting
+from runs import TESTS, TINY_MODEL, recipe_dict, write_corpus
+
+TINY: dict[str, Any] = {"task": "causal-lm", "schedule": {"max_steps": 500}}
+
+
+@pytest.fixture(autouse=True)
+def as_a_user(monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    """What the children of this process see."""
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Writes a recipe file over a small corpus; returns its path."""
+    write_corpus(tmp_path)
+
+    def write(**sections: Any) -> str:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe_dict(tmp_path, **{**TINY, **sections})))
+        return str(path)
+
+    return write
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def children_that_train() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if "accel_train" in " ".join(child.cmdline())]
+
+
+def test_rehearsal_of_a_sound_recipe_passes_and_tells_what_everything_took(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write(model={"config": {**TINY_MODEL, "resid_pdrop": 0.1}})
+    before = sorted(entry.name for entry in tmp_path.iterdir())
+    assert main(["rehearse", recipe, "--steps", "6", "--batch.gradient_accumulation_steps", "2"]) == 0
+    told = capsys.readouterr()
+    assert re.search(r"SIGKILL to all processes after step \d+ was done and step 3 was saved", told.out)
+    assert "went on from step 3 to step 6" in told.out
+    for what in ("losses", "gradient norms", "evaluations", "weights", "optimizer's moments", "counters and guard"):
+        assert re.search(rf"  {what} +the same to the bit \(", told.out), what
+    assert re.search(r"evaluations +the same to the bit \(steps 3 and 6\)", told.out)
+    for what in ("start-up", "a step", "an evaluation", "a save", "asked to stop", "peak memory", "disk"):
+        assert re.search(rf"  {what} +.*\d", told.out), what
+    assert re.search(r"asked to stop +SIGTERM: saved step \d+, and gone \d+\.\d s later", told.out)
+    assert "Settings, and who set them" in told.out, "the plan stands beside it"
+    assert re.search(r"  schedule\.max_steps +1006 \(", told.out), "what was not as in the recipe is said"
+    assert told.out.splitlines()[-1].startswith("PASS: killed after step 3")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*before, "cache"])
+    assert children_that_train() == []
+
+
+def test_rehearsal_ends_with_the_exit_code_and_the_words_of_a_run_that_fails(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write(task="forgetful_task:ForgetfulTask", options={"unreadable": True})
+    assert main(["rehearse", recipe]) == 2
+    said = capsys.readouterr().err
+    assert "error: without a break: it ended with exit code 2:\nerror: corpus.jsonl:7: this row cannot be read" in said
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".rehearsal")]
+    assert children_that_train() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("counts", ("DIFFERENT from step 5 on: ", "DIFFERENT: until step 4 the two runs were one")),
+        ("chance", ("DIFFERENT from step 1 on: ", "DIFFERENT: the two runs differ before either was killed")),
+    ],
+)
+def test_what_a_resume_cannot_repeat_is_named_with_its_first_step_and_exits_with_4(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str], option: str, said: tuple[str, str]
+) -> None:
+    recipe = write(task="forgetful_task:ForgetfulTask", options={option: True})
+    assert main(["rehearse", recipe]) == 4
+    told = capsys.readouterr().out
+    assert re.search(rf"  losses +{said[0]}\d\.\d+ and \d\.\d+, \S+ of it apart \(steps 1 to 8\)", told)
+    assert re.search(r"  weights +DIFFERENT \d+ of 28 tensors differ, most of all \S+, by \S+ \(", told)
+    assert told.splitlines()[-1].startswith(said[1])
+
+
+@pytest.mark.slow
+def test_rehearsal_on_two_processes_passes(write: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", write(data={"num_workers": 1}), "--processes", "2", "--steps", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "What was done, on 2 processes" in told
+    assert told.splitlines()[-1].startswith("PASS")
+    assert children_that_train() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_steps, saved", [(500, 6), (6, 6)], ids=["under way", "finished"])
+def test_resume_proof_of_a_run_passes_and_leaves_its_folder_alone(
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str], max_steps: int, saved: int
+) -> None:
+    recipe, run = write(schedule={"max_steps": max_steps}, checkpoint={"every_steps": saved}), tmp_path / "run"
+    with Sitting("a run", recipe, (), run, 1) as sitting:
+        if max_steps > saved:
+            sitting.wait_until(lambda: sitting.has_saved(saved))
+        else:
+            sitting.wait_until((run / "summary.json").exists)
+    before = contents(run)
+    assert main(["verify", str(run), "--resume-proof"]) == 0
+    told = capsys.readouterr().out
+    assert "a resume would use step-" in told
+    assert told.splitlines()[-1].startswith("PASS")
+    assert contents(run) == before
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".rehearsal")]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--steps", "3"], "--steps=3: must be at least 4"),
+        (["--processes", "0"], "--processes=0: must be at least 1"),
+        (["--batch.global_batch_size", "7", "--processes", "2"], "7 is not divisible by"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_before_anything_starts(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["rehearse", write(), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_rehearsal_inside_a_launch_is_refused(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["rehearse", write()]) == 2
+    assert "WORLD_SIZE=2: this starts its own processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "left, right, same",
+    [
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, float("nan")], [1.0, float("nan")], True),
+        ([0.0], [-0.0], False),
+        ([1.0], [1.0000001], False),
+        ([1.0], [1.0, 2.0], False),
+    ],
+)
+def test_bits_are_compared_not_values(left: list[float], right: list[float], same: bool) -> None:
+    for dtype in (torch.float32, torch.float64):
+        assert same_bits(torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype)) is same
+    assert not same_bits(torch.ones(2), torch.ones(2, dtype=torch.float64))
+
+
+def test_the_tensor_that_differs_most_is_named(tmp_path: Path) -> None:
+    left = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.tensor(4)}
+    right = {**left, "a": torch.tensor([1.0, 1.0, 1.25]), "b": torch.full((2, 2), 1.5)}
+    for name, tensors in (("left", left), ("right", right)):
+        save_file(tensors, tmp_path / name)
+    found = _compare_tensors("weights", tmp_path / "left", tmp_path / "right")
+    assert found == Compared("weights", "3 tensors, 8 numbers", "2 of 3 tensors differ, most of all b, by 0.5")
+    assert _compare_tensors("weights", tmp_path / "left", tmp_path / "left").difference is None
+
+
+def test_no_launcher_of_the_environment_reaches_the_children() -> None:
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} - set(OF_A_LAUNCHER)
+    assert "PATH" in os.environ

@@ -1,0 +1,135 @@
+"""`accel-train replay`: an incident computed again from what its folder holds."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_faults_numbers import plan_of
+
+from accel_train.cli import main
+from accel_train.observe.incident_record import read_incident
+from accel_train.observe.ledger import write_json
+from accel_train.replay import format_replay, replay_incident
+from number_fault_program import train_with_faults
+from runs import environment
+
+
+@pytest.fixture(autouse=True)
+def one_process(not_launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay takes one; and what `--device cpu` sets is put back."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def run_with(folder: Path, *faults: dict[str, Any], **more: Any) -> Path:
+    """The incident of a run whose task itself breaks these samples of the first three steps."""
+    options = {"num_samples": 32, "faults": list(faults)}
+    train_with_faults(plan_of(folder, "run", processes=1, steps=4, recipe={"options": options, **more}))
+    [incident] = (folder / "run" / "incidents").iterdir()
+    return incident
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An incident whose sample breaks the activation of the second block, each time it is read."""
+    return run_with(tmp_path_factory.mktemp("run"), {"sample": 7, "place": "forward", "name": "blocks.1.act"})
+
+
+def test_fault_that_comes_with_the_sample_happens_again(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(broken), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "verdict: happens again" in said
+    [first] = [line for line in said.splitlines() if "<- first" in line]
+    assert first.split()[:3] == ["blocks.1.act", "GELU", "NO"]
+    assert [line.split()[2] for line in said.splitlines() if line.startswith("blocks.0.act")] == ["yes"]
+    assert "18 of 18 gradients: embed.weight" in said
+
+
+def test_loss_computed_again_is_that_of_the_step_to_the_bit_dropout_included(tmp_path: Path) -> None:
+    fault = {"sample": 7, "place": "gradient", "name": "head.weight"}
+    folder = run_with(tmp_path, fault, batch={"gradient_accumulation_steps": 1})
+    [replayed] = replay_incident(folder, "cpu").micro_batches
+    [finding] = read_incident(folder)["processes"]
+    assert finding["loss_sum"] == finding["loss_sum_then"] == replayed.outcome.loss
+    assert replayed.outcome.not_finite == ["head.weight"]
+    assert all(call.output_finite for call in replayed.calls)
+    assert "verdict: happens again" in format_replay(replay_incident(folder, "cpu"))
+
+
+def test_way_back_through_a_module_is_named(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, {"sample": 7, "place": "backward", "name": "blocks.0.widen"})
+    assert "backward       first in blocks.0.widen" in format_replay(replay_incident(folder, "cpu"))
+
+
+def test_fault_that_came_once_does_not_happen_again(tmp_path: Path) -> None:
+    fault = {"step": 2, "rank": 0, "micro_batch": 1, "row": 0, "place": "loss", "once": True}
+    train_with_faults(plan_of(tmp_path, "run", processes=1, steps=4, faults=[fault]))
+    replay = replay_incident(tmp_path / "run" / "incidents" / "step-00000002", "cpu")
+    assert [each.number for each in replay.micro_batches] == [0, 1]
+    assert not any(each.happens_again for each in replay.micro_batches)
+    assert format_replay(replay).endswith("verdict: does not happen again")
+
+
+def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path) -> None:
+    program = [sys.executable, "-m", "accel_train", "replay", str(broken), "--device", "cpu", "--debug"]
+    keys = "p 'at', name, module\np args[0].isfinite().all(), output.isnan().any()\nc\n"
+    done = subprocess.run(
+        program, input=keys, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "('at', 'blocks.1.act', GELU(" in done.stdout
+    assert "(tensor(True), tensor(True))" in done.stdout
+    assert "verdict: happens again" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        ("no folder", "there is no such folder"),
+        ("no incident", "it has no incident.json"),
+        ("damaged", "is damaged"),
+        ("no batch", "keeps no micro-batch"),
+        ("no weights", "cannot be read"),
+        ("moved away", "has no recipe.yaml"),
+        ("other device", "torch sees no such device"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_an_error_that_says_so(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], without_cuda: None, case: str, said: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(broken.parent.parent, run)
+    folder, device = run / "incidents" / broken.name, "cpu"
+    record = json.loads((folder / "incident.json").read_text())
+    if case == "no folder":
+        folder = folder / "nothing"
+    elif case == "no incident":
+        folder = run
+    elif case == "damaged":
+        (folder / "incident.json").write_text("{")
+    elif case == "no batch":
+        write_json(folder / "incident.json", {**record, "batches": []})
+    elif case == "no weights":
+        (folder / "weights.safetensors").write_bytes(b"nothing")
+    elif case == "moved away":
+        folder = Path(shutil.move(folder, tmp_path))
+    else:
+        device = "cuda"
+    assert main(["replay", str(folder), "--device", device]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_checkpoint_stands_in_for_weights_that_were_too_large_to_keep(tmp_path: Path) -> None:
+    fault = {"sample": 7, "place": "forward", "name": "blocks.1.act"}
+    folder = run_with(tmp_path, fault, checkpoint={"every_steps": 1, "keep": 5})
+    (folder / "weights.safetensors").unlink()
+    record = json.loads((folder / "incident.json").read_text())
+    newest = f"step-{max(record['step'] - 1, 1):08d}"
+    write_json(folder / "incident.json", {**record, "weights": {"file": None, "checkpoint": newest, "of": "x"}})
+    replay = replay_incident(folder, "cpu")
+    assert replay.weights == f"{newest}, the last checkpoint before the step"
+    assert math.isnan(replay.micro_batches[0].outcome.loss)

@@ -1,0 +1,148 @@
+"""Going on with a run: a changed recipe is refused with what has changed and who set it, or goes on with the user's word."""
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel_train import Recipe, train
+from accel_train.cli import main
+from accel_train.identity import Change, identity_changes
+from accel_train.resume import set_aside
+from accel_train.rollback_record import ROLLBACKS
+from runs import events, losses, recipe_dict, write_corpus
+
+RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of four steps, trained from `recipe.yaml`; for tests that do not train in it."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_corpus(folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(folder, **RUN)))
+    train(Recipe.from_yaml(str(folder / "recipe.yaml")))
+    return folder
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to train in: another folder with the same run and the same data."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(tmp_path, **RUN)))
+    return tmp_path
+
+
+def line_of(folder: Path, setting: str) -> str:
+    lines = (folder / "recipe.yaml").read_text().splitlines()
+    return f"{folder / 'recipe.yaml'}:{1 + next(i for i, line in enumerate(lines) if f'{setting}:' in line)}"
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+    capsys.readouterr()
+    assert main(["run", str(folder / "recipe.yaml"), *flags]) == 2
+    return [line.removeprefix("error: ").strip() for line in capsys.readouterr().err.splitlines() if "error: " in line]
+
+
+@pytest.mark.parametrize(
+    "setting, was, value",
+    [
+        ("batch.global_batch_size", 8, 4),
+        ("schedule.max_steps", 4, 9),
+        ("seed", 1, 2),
+        ("model.config.n_layer", 2, 1),
+        ("data.sequence_length", 32, 16),
+    ],
+)
+def test_a_changed_value_is_refused_in_a_line_that_says_who_set_it_then_and_now(
+    trained: Path, capsys: pytest.CaptureFixture[str], setting: str, was: int, value: int
+) -> None:
+    said = refused(trained, capsys, f"--{setting}", str(value))
+    where = line_of(trained, setting.rpartition(".")[2])
+    assert said[0].endswith("step-00000004 is of another run; since it was written, this has changed:")
+    assert f"{setting} was {was} ({where}), now {value} (--{setting})" in said
+    assert "another output_dir" in said[-1]
+    assert "--checkpoint.resume never" in said[-1]
+    assert "--accept-changes" in said[-1]
+
+
+def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = copied / "corpus.jsonl"
+    corpus.write_text("".join(corpus.read_text().splitlines(keepends=True)[:-1]))
+    said = refused(copied, capsys)
+    assert len(said) == 3
+    assert said[1].startswith("data.fingerprint was ")
+    assert said[1].count("data.train") == 2
+    assert line_of(copied, "train") in said[1]
+
+
+def test_a_value_that_follows_from_another_setting_names_that_one(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(trained, capsys, "--schedule.num_epochs", "2")
+    changed = next(line for line in said if line.startswith("schedule.max_steps was 4"))
+    assert changed.endswith("(from schedule.num_epochs 2.0, --schedule.num_epochs)")
+
+
+def test_accepted_changes_go_on_and_are_an_event(copied: Path) -> None:
+    flags = ("--accept-changes", "--schedule.max_steps", "6", "--seed=2")
+    assert main(["run", str(copied / "recipe.yaml"), *flags]) == 0
+    assert list(losses(copied / "run")) == [1, 2, 3, 4, 5, 6]
+    (event,) = events(copied / "run", "changes_accepted")
+    assert event["step"] == 4
+    assert [change.split(" ")[0] for change in event["changes"]] == ["schedule.max_steps", "seed"]
+    assert event["changes"][1].endswith("now 2 (--seed)")
+    assert main(["run", str(copied / "recipe.yaml"), *flags[1:]]) == 0, "the run is now that of the changed recipe"
+    assert len(events(copied / "run", "changes_accepted")) == 1
+
+
+def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> None:
+    assert main(["run", str(copied / "run" / "recipe.yaml")]) == 0
+    assert events(copied / "run", "changes_accepted") == []
+
+
+@pytest.mark.parametrize(
+    "was, now, expected",
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"model": {"config": {"n": 1, "m": 2}}}, {"model": {"config": {"n": 3, "m": 2}}}, ["model.config.n was 1, now 3"]),
+        ({"model": {"config": {"n": 1}}}, {"model": {"config": {}}}, ["model.config.n was 1, now not set"]),
+        ({"model": {"lora": None}}, {"model": {"lora": {"rank": 8}}}, ["model.lora was null, now {rank: 8}"]),
+        ({}, {"loss": {"z_loss": 0.0}}, ["loss was not set, now {z_loss: 0.0}"]),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named_down_to_the_setting(
+    was: Mapping[str, Any], now: Mapping[str, Any], expected: list[str]
+) -> None:
+    assert [str(change) for change in identity_changes(was, {}, now, {})] == expected
+
+
+def test_a_secret_in_a_changed_value_is_not_told() -> None:
+    told = str(Change("data.train", "s3://me:hunter2@host/a", "r.yaml:1", "b", "--data.train"))
+    assert "hunter2" not in told
+    assert "REDACTED" in told
+
+
+@pytest.mark.parametrize("killed_after", range(4))
+def test_starting_anew_after_a_kill_while_the_old_run_was_set_aside_finds_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
+) -> None:
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / ROLLBACKS).write_text("[]")
+    (tmp_path / "metrics.jsonl").write_text("")
+    rename, done = Path.rename, iter(range(100))
+
+    def rename_or_die(path: Path, target: Path) -> Path:
+        if next(done) == killed_after:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(Path, "rename", rename_or_die)
+        set_aside(tmp_path)
+    set_aside(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith("previous-")] == []

@@ -1,0 +1,310 @@
+"""Saving beside the training: one at a time, failures told and counted, given up or finished, nothing kept in memory."""
+
+import gc
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_train import Recipe
+from accel_train.checkpoint import check, checkpoint_folders, publish, step_of
+from accel_train.health import healthy_steps
+from accel_train.loop import run_steps, train_run
+from accel_train.prepare import Run, prepare_run
+from accel_train.saver import Saver
+from accel_train.saving import save_run, saves_finished
+from accel_train.signals import StopRequest
+from accel_train.state import CheckpointError, TrainingStopped
+from runs import command, environment, events, recipe_dict, write_corpus, write_recipe_file
+
+
+class Gate:
+    """A writer that waits until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, path: Path) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+        path.write_bytes(b"written")
+
+
+def write(path: Path) -> None:
+    path.write_bytes(b"written")
+
+
+def fail(path: Path) -> None:
+    path.write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+def nothing() -> None:
+    return
+
+
+def saved_steps(root: Path) -> list[int | None]:
+    return [step_of(folder) for folder in checkpoint_folders(root) if check(folder).problem is None]
+
+
+def test_the_caller_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    saver, gate, then = Saver(tmp_path, in_background=True), Gate(), threading.Event()
+    saver.save(1, {"model": gate}, then.set)
+    assert gate.reached.wait(60)
+    assert saver.is_busy
+    assert saver.take_ended() == []
+    assert saved_steps(tmp_path) == []
+    gate.opened.set()
+    assert saver.wait() > 0
+    assert not saver.is_busy
+    assert then.is_set()
+    assert [(saved.step, saved.error) for saved in saver.take_ended()] == [(1, None)]
+    assert saver.take_ended() == []
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_save_that_comes_due_while_one_is_written_waits_for_it(tmp_path: Path) -> None:
+    saver, gate = Saver(tmp_path, in_background=True), Gate()
+    saver.save(1, {"model": gate}, nothing)
+    assert gate.reached.wait(60)
+    threading.Timer(0.3, gate.opened.set).start()
+    saver.save(2, {"model": write}, nothing)
+    assert saved_steps(tmp_path)[0] == 1, "the second one began before the first was there"
+    saver.wait()
+    assert saved_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_one_failure_is_told_and_two_in_a_row_are_too_many(tmp_path: Path, in_background: bool) -> None:
+    saver = Saver(tmp_path, in_background=in_background)
+    for step, writer, failed in ((1, fail, False), (2, write, False), (3, fail, False), (4, fail, True)):
+        saver.save(step, {"model": writer}, nothing)
+        saver.wait()
+        assert saver.failed is failed
+        (saved,) = saver.take_ended()
+        assert (saved.step, saved.error is not None) == (step, writer is fail)
+        assert (saver.last_error is not None) == (writer is fail)
+    assert "checkpoint of step 4 could not be written" in str(saver.last_error)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("error", [ValueError("shape"), RuntimeError(""), MemoryError(), KeyError("x")])
+def test_whatever_is_raised_in_the_thread_is_a_failed_save(tmp_path: Path, error: Exception) -> None:
+    def broken(path: Path) -> None:
+        raise error
+
+    saver = Saver(tmp_path, in_background=True)
+    saver.save(1, {"model": broken}, nothing)
+    saver.wait()
+    (saved,) = saver.take_ended()
+    assert isinstance(saved.error, CheckpointError)
+    assert str(saved.error)
+
+
+def test_a_rotation_that_fails_leaves_a_good_save_and_is_told(tmp_path: Path) -> None:
+    def cannot() -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    saver = Saver(tmp_path, in_background=True)
+    saver.save(1, {"model": write}, cannot)
+    saver.wait()
+    (saved,) = saver.take_ended()
+    assert saved.error is None
+    assert "Operation not permitted" in str(saved.left_undone)
+    assert not saver.failed
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_save_that_is_given_up_is_not_published_and_leaves_nothing(tmp_path: Path) -> None:
+    saver, gate = Saver(tmp_path, in_background=True), Gate()
+    saver.save(1, {"model": gate}, nothing)
+    assert gate.reached.wait(60)
+    threading.Timer(0.3, gate.opened.set).start()
+    saver.abandon()
+    assert not saver.is_busy
+    assert saver.take_ended() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_hangs_does_not_hold_up_whoever_gives_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_train.saver.GIVE_UP_SECONDS", 0.2)
+    saver, gate = Saver(tmp_path, in_background=True), Gate()
+    saver.save(1, {"model": gate}, nothing)
+    assert gate.reached.wait(60)
+    began = time.monotonic()
+    saver.abandon()
+    assert time.monotonic() - began < 2
+    gate.opened.set()
+    saver.wait()
+    assert saved_steps(tmp_path) == [], "given up, and published all the same"
+
+
+@pytest.mark.parametrize("writer", [write, fail])
+def test_what_was_written_is_let_go_of_however_it_ended(tmp_path: Path, writer: Callable[[Path], None]) -> None:
+    class Copies:
+        def __call__(self, path: Path) -> None:
+            writer(path)
+
+    saver, copies = Saver(tmp_path, in_background=True), Copies()
+    alive = weakref.ref(copies)
+    saver.save(1, {"model": copies}, nothing)
+    del copies
+    saver.wait()
+    gc.collect()
+    assert alive() is None, "the copies of all weights stay in memory"
+
+
+# In a run
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def prepared(folder: Path, **sections: Any) -> Run:
+    recipe = recipe_dict(folder, task="causal-lm", **sections)
+    return prepare_run(Recipe.model_validate(recipe))
+
+
+def slowed(run: Run) -> Gate:
+    """From now on each checkpoint of this run waits at a gate before it is written."""
+    gate = Gate()
+    save = run.saver.save
+
+    def gated(step: int, writers: Any, then: Any) -> None:
+        save(step, {"gate": gate, **writers}, then)
+
+    run.saver.save = gated  # type: ignore[method-assign]
+    return gate
+
+
+def test_steps_are_made_while_a_checkpoint_is_written_and_what_is_saved_is_of_its_own_step(corpus: Path) -> None:
+    run = prepared(corpus, checkpoint={"every_steps": 4}, schedule={"max_steps": 6})
+    gate = slowed(run)
+    on_step, weights = run.observer.on_step, {}
+
+    def at_step(result: Any, learning_rate: float) -> None:
+        on_step(result, learning_rate)
+        if run.saver.is_busy:
+            weights[result.step] = run.inner.model.state_dict()["transformer.wte.weight"].clone()
+        if result.step == 5:
+            gate.opened.set()
+
+    run.observer.on_step = at_step  # type: ignore[method-assign]
+    train_run(run)
+    assert 5 in weights, "the loop stood still"
+    saved = load_file(run.output_dir / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert not torch.equal(saved["transformer.wte.weight"], weights[5])
+    assert check(run.output_dir / "checkpoints" / "step-00000004").problem is None
+
+
+@pytest.mark.parametrize(
+    "error, published",
+    [
+        (TrainingStopped("spent"), True),
+        (CheckpointError("full"), True),
+        (RuntimeError("unforeseen"), True),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_run_that_ends_finishes_its_checkpoint_unless_it_is_interrupted(
+    corpus: Path, error: BaseException, published: bool
+) -> None:
+    run = prepared(corpus)
+    gate = slowed(run)
+    with run.resources:
+        with pytest.raises(type(error)), saves_finished(run):  # noqa: PT012
+            save_run(run)
+            assert gate.reached.wait(60)
+            threading.Timer(0.3, gate.opened.set).start()
+            raise error
+        assert not run.saver.is_busy
+        assert saved_steps(run.saver.root) == ([0] if published else [])
+        assert len(events(run.output_dir, "checkpoint")) == published
+
+
+def test_a_run_that_fails_waits_only_so_long(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.saving.LAST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("accel_train.saver.GIVE_UP_SECONDS", 0.2)
+    run = prepared(corpus)
+    gate = slowed(run)
+    began = time.monotonic()
+    with run.resources, pytest.raises(RuntimeError), saves_finished(run):  # noqa: PT012
+        save_run(run)
+        began = time.monotonic()
+        raise RuntimeError
+    assert time.monotonic() - began < 3
+    gate.opened.set()
+    run.saver.wait()
+    assert saved_steps(run.saver.root) == []
+
+
+def test_weights_that_are_not_finite_are_never_saved(corpus: Path) -> None:
+    run = prepared(corpus)
+    with run.resources:
+        save_run(run, wait=True)
+        with torch.no_grad():
+            next(run.inner.model.parameters()).view(-1)[0] = float("nan")
+        run.state.step = 4
+        save_run(run)
+        with pytest.raises(CheckpointError, match=r"step 4 is not saved: transformer.wte.weight is not finite"):
+            save_run(run, wait=True)
+    assert saved_steps(run.saver.root) == [0]
+    assert [event["step"] for event in events(run.output_dir, "checkpoint_refused")] == [4, 4]
+    assert not run.saver.failed
+
+
+def test_rotation_keeps_the_newest_the_best_the_healthy_and_the_next_to_be_healthy(corpus: Path) -> None:
+    run = prepared(
+        corpus,
+        schedule={"max_steps": 40},
+        checkpoint={"every_steps": 2, "keep": 1},
+        guard={"healthy_after_steps": 8},
+    )
+    kept: dict[int, list[int | None]] = {}
+    newest_healthy: dict[int, int] = {}
+    on_event = run.observer.on_event
+
+    def at_event(kind: str, step: int, message: str, **facts: Any) -> None:
+        on_event(kind, step, message, **facts)
+        if kind == "checkpoint":
+            kept[step] = saved_steps(run.saver.root)
+            newest_healthy[step] = max(healthy_steps(run.saver.root), default=0)
+
+    run.observer.on_event = at_event  # type: ignore[method-assign]
+    run.saver = Saver(run.saver.root, in_background=False)
+    run.state.best_step = 6
+    with run.resources:
+        run_steps(run, StopRequest())
+    assert kept[8] == [2, 6, 8], "2 is the next one to be healthy, 6 the best one, 8 the newest"
+    assert kept[10] == [2, 6, 10], "2 is healthy, 6 is next, and the best"
+    assert kept[14] == [6, 12, 14], "6 is healthy and the best, 12 is next"
+    assert all(6 in steps and len(steps) <= 4 for step, steps in kept.items() if step > 6)
+    assert all(step - healthy <= 2 * 8 + 2 for step, healthy in newest_healthy.items())
+
+
+def test_interrupted_twice_the_command_ends_at_once_and_leaves_nothing_half(corpus: Path) -> None:
+    recipe = write_recipe_file(
+        corpus,
+        task="disk_task:DiskTask",
+        checkpoint={"every_steps": 4},
+        options={"slow_fsync": 0.5, "interrupt_at": 6},
+    )
+    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 130, done.stderr
+    assert "interrupted; run the same command to go on" in done.stderr
+    root = corpus / "run" / "checkpoints"
+    assert saved_steps(root) == [step_of(folder) for folder in checkpoint_folders(root)]
+    publish(root, 99, {"model": write})

@@ -1,0 +1,262 @@
+"""What a run does when it is interrupted, loses its readers or its audience, or finds its folder taken."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forked import Forked, run_forked
+from runs import command, environment, events, losses, write_corpus, write_recipe_file
+
+TASK = "fault_task:FaultTask"
+ENDLESS = {"schedule": {"max_steps": 100_000}}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started() -> Iterator[list[Forked]]:
+    """What a test has started: killed after it, whatever became of it."""
+    runs: list[Forked] = []
+    yield runs
+    for one in runs:
+        one.end()
+
+
+def start(folder: Path, started: list[Forked], processes: int = 1, **sections: Any) -> Forked:
+    recipe = write_recipe_file(folder, task=TASK, **{**ENDLESS, **sections})
+    started.append(run_forked(["run", str(recipe)], processes, folder=folder / f"processes-{len(started)}"))
+    return started[-1]
+
+
+def wait_for_step(forked: Forked, folder: Path, step: int = 1) -> None:
+    deadline = time.monotonic() + 60
+    while not (folder / "run" / "metrics.jsonl").exists() or max(losses(folder / "run"), default=0) < step:
+        assert time.monotonic() < deadline, "no such step"
+        assert None in forked.exit_codes(), forked.stderr(0)
+        time.sleep(0.02)
+
+
+def seconds_to_end(forked: Forked) -> float:
+    begin = time.monotonic()
+    forked.wait(60)
+    return time.monotonic() - begin
+
+
+def test_ctrl_c_once_saves_and_ctrl_c_twice_ends_at_once(corpus: Path, started: list[Forked]) -> None:
+    once = start(corpus, started)
+    wait_for_step(once, corpus)
+    once.kill(None, signal.SIGINT)
+    assert once.wait() == [75]
+    assert "press Ctrl-C again to stop at once" in once.stderr(0)
+    twice = start(corpus, started, options={"seconds": {"step": 5.0}})
+    wait_for_step(twice, corpus, events(corpus / "run", "preempted")[-1]["step"])
+    time.sleep(3)
+    twice.kill(None, signal.SIGINT)
+    time.sleep(0.5)
+    twice.kill(None, signal.SIGINT)
+    assert seconds_to_end(twice) < 4
+    assert twice.exit_codes() == [130]
+    assert "error: interrupted; run the same command to go on from the last checkpoint" in twice.stderr(0)
+
+
+def test_evaluation_is_left_at_a_signal_to_one_process_and_done_when_the_run_goes_on(
+    corpus: Path, started: list[Forked]
+) -> None:
+    sections: dict[str, Any] = {
+        "schedule": {"max_steps": 4},
+        "evaluate": {"every_steps": 2},
+        "batch": {"global_batch_size": 8, "per_device_eval_batch_size": 1},
+    }
+    whole = start(corpus, started, 2, **sections, output_dir=str(corpus / "whole"))
+    assert whole.wait() == [0, 0]
+    cut = start(corpus, started, 2, **sections, options={"seconds": {"evaluate": 2.0}})
+    wait_for_step(cut, corpus, 2)
+    time.sleep(1)
+    cut.kill(1, signal.SIGUSR1)
+    assert seconds_to_end(cut) < 10
+    assert cut.exit_codes() == [75, 75]
+    assert [event["step"] for event in events(corpus / "run", "preempted")] == [2]
+    assert "evaluation:" not in (corpus / "processes-1" / "rank-0.out").read_text()
+    last = start(corpus, started, 2, **sections)
+    assert last.wait() == [0, 0]
+    summaries = [json.loads((corpus / name / "summary.json").read_text()) for name in ("whole", "run")]
+    assert summaries[0]["eval"] == summaries[1]["eval"]
+    assert summaries[0]["best_step"] == summaries[1]["best_step"]
+
+
+@pytest.mark.faults
+def test_stop_request_that_a_hung_reader_keeps_from_being_carried_out_ends_the_run_in_20_seconds(
+    corpus: Path, started: list[Forked]
+) -> None:
+    data = {"num_workers": 1}
+    forked = start(corpus, started, 2, options={"data_worker": "hangs"}, data=data, checkpoint={"every_steps": 1})
+    wait_for_step(forked, corpus, 2)
+    time.sleep(2)
+    forked.kill(0, signal.SIGTERM)
+    assert seconds_to_end(forked) < 20
+    assert forked.exit_codes() == [75, 75]
+    [line] = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("preempted: ")]
+    assert "asked to stop, and for 1" in line
+    assert "what came after the last checkpoint is not saved" in line
+    assert "dataloader.py" in (corpus / "run" / "stacks-rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("killed", "is killed by signal: Killed"),
+        pytest.param("hangs", "DataLoader timed out after 4", marks=pytest.mark.faults),
+    ],
+)
+def test_data_worker_that_dies_or_hangs_ends_the_run_with_an_error_and_the_run_goes_on_from_its_checkpoint(
+    corpus: Path, started: list[Forked], fault: str, said: str
+) -> None:
+    sections: dict[str, Any] = {
+        "schedule": {"max_steps": 20},
+        "data": {"num_workers": 1},
+        "checkpoint": {"every_steps": 1},
+    }
+    guard = {"hang_timeout_seconds": 5}
+    forked = start(corpus, started, options={"data_worker": fault}, guard=guard, **sections)
+    assert forked.wait(60) == [5]
+    [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
+    assert said in line
+    again = start(corpus, started, **sections)
+    assert again.wait(60) == [0]
+    assert events(corpus / "run", "resume")[0]["step"] > 0
+    assert list(losses(corpus / "run")) == list(range(1, 21))
+
+
+def test_signal_to_all_processes_of_a_job_leaves_the_data_workers_to_the_training(
+    corpus: Path, started: list[Forked]
+) -> None:
+    forked = start(corpus, started, options={"seconds": {"step": 0.05}}, data={"num_workers": 2})
+    wait_for_step(forked, corpus, 3)
+    workers = children(forked.pids[0])
+    assert len(workers) >= 2
+    for pid in (*workers, forked.pids[0]):
+        os.kill(pid, signal.SIGTERM)
+    assert forked.wait() == [75], forked.stderr(0)
+    assert [pid for pid in workers if Path(f"/proc/{pid}").exists() and children_state(pid) != "Z"] == []
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def children_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_closed_standard_output_does_not_stop_the_run(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, log={"every_steps": 1, "progress": "auto"})
+    process = subprocess.Popen(
+        command(recipe), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    with process.stderr:
+        stderr = process.stderr.read()
+    assert process.wait(60) == 0, stderr
+    assert "Broken" not in stderr
+    assert list(losses(corpus / "run")) == list(range(1, 13))
+
+
+def test_second_run_in_a_folder_exits_with_2_at_once_naming_the_first_and_the_folder_is_free_after_its_kill(
+    corpus: Path, started: list[Forked]
+) -> None:
+    first = start(corpus, started)
+    wait_for_step(first, corpus)
+    second = start(corpus, started)
+    assert seconds_to_end(second) < 10
+    assert second.exit_codes() == [2]
+    holder = f"is in use by process {first.pids[0]} on {socket.gethostname()}, started "
+    assert holder in second.stderr(0)
+    first.kill(None, signal.SIGKILL)
+    assert first.wait() == [-9]
+    third = start(corpus, started, schedule={"max_steps": 2})
+    assert third.wait() == [0]
+
+
+def test_what_a_holder_on_another_host_left_does_not_keep_a_run_out(corpus: Path, started: list[Forked]) -> None:
+    (corpus / "run").mkdir()
+    holder = {"pid": 1, "host": "another-host", "started": "2020-01-01T00:00:00+00:00"}
+    (corpus / "run" / ".lock.holder").write_text(json.dumps(holder))
+    (corpus / "run" / ".lock").touch()
+    forked = start(corpus, started, schedule={"max_steps": 2})
+    assert forked.wait() == [0]
+
+
+@pytest.fixture
+def launched(corpus: Path) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """What a test has launched: ended after it with all its processes, whatever became of it."""
+    launchers: list[subprocess.Popen[bytes]] = []
+    yield launchers
+    for launcher in launchers:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def launch(corpus: Path, launched: list["subprocess.Popen[bytes]"], until_step: int, **sections: Any) -> Path:
+    """Start two processes under torchrun, and wait until a step is done; returns where their stderr goes."""
+    recipe = write_recipe_file(corpus, task=TASK, **ENDLESS, **sections)
+    path = corpus / "stderr"
+    with path.open("wb") as stderr:
+        words = command(recipe, processes=2)
+        launched.append(subprocess.Popen(words, env=environment(), stderr=stderr, start_new_session=True))
+    deadline = time.monotonic() + 180
+    while not (corpus / "run" / "metrics.jsonl").exists() or max(losses(corpus / "run"), default=0) < until_step:
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.05)
+    return path
+
+
+@pytest.mark.faults
+def test_signal_to_torchrun_stops_all_processes_in_time_at_one_step(
+    corpus: Path, launched: list["subprocess.Popen[bytes]"]
+) -> None:
+    stderr = launch(corpus, launched, 1)
+    begin = time.monotonic()
+    launched[0].send_signal(signal.SIGTERM)
+    assert launched[0].wait(60) != 0
+    assert time.monotonic() - begin < 20
+    assert "preempted: asked to stop: saved at step" in stderr.read_text()
+    step = events(corpus / "run", "preempted")[0]["step"]
+    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("fault", "within_seconds", "said"),
+    [
+        ("kill_at", 10, "error: rank 1 (process "),
+        ("raise_at", 10, "failed first: KeyError: 'a layer that is not there'"),
+        ("spin_at", 15, "does not go on; it had done step 3, and was in tests/fault_task.py:"),
+        ("sigstop_at", 15, "is stopped (SIGSTOP, or a debugger)"),
+    ],
+)
+def test_under_torchrun_a_process_that_dies_or_hangs_is_named_and_the_launcher_ends_soon(
+    corpus: Path, launched: list["subprocess.Popen[bytes]"], fault: str, within_seconds: float, said: str
+) -> None:
+    options = {fault: {"step": 4, "rank": 1}}
+    stderr = launch(corpus, launched, 2, options=options, guard={"hang_timeout_seconds": 5})
+    begin = time.monotonic()
+    assert launched[0].wait(90) != 0
+    assert said in stderr.read_text()
+    assert time.monotonic() - begin < within_seconds
