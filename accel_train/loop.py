@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from accel_train.drift import check_drift
 from accel_train.fallback import (
     NewSizes,
@@ -96,6 +98,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
         if previous is not None:
             account(run, previous, last_batches)
         if isinstance(loss_sum, RanOutOfMemory):
+            statistics.put_back(torch.ones((), device=run.accelerator.device))
             raise loss_sum
         limits = guard.limits
         grad_norm, skipped, loss_scale = update_within(limits, run.optimizer, run.parameters, scaler)

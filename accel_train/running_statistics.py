@@ -31,6 +31,8 @@ class RunningStatistics:
 
     def put_back(self, skipped: Tensor) -> None:
         """After the update: as they were, where `skipped` (0-dim, on the device) is 1 or they are not finite."""
+        if not self._groups:
+            return
         now = [_flat(buffers) for buffers in self._groups]
         is_bad = skipped != 0
         for values in now:

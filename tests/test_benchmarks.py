@@ -1,9 +1,11 @@
 """The benchmarks run end to end, compare like with like, and print tables that a program can read. Nothing is timed here."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common import FetchClock, markdown_table, write_tokens
+from benchmarks.common import (
+    FetchClock,
+    child_environment,
+    common_time,
+    markdown_table,
+    run_children_in_turns,
+    step_times,
+    write_tokens,
+)
 from benchmarks.gpu import bars
 from benchmarks.gpu_loops import MODELS
 from benchmarks.gpu_watch import gpu_idle, synchronizing_line
@@ -255,8 +265,40 @@ def test_the_clock_leaves_out_the_warm_up_and_the_median_leaves_out_a_slow_step(
     clock = FetchClock()
     clock.wall_ns = [0, 90_000, 91_000, 92_000, 93_000, 99_000]
     clock.cpu_ns = [0, 45_000, 45_500, 46_000, 46_500, 49_500]
-    summary = clock.summary(warmup_steps=1, num_steps=6)
-    assert summary == {"wall_us": 1.0, "wall_us_mean": 2.25, "cpu_us": 0.5, "cpu_us_mean": 1.125, "cpu_us_quick": 0.5}
+    stamps = clock.stamps(warmup_steps=1, num_steps=6)
+    assert step_times(stamps, (0, 10**9)) == {
+        **{"num_steps": 4.0, "wall_us": 1.0, "wall_us_mean": 2.25},
+        **{"cpu_us": 0.5, "cpu_us_mean": 1.125, "cpu_us_quick": 0.5},
+    }
+
+
+def test_processes_are_compared_over_the_time_in_which_all_of_them_trained() -> None:
+    early = {"wall_ns": [0, 1000, 2000, 3000, 4000], "cpu_ns": [0, 500, 900, 1500, 2900]}
+    late = {"wall_ns": [1500, 2500, 3500, 9000], "cpu_ns": [0, 700, 1500, 1600]}
+    between = common_time([early, late])
+    assert between == (1500, 4000)
+    assert step_times(early, between)["num_steps"] == 2
+    assert step_times(early, between)["cpu_us_mean"] == pytest.approx(1.0)
+    assert step_times(late, between)["cpu_us"] == pytest.approx(0.75)
+
+
+def test_children_in_turns_compute_one_at_a_time_and_a_failed_one_is_told_of(tmp_path: Path) -> None:
+    busy = (
+        "import time, json, pathlib, sys; began = time.monotonic(); log = []\n"
+        "while time.process_time() < 1.2: log.append(time.monotonic())\n"
+        "from benchmarks.common import print_result; print_result({'first': log[0], 'last': log[-1], 'seen': log[::2000]})"
+    )
+    (tmp_path / "busy.py").write_text(busy)
+    environment = {**child_environment(1), "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    one, two = run_children_in_turns("busy", [[], []], environment=environment, timeout_seconds=120)
+    assert one.result["first"] < two.result["last"]
+    assert two.result["first"] < one.result["last"]  # both were there at the same time ...
+    turns = sorted([(at, 1) for at in one.result["seen"]] + [(at, 2) for at in two.result["seen"]])
+    changes = sum(before[1] != after[1] for before, after in pairwise(turns))
+    assert changes < len(turns) / 10  # ... and took turns, where two that run freely alternate all the time
+    (tmp_path / "fails.py").write_text("raise SystemExit('out of ink')")
+    with pytest.raises(RuntimeError, match="out of ink"):
+        run_children_in_turns("fails", [[]], environment=environment, timeout_seconds=120)
 
 
 def test_bars_are_judged_by_ratio_or_by_microseconds() -> None:
