@@ -13,6 +13,7 @@ from accel_train.batching import BatchSizes
 from accel_train.launcher import stop_with_launcher
 from accel_train.memory import keep_freed_memory
 from accel_train.recipe import Guard, Precision
+from accel_train.signals import heard_while_waiting
 from accel_train.state import Choice
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800
@@ -22,7 +23,8 @@ def start_processes() -> PartialState:
     """Join the other processes of the launcher, if any: the world size is known after this and not before."""
     stop_with_launcher()
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
-    return PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+    with heard_while_waiting():
+        return PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
 
 
 def _has_accelerator() -> bool:

@@ -4,6 +4,7 @@ What a user can have wrong is found here, in the order of what it costs to find 
 a model is built.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -302,7 +303,10 @@ def _build(
     build = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
     accelerator.ddp_handler.find_unused_parameters = extensions.find_unused_parameters
     optimizer = name_parameters(build(inner.model), inner.model)
-    module, prepared = accelerator.prepare(inner, optimizer)
+    with warnings.catch_warnings():
+        # Accelerate hands it to DDP by this name, which torch is about to rename.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+        module, prepared = accelerator.prepare(inner, optimizer)
     optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
     average = None
     if recipe.optimizer.ema_decay is not None:

@@ -13,6 +13,8 @@ from accel_train.state import Preempted
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if getattr(signal, name, None) is not None
 )
+HANDLER_SECONDS = 1.0
+"""How long Python's own handler of a signal has, before it counts as one that cannot run."""
 BEFORE_THE_FIRST_STEP = "asked to stop before the first step of this sitting; run the same command again to go on"
 
 
@@ -88,6 +90,37 @@ class StopRequest:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
             self._previous.clear()
+
+
+@contextmanager
+def heard_while_waiting() -> Iterator[None]:
+    """Inside, a signal ends this process, with exit code 75, even where the main thread waits in foreign code for others.
+
+    Python's handlers run in the main thread, between two of its instructions, and there may be none for half an hour: while
+    processes join, those that have come wait for one that was killed. The byte that C's handler writes
+    (`signal.set_wakeup_fd`) is read by a thread; a handler that can run has its time to.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before, is_over = signal.set_wakeup_fd(writer, warn_on_full_buffer=False), threading.Event()
+
+    def listen() -> None:
+        while received := os.read(reader, 1):
+            if received[0] in SIGNALS and not is_over.wait(HANDLER_SECONDS):
+                os.write(2, f"preempted: {BEFORE_THE_FIRST_STEP}\n".encode())
+                os._exit(75)
+        os.close(reader)
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 @contextmanager

@@ -260,3 +260,23 @@ def test_under_torchrun_a_process_that_dies_or_hangs_is_named_and_the_launcher_e
     assert launched[0].wait(90) != 0
     assert said in stderr.read_text()
     assert time.monotonic() - begin < within_seconds
+
+
+def test_signal_reaches_a_process_that_waits_for_the_others_to_join(corpus: Path) -> None:
+    """It waits in torch's own code, where no handler of Python runs: for a process 0 that answers nothing."""
+    recipe = write_recipe_file(corpus, task=TASK, **ENDLESS)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(120)
+        joining = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+        process = subprocess.Popen(
+            command(recipe),
+            env=environment(**joining, MASTER_PORT=str(silent.getsockname()[1])),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            _, said = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert "asked to stop before the first step" in said

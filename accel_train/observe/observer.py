@@ -108,7 +108,8 @@ class RunObserver:
         except OSError as error:  # an event often tells of a failure; it must not become a second one
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")
         if kind not in SILENT_EVENTS:
-            self._progress.note(f"step {step}: {message}")
+            # The guard's sentences stand alone in the report, and begin with their step.
+            self._progress.note(message if message.startswith(f"step {step}:") else f"step {step}: {message}")
 
     def note(self, text: str) -> None:
         """Print a line for whoever watches; it is not kept."""
