@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from accel_train.recipe import Recipe
     from accel_train.rehearsal import Rehearsal
 
-WAIT_FOR_RANK_0_SECONDS = 3.0
+WAIT_FOR_RANK_0_SECONDS = 8.0
+"""On a busy machine processes that were started together come to the same line seconds apart."""
 INTERRUPTED = 130
 WRITING_SECONDS = 60.0
 """How long a process that has failed waits for a checkpoint that is being written."""
