@@ -9,6 +9,7 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import sys
 import time
 from bdb import BdbQuit
@@ -127,6 +128,8 @@ def _report(error: BaseException) -> None:
         who = "" if rank == "0" or watchdog.first_cause else f"rank {rank}: "
     elif rank != "0":
         # The launcher ends the others as soon as one has failed: if rank 0 has, it speaks, and this sleep is not survived.
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT_FOR_RANK_0_SECONDS)
         who = f"rank {rank}: "
     if os.environ.get("ACCEL_TRAIN_DEBUG") == "1":
