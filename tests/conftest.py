@@ -14,6 +14,8 @@ import torch
 from accelerate import PartialState
 
 from accel_train.recipe import Recipe
+from forked import Forked
+from runs import write_corpus
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -57,3 +59,19 @@ def text_recipe(tmp_path: Path) -> Callable[..., Recipe]:
         )
 
     return make
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with a small corpus."""
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def started() -> Iterator[list[Forked]]:
+    """What a test has started: killed after it, whatever became of it."""
+    runs: list[Forked] = []
+    yield runs
+    for run in runs:
+        run.end()

@@ -14,25 +14,10 @@ from typing import Any
 import pytest
 
 from forked import Forked, run_forked
-from runs import command, environment, events, losses, write_corpus, write_recipe_file
+from runs import command, environment, events, losses, write_recipe_file
 
 TASK = "fault_task:FaultTask"
 ENDLESS = {"schedule": {"max_steps": 100_000}}
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def started() -> Iterator[list[Forked]]:
-    """What a test has started: killed after it, whatever became of it."""
-    runs: list[Forked] = []
-    yield runs
-    for one in runs:
-        one.end()
 
 
 def start(folder: Path, started: list[Forked], processes: int = 1, **sections: Any) -> Forked:

@@ -2,7 +2,6 @@
 
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,9 @@ import torch.distributed as dist
 
 from accel_train.peers import Failure, Peers, Standing, behind
 from forked import Forked, run_forked
-from runs import events, losses, write_corpus, write_recipe_file
+from runs import events, losses, write_recipe_file
 
 TASK = "fault_task:FaultTask"
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def started() -> Iterator[list[Forked]]:
-    """What a test has started: killed after it, whatever became of it."""
-    runs: list[Forked] = []
-    yield runs
-    for run in runs:
-        run.end()
 
 
 def start(folder: Path, started: list[Forked], processes: int = 2, **sections: Any) -> Forked:

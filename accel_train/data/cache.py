@@ -20,6 +20,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock
 
 from accel_train.data.sources import SourceFile
+from accel_train.files import sync
 from accel_train.recipe import Data
 
 # A file written again within the clock's grain keeps its time of change: such young digests are not trusted (as in git).
@@ -113,11 +114,11 @@ def publish(building: Path, folder: Path, meta: dict[str, Any]) -> dict[str, Any
     meta = {**meta, "files": {path.relative_to(building).as_posix(): path.stat().st_size for path in files}}
     write_json(building / "meta.json", meta)
     for path in [*files, *(path for path in building.rglob("*") if path.is_dir()), building]:
-        _fsync(path)
+        sync(path)
     if folder.exists():
         shutil.rmtree(folder)
     building.rename(folder)
-    _fsync(folder.parent)
+    sync(folder.parent)
     return meta
 
 
@@ -142,11 +143,3 @@ def _replace(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
