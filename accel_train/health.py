@@ -19,27 +19,38 @@ class Health:
     def __init__(self, root: Path | None, after_steps: int, last_bad_step: int | None) -> None:
         self._root, self._after_steps = root, after_steps
         self._last_bad = last_bad_step or 0
-        self._waiting = [] if root is None else sorted(set(steps_of(root)) - healthy_steps(root))
+        self._counting = [] if root is None else sorted(set(steps_of(root)) - healthy_steps(root))
+        self._ripe: list[int] = []
 
-    def saved(self, step: int) -> None:
-        """A checkpoint of this step exists from now on."""
-        if self._root is not None and step not in self._waiting:
-            self._waiting.append(step)
+    def begun(self, step: int) -> None:
+        """A checkpoint of this step is being written: the steps that follow count, however long the disk takes."""
+        if self._root is not None and step not in self._counting:
+            self._counting.append(step)
 
     def note(self, step: int, *, clean: bool) -> None:
         """A step was done; tag what has been followed by enough clean ones."""
         if not clean:
             self._last_bad = step
-        if not self._waiting or step - max(self._waiting[0], self._last_bad) < self._after_steps:
+        if self._counting and step - max(self._counting[0], self._last_bad) >= self._after_steps:
+            ripe = [saved for saved in self._counting if step - saved >= self._after_steps]
+            self._counting = [saved for saved in self._counting if saved not in ripe]
+            self._ripe += ripe
+        self.tag()
+
+    def tag(self) -> None:
+        """Tag what has become healthy, as far as it is on the disk by now."""
+        if not self._ripe:
             return
         assert self._root is not None
-        tagged = [saved for saved in self._waiting if step - saved >= self._after_steps]
-        if add_tags(self._root, tagged):
-            self._waiting = [saved for saved in self._waiting if saved not in tagged]
+        published = [step for step in self._ripe if folder_of(self._root, step).exists()]
+        if published and add_tags(self._root, published):
+            # One that is older and not there was never written, or is rotated away.
+            self._ripe = [step for step in self._ripe if step > max(published)]
 
     def go_back(self, to_step: int) -> None:
         """The run goes on from the checkpoint of this step: what was saved and noted after it counts no more."""
-        self._waiting = [saved for saved in self._waiting if saved <= to_step]
+        self._counting = [saved for saved in self._counting if saved <= to_step]
+        self._ripe = [saved for saved in self._ripe if saved <= to_step]
         self._last_bad = min(self._last_bad, to_step)
 
 

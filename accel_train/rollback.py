@@ -52,6 +52,7 @@ def _agree(run: Run, asked: RollBack) -> tuple[Path, Rollback]:
     if run.accelerator.is_main_process:
         run.saver.wait()
         tell_of_saves(run)
+        run.health.tag()
         try:
             found[0] = _choose(run, asked)
         except (TrainingStopped, CheckpointError) as error:

@@ -67,6 +67,7 @@ def _start_save(run: Run, wait: bool) -> CheckpointError | None:
         average=run.average,
         description=run.description,
     )
+    run.health.begun(state.step)
     saver.save(state.step, writers, partial(rotate_run, saver.root, run.recipe, state.best_step))
     if wait:
         saver.wait()
@@ -106,7 +107,6 @@ def tell_of_saves(run: Run) -> None:
             again = "" if run.saver.failed else "; the next one is tried all the same"
             run.observer.on_event("checkpoint_failed", step, f"{error}{again}")
             continue
-        run.health.saved(step)
         run.observer.on_event("checkpoint", step, f"saved step-{step:08d}")
         if left_undone is not None:
             said = f"step-{step:08d} is saved, but older checkpoints could not be removed ({left_undone})"
@@ -149,3 +149,4 @@ def saves_finished(run: Run) -> Iterator[None]:
         run.saver.wait()
     finally:
         tell_of_saves(run)
+        run.health.tag()

@@ -24,7 +24,7 @@ def note(health: Health, steps: range, bad: tuple[int, ...] = ()) -> None:
 def test_a_checkpoint_is_healthy_after_so_many_clean_steps_in_a_row(tmp_path: Path) -> None:
     health = Health(tmp_path, 5, None)
     save(tmp_path, 10)
-    health.saved(10)
+    health.begun(10)
     note(health, range(11, 15))
     assert healthy_steps(tmp_path) == set()
     note(health, range(15, 16))
@@ -35,12 +35,34 @@ def test_a_checkpoint_is_healthy_after_so_many_clean_steps_in_a_row(tmp_path: Pa
 def test_a_bad_step_makes_the_count_begin_anew_for_all_that_wait(tmp_path: Path) -> None:
     health = Health(tmp_path, 5, None)
     save(tmp_path, 10, 12)
-    health.saved(10)
-    health.saved(12)
+    health.begun(10)
+    health.begun(12)
     note(health, range(11, 18), bad=(13,))
     assert healthy_steps(tmp_path) == set()
     note(health, range(18, 19))
     assert healthy_steps(tmp_path) == {10, 12}
+
+
+def test_a_checkpoint_that_reaches_the_disk_late_is_healthy_as_soon_as_it_does(tmp_path: Path) -> None:
+    health = Health(tmp_path, 5, None)
+    health.begun(10)
+    note(health, range(11, 19), bad=(17,))
+    assert healthy_steps(tmp_path) == set()
+    save(tmp_path, 10)
+    health.tag()
+    assert healthy_steps(tmp_path) == {10}, "11 to 15 were clean, and what came later takes nothing back"
+
+
+def test_a_checkpoint_that_was_never_written_holds_up_no_other(tmp_path: Path) -> None:
+    health = Health(tmp_path, 5, None)
+    health.begun(10)
+    health.begun(12)
+    save(tmp_path, 12)
+    note(health, range(13, 18))
+    assert healthy_steps(tmp_path) == {12}
+    save(tmp_path, 10)
+    note(health, range(18, 19))
+    assert healthy_steps(tmp_path) == {12}
 
 
 @pytest.mark.parametrize("killed_after", range(10, 20))
@@ -91,14 +113,14 @@ def test_tags_of_checkpoints_that_are_gone_are_dropped_and_others_kept(tmp_path:
 def test_after_going_back_what_came_later_counts_no_more(tmp_path: Path) -> None:
     health = Health(tmp_path, 5, None)
     save(tmp_path, 10, 20)
-    health.saved(10)
-    health.saved(20)
+    health.begun(10)
+    health.begun(20)
     note(health, range(11, 25), bad=(24,))
     health.go_back(10)
     remove(folder_of(tmp_path, 20))
     note(health, range(11, 13))
     save(tmp_path, 12)
-    health.saved(12)
+    health.begun(12)
     note(health, range(13, 17))
     assert healthy_steps(tmp_path) == {10}, "4 steps after 12"
     note(health, range(17, 18))
@@ -129,7 +151,7 @@ def test_tags_that_cannot_be_written_are_tried_again(tmp_path: Path) -> None:
 
 def test_other_processes_do_nothing(tmp_path: Path) -> None:
     health = Health(None, 1, None)
-    health.saved(1)
+    health.begun(1)
     note(health, range(2, 9))
     health.go_back(1)
     assert list(tmp_path.iterdir()) == []
