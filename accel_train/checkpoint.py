@@ -27,6 +27,8 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 
 Writer = Callable[[Path], None]
 """Writes one file at the path it is given."""
+FileFacts = dict[str, Any]
+"""What the manifest says of a file: bytes, sha256."""
 
 
 class GivenUp(Exception):
@@ -62,9 +64,16 @@ def checkpoint_folders(root: Path) -> list[Path]:
 
 
 def publish(
-    root: Path, step: int, writers: Mapping[str, Writer], *, given_up: Callable[[], bool] = lambda: False
+    root: Path,
+    step: int,
+    writers: Mapping[str, Writer],
+    *,
+    given_up: Callable[[], bool] = lambda: False,
+    others: Callable[[Path], Mapping[str, FileFacts]] | None = None,
 ) -> Path:
     """Write a checkpoint so that a kill, a full disk or a power cut leaves the old ones or the whole new one.
+
+    `others` writes and syncs further files into the folder that it is given, and says which.
 
     Raises:
         CheckpointError: it could not be written; what was written of it is removed, older checkpoints are untouched.
@@ -76,14 +85,15 @@ def publish(
         make_folders(root)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, FileFacts] = {}
+        if others is not None:
+            _go_on_unless(given_up())
+            files.update(others(aside))
         for name, write in writers.items():
             _go_on_unless(given_up())
             path = aside / name
             write(path)
-            path.chmod(0o600)
-            sync(path)
-            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            files[name] = facts_of(path)
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
         manifest.chmod(0o600)
@@ -97,6 +107,13 @@ def publish(
             raise
         raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {error}") from error
     return final
+
+
+def facts_of(path: Path) -> FileFacts:
+    """A file that was just written, from now on private and on the disk: its size and digest."""
+    path.chmod(0o600)
+    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _go_on_unless(given_up: bool) -> None:

@@ -106,6 +106,14 @@ def examine(
     return finding, states
 
 
+def not_examined(question: Question, device: torch.device) -> Finding:
+    """What is known where a process cannot compute by itself, because it holds a part of the model only."""
+    finding = Finding(question.rank, describe_device(device))
+    finding.suspects = [sample for share in question.samples or [] for sample in share][:MAX_LISTED]
+    finding.error = "not computed again: the model is spread over the processes (parallel.strategy fsdp2)"
+    return finding
+
+
 def _examine(
     rerun: Rerun,
     micro_batches: Sequence[MicroBatch],

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from accel_train.tensor_parts import like, local_part
+
 
 class WeightAverage:
     """The average of the trained weights, one tensor for each, on their device.
@@ -19,7 +21,8 @@ class WeightAverage:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
         self.decay = decay
-        self.averages = [parameter.detach().clone() for parameter in self.parameters]
+        self.averages = [local_part(parameter.detach()).clone() for parameter in self.parameters]
+        """Of each parameter, as much as this process holds."""
 
     def decay_at(self, step: int) -> float:
         """d of a 0-based step."""
@@ -28,7 +31,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, step: int, skipped: Tensor) -> None:
         """Take in the weights after a step; `skipped` (0-dim, 1.0 where it was) stays on the device."""
-        weights = [parameter.detach() for parameter in self.parameters]
+        weights = [local_part(parameter.detach()) for parameter in self.parameters]
         if skipped.device.type == "cpu":
             if not skipped.numpy():
                 torch._foreach_lerp_(self.averages, weights, 1 - self.decay_at(step))
@@ -50,13 +53,15 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for parameter, average in zip(self.parameters, self.averages, strict=True):
-            kept = parameter.detach().clone()
-            parameter.copy_(average)
+            weights = local_part(parameter.detach())
+            kept = weights.clone()
+            weights.copy_(average)
             average.copy_(kept)
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages by the names of their parameters: for the checkpoint."""
-        return dict(zip(self.names, self.averages, strict=True))
+        whole = (like(average, weights) for average, weights in zip(self.averages, self.parameters, strict=True))
+        return dict(zip(self.names, whole, strict=True))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put saved averages back.

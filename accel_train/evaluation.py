@@ -65,6 +65,7 @@ def evaluate(
     piece_size: int | None = None,
     is_over: Callable[[], bool] | None = None,
     timeout_seconds: float = 0,
+    in_lockstep: bool = False,
 ) -> Evaluation:
     """The loss and the counts on the evaluation data: the same for any batch size and any number of processes, up to rounding.
 
@@ -72,32 +73,38 @@ def evaluate(
     they need not have the same number of batches. With `max_samples`, that many samples, evenly spaced. Sums are kept on the
     device and read once, so memory does not grow with the data; rows cost the host what they hold. A batch is forwarded in
     pieces of `piece_size` (none: whole); where memory runs out, this process begins again with pieces half as large.
-    `is_over` is asked before each batch.
+    `is_over` is asked before each batch. `in_lockstep` all processes forward as many batches as any of them (FSDP gathers
+    weights in each), and memory that runs out is an error.
 
     Raises:
         EvaluationLeft: some process was told that it is over before its last batch; raised on all.
     """
     left = False
 
-    def until_over(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def until_over(batches: Iterator[tuple[MicroBatch, bool]]) -> Iterator[tuple[MicroBatch, bool]]:
         nonlocal left
         for batch in batches:
             left = is_over is not None and is_over()
+            if in_lockstep and is_over is not None:
+                left = _on_any(accelerator, left)
             if left:
                 return
             yield batch
 
-    piece = piece_size or per_device_batch_size
+    piece = per_device_batch_size if in_lockstep else piece_size or per_device_batch_size
+    count = _num_samples(data, max_samples)
     counted = None
     while counted is None:
-        reader = evaluation_reader(
+        batches = evaluation_reader(
             accelerator, data, per_device_batch_size, max_samples, num_workers, pin_memory, piece, timeout_seconds
         )
+        reader: Iterator[tuple[MicroBatch, bool]] = ((batch, True) for batch in batches)
         try:
             with evaluation_mode(module):
+                reader = _filled_up(reader, accelerator, data, count, per_device_batch_size) if in_lockstep else reader
                 counted = _count(module, until_over(reader))
         except (RuntimeError, MemoryError) as error:
-            if piece == 1 or not is_out_of_memory(error):
+            if piece == 1 or in_lockstep or not is_out_of_memory(error):
                 raise
         if counted is None:
             piece //= 2
@@ -110,7 +117,25 @@ def evaluate(
     totals = _sum_over_processes(accelerator, sums, num_targets)
     targets = int(totals.pop("num_targets"))
     loss = float(totals["loss_sum"]) / max(targets, 1)
-    return Evaluation(loss, targets, _num_samples(data, max_samples), totals | rows_in_order(accelerator, rows), piece)
+    return Evaluation(loss, targets, count, totals | rows_in_order(accelerator, rows), piece)
+
+
+def _filled_up(
+    batches: Iterator[tuple[MicroBatch, bool]],
+    accelerator: Accelerator,
+    data: TaskData,
+    num_samples: int,
+    per_device_batch_size: int,
+) -> Iterator[tuple[MicroBatch, bool]]:
+    """These batches, and then as many that do not count (False) as the process with the most has more."""
+    missing = -(-num_samples // (per_device_batch_size * accelerator.num_processes))
+    for batch in batches:
+        missing -= 1
+        yield batch
+    assert data.eval is not None
+    for _ in range(missing):
+        (filler,) = read_batches(data.eval, data.collate, iter([[0]]), accelerator.device, 0, False)
+        yield filler, False
 
 
 def _on_any(accelerator: Accelerator, here: bool) -> bool:
@@ -122,14 +147,19 @@ def _on_any(accelerator: Accelerator, here: bool) -> bool:
     return bool(anywhere)
 
 
-def _count(module: nn.Module, batches: Iterator[MicroBatch]) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], int]:
-    """Sums on the device, rows on the host batch by batch, and the number of targets."""
+def _count(
+    module: nn.Module, batches: Iterator[tuple[MicroBatch, bool]]
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor]], int]:
+    """Sums on the device, rows on the host batch by batch, and the number of targets; of the batches that count."""
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
     num_targets = 0
-    for batch, batch_targets in batches:
+    for (batch, batch_targets), does_count in batches:
+        counts = module(batch, "counts")
+        if not does_count:
+            continue
         num_targets += batch_targets
-        for name, value in module(batch, "counts").items():
+        for name, value in counts.items():
             if name.startswith(ROWS):
                 rows.setdefault(name, []).append(value.cpu())
             else:

@@ -61,7 +61,9 @@ def forward_backward_or_run_out(
     the same to the bit as without this care). Other steps cost nothing; running out in one of them ends its process.
     """
     is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
-    if not (is_alone or carefully):
+    if accelerator.is_fsdp2 or not (
+        is_alone or carefully
+    ):  # FSDP's forward is full of collectives: nobody can stay behind
         return forward_backward(accelerator, module, micro_batches, agreement)
     loss_sum, said = None, ""
     try:

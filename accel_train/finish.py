@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch import nn
 
 from accel_train import __version__
 from accel_train.checkpoint import check, folder_of
@@ -23,8 +24,10 @@ from accel_train.observe.ledger import write_json
 from accel_train.prepare import Run
 from accel_train.recipe import Evaluate
 from accel_train.redaction import redact
-from accel_train.snapshot import restore_weights
+from accel_train.resolve import change_model
+from accel_train.snapshot import load_model_tensors, model_tensors, restore_weights
 from accel_train.state import Preempted, RecipeError
+from accel_train.tensor_parts import gathered
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """In the name of a metric; every other metric is better when it is greater."""
@@ -82,6 +85,7 @@ def _task_scores(run: Run, whole: bool) -> tuple[dict[str, float], dict[str, Any
         piece_size=run.evaluation_piece_size,
         is_over=run.is_evaluation_over,
         timeout_seconds=run.data_timeout_seconds,
+        in_lockstep=run.is_sharded,
     )
     if result.piece_size < (run.evaluation_piece_size or run.sizes.per_device_eval_batch_size):
         run.evaluation_piece_size = result.piece_size
@@ -138,14 +142,18 @@ def finish_run(run: Run) -> dict[str, Any]:
         said = f"asked to stop: all {run.state.step} steps are done and saved, and the last evaluation is not"
         run.observer.on_event("preempted", run.state.step, said)
         raise Preempted(f"{said}; run the same command again for it")
+    with run.averaged():
+        model = whole_model(run)
+        if not run.accelerator.is_main_process:
+            summary: dict[str, Any] = {}
+        else:
+            with private_files():
+                save_model(run, model)
+            summary = summarise(run, model)
     if not run.accelerator.is_main_process:
         run.accelerator.wait_for_everyone()
         run.observer.finish({})
         return {}
-    with run.averaged():
-        with private_files():
-            save_model(run)
-        summary = summarise(run)
     if run.last_details:
         write_json(run.output_dir / "evaluation.json", run.last_details)
     run.observer.finish(summary)
@@ -170,19 +178,39 @@ def load_best(run: Run) -> bool:
         said = f"the weights of step {step} evaluated best, and cannot be used ({problem[0]}): those of the last step are kept"
         run.observer.on_event("best_model_lost", run.state.step, said)
         return False
+    run.let_go_of_gathered_weights()
     restore_weights(path, run.inner.model, run.average)
     run.observer.on_event("best_model", run.state.step, f"the weights of step {step} evaluated best, and are kept")
     return True
 
 
-def save_model(run: Run) -> Path:
+def whole_model(run: Run) -> nn.Module:
+    """The trained model with all its weights, on the main process; all processes call it.
+
+    Where each of them holds a part, the whole is put together in the host memory of the main one, a tensor at a time.
+    """
+    if not run.is_sharded:
+        return run.inner.model
+    run.let_go_of_gathered_weights()
+    tensors = {}
+    for name, tensor in model_tensors(run.inner.model).items():
+        whole = gathered(tensor)
+        if run.accelerator.is_main_process:
+            tensors[name] = whole.cpu()
+    if not run.accelerator.is_main_process:
+        return run.inner.model
+    model, _ = change_model(run.recipe, run.task.build_model(run.recipe, run.data))
+    load_model_tensors(model, tensors)
+    return model.eval()
+
+
+def save_model(run: Run, model: nn.Module) -> Path:
     """The trained weights as `model/`, whole or not at all, ready for `from_pretrained`; adapters as `adapter/` beside it."""
     final = run.output_dir / "model"
     aside, old = final.with_name(".tmp-model"), final.with_name(".trash-model")
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(mode=0o700)
-    model = run.inner.model
     if (section := run.recipe.model.lora) is not None:
         from accel_train.lora import merge_adapters, save_adapters, without_adapters
 
@@ -196,7 +224,7 @@ def save_model(run: Run) -> Path:
     return final
 
 
-def summarise(run: Run) -> dict[str, Any]:
+def summarise(run: Run, model: nn.Module) -> dict[str, Any]:
     """What summary.json holds; plain JSON values."""
     return {
         "status": "stopped early" if run.state.stopped_early else "finished",
@@ -208,7 +236,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "best_metric": run.state.best_metric,
         "best_step": run.state.best_step,
         "baselines": run.task.baselines(run.data),
-        "sample": run.task.sample(run.recipe, run.inner.model, run.data),
+        "sample": run.task.sample(run.recipe, model, run.data),
         "data": redact(run.data.facts),
         "parameters": sum(parameter.numel() for parameter in run.inner.model.parameters()),
         "world_size": run.sizes.world_size,

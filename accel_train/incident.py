@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from accel_train.checkpoint import checkpoint_folders, step_of
-from accel_train.diagnosis import Finding, Question, examine
+from accel_train.diagnosis import Finding, Question, examine, not_examined
 from accel_train.finish import environment
 from accel_train.guard import Verdict
 from accel_train.incident_writing import free_name, last_losses, weights_of, write_incident
@@ -61,7 +61,11 @@ def look_into(run: Run, result: StepResult, verdict: Verdict, micro_batches: lis
         if not _is_wanted(run):
             return None
         question = _question(run, result)
-        finding, states = examine(run.inner, micro_batches, question, run.accelerator.device)
+        finding, states = (
+            examine(run.inner, micro_batches, question, run.accelerator.device)
+            if not run.is_sharded
+            else (not_examined(question, run.accelerator.device), [])
+        )
         findings = gather_object([_as_record(run, finding, result)])
         record = _record(run, result, verdict, findings)
         batches = _collect_batches(run, record, finding, micro_batches, states)
@@ -189,11 +193,13 @@ def _packed(finding: Finding, micro_batches: Sequence[MicroBatch], states: Seque
     tensors: dict[str, Tensor] = {}
     num_targets: dict[int, int] = {}
     try:
-        for number in numbers:
+        for number in numbers or range(len(micro_batches)):
             batch, num_targets[number] = micro_batches[number]
             for name, value in batch.items():
                 if isinstance(value, Tensor):
                     tensors[f"{number}/{name}"] = value.detach().cpu().contiguous().clone()
+            if number >= len(states):
+                continue
             tensors[f"{number}/random_state.host"] = states[number].host
             if (cuda := states[number].cuda) is not None:
                 tensors[f"{number}/random_state.cuda"] = cuda
@@ -207,7 +213,7 @@ def _packed(finding: Finding, micro_batches: Sequence[MicroBatch], states: Seque
 def _write(run: Run, record: JsonRecord, batches: dict[str, bytes]) -> Path:
     """What only the main process knows, and the folder."""
     record["folder"] = free_name(run.output_dir, record["step"])
-    weights = weights_of(run.inner.model)
+    weights = None if run.is_sharded else weights_of(run.inner.model)
     before = [step for path in checkpoint_folders(run.saver.root) if (step := step_of(path)) and step < record["step"]]
     record["weights"] = {
         "file": None if weights is None else WEIGHTS,

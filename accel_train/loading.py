@@ -57,11 +57,13 @@ def step_batches(
     pin_memory: bool,
     timeout_seconds: float = 0,
     passed_over: Callable[[int], bool] = lambda step: False,
+    in_lockstep: bool = False,
 ) -> Iterator[tuple[int, list[MicroBatch]]]:
     """Each step from `first_step` (0-based) on that is not passed over, with its micro-batches on the device.
 
     Only this process's slice of each global batch is read, and nothing is read to be skipped. Where a short step leaves a
     process without samples it forwards one of another's, which counts as no target: the processes meet in the backward pass.
+    `in_lockstep` they meet in each forward as well, so each forwards as many micro-batches as any of them.
     """
     if data.step_batches is not None:
         for step, own in enumerate(data.step_batches(first_step), start=first_step):
@@ -78,18 +80,25 @@ def step_batches(
             share = order.rank_micro_batches(
                 step, rank, sizes.world_size, sizes.per_device_batch_size, as_draws=data.draw is not None
             )
-            counts.append(len(share))
             others = order.step_samples if data.draw is None else order.step_draws
-            yield share or [others(step)[:1].tolist()]
+            wanted = 1
+            if in_lockstep and len(share) < sizes.gradient_accumulation_steps:
+                largest_share = -(-len(others(step)) // sizes.world_size)
+                wanted = -(-largest_share // sizes.per_device_batch_size)
+            fillers = max(wanted - len(share), 0)
+            counts.append((len(share), fillers))
+            yield share + [others(step)[:1].tolist()] * fillers
 
-    counts: deque[int] = deque()  # of the steps that readers have been told of: they run ahead
+    # Micro-batches, and those that only fill up, of the steps that readers have been told of: they run ahead.
+    counts: deque[tuple[int, int]] = deque()
     index_lists = (indices for share in shares() for indices in share)
     micro_batches = read_batches(dataset, data.collate, index_lists, device, num_workers, pin_memory, timeout_seconds)
     for step in steps():
-        batch, num_targets = next(micro_batches)
-        count = counts.popleft()
-        rest = [next(micro_batches) for _ in range(count - 1)]
-        yield step, [(batch, num_targets if count else 0), *rest]
+        first = next(micro_batches)  # readers put the counts there before they read
+        count, fillers = counts.popleft()
+        rest: list[MicroBatch] = [next(micro_batches) for _ in range(count + fillers - 1)]
+        share = [first, *rest]
+        yield step, [*share[:count], *((batch, 0) for batch, _ in share[count:])]
 
 
 class Drawn(Dataset[Any]):

@@ -86,7 +86,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     agreement = Agreement(run.accelerator)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []
-    sizes, statistics = NewSizes(run.order), RunningStatistics(run.inner)
+    sizes, statistics = NewSizes(run.order), RunningStatistics(run.inner, shared=run.is_sharded)
     for step, micro_batches in batches_from(run, state.step):
         seed_step(recipe.seed, step, run.accelerator.process_index, run.accelerator.device)
         learning_rate = run.set_learning_rate(step)
@@ -212,4 +212,5 @@ def batches_from(run: Run, first_step: int) -> Iterator[tuple[int, list[MicroBat
         pin_memory=run.pin_memory,
         timeout_seconds=run.data_timeout_seconds,
         passed_over=lambda step: is_passed_over(step + 1, run.state.rollbacks),
+        in_lockstep=run.is_sharded,
     )

@@ -1,6 +1,7 @@
 """In which precision a run computes, and why: autocast, loss scale, TF32, determinism, and the Accelerator that carries them."""
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -109,10 +110,16 @@ class FlooredGradScaler(torch.amp.GradScaler):
 
 
 def start_accelerator(
-    mixed_precision: str, section: Precision, guard: Guard, sizes: BatchSizes, device: torch.device
+    mixed_precision: str,
+    section: Precision,
+    guard: Guard,
+    sizes: BatchSizes,
+    device: torch.device,
+    plugins: Mapping[str, Any] | None = None,
 ) -> Accelerator:
-    """The Accelerator of this run, with nothing left for the environment to change."""
+    """The Accelerator of this run, with nothing left for the environment to change; `plugins` say how a model is spread."""
     AcceleratorState._reset_state()  # a second run in this process (a notebook) may have another precision
+    os.environ["ACCELERATE_USE_FSDP"] = "false"  # read by the Accelerator, and set by it where it is given the plugin
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision,
@@ -125,6 +132,7 @@ def start_accelerator(
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)),
         ],
+        **(plugins or {}),
     )
     if mixed_precision == "fp16":
         accelerator.scaler = FlooredGradScaler(

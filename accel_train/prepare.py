@@ -5,8 +5,8 @@ a model is built.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
@@ -28,6 +29,7 @@ from accel_train.health import Health
 from accel_train.identity import run_identity
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.memory import PeakMemory
+from accel_train.memory_estimate import build_without_weights
 from accel_train.observe import (
     Meter,
     NoObserver,
@@ -52,6 +54,15 @@ from accel_train.rollback_record import describe, take_up
 from accel_train.sampling import DataOrder
 from accel_train.saver import Saver
 from accel_train.schedule import StepPlan, make_schedule
+from accel_train.sharding import (
+    build_for_sharding,
+    choose_sharding,
+    is_sharded,
+    reshard,
+    shard_model,
+    sharding_allowed,
+    sharding_plugins,
+)
 from accel_train.signals import StopRequest
 from accel_train.snapshot import restore
 from accel_train.state import Choice, Requests, TrainState
@@ -125,6 +136,8 @@ class Run:
     evaluate: Callable[[], Mapping[str, float]] | None = None
     """A program's own evaluation, in place of the task's."""
     requests: Requests | None = None
+    saving_group: dist.ProcessGroup | None = None
+    """Of the threads that save, where each process saves its part: what they agree on must not mix with the training's."""
     evaluation_piece_size: int | None = None
     """Samples that this process can evaluate at once, where memory did not hold all that the recipe wants."""
     stop: StopRequest = field(default_factory=StopRequest)
@@ -141,6 +154,11 @@ class Run:
     def max_steps(self) -> int:
         """Steps of the whole run."""
         return self.steps.max_steps
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the model, and not the whole of it."""
+        return is_sharded(self.accelerator)
 
     @property
     def can_evaluate(self) -> bool:
@@ -168,7 +186,7 @@ class Run:
     def drift_check_due(self, stopping: bool = False) -> bool:
         """Whether to compare the weights of the processes after the step just done; always where it is evaluated or saved."""
         every = self.recipe.guard.drift_check_steps
-        if every == 0 or self.accelerator.num_processes == 1:
+        if every == 0 or self.accelerator.num_processes == 1 or self.is_sharded:
             return False
         return stopping or self.state.step % every == 0 or self.evaluation_due() or self.checkpoint_due()
 
@@ -205,7 +223,22 @@ class Run:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the model has its averaged weights, where there is an average."""
-        return nullcontext() if self.average is None else self.average.in_place()
+        return nullcontext() if self.average is None else self._averaged()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        assert self.average is not None
+        self.let_go_of_gathered_weights()
+        with self.average.in_place():
+            try:
+                yield
+            finally:
+                self.let_go_of_gathered_weights()
+
+    def let_go_of_gathered_weights(self) -> None:
+        """Before weights are changed other than by a step: what was gathered of them is of before."""
+        if self.is_sharded:
+            reshard(self.inner)
 
 
 def prepare_run(
@@ -235,7 +268,14 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     precision = choose_mixed_precision(recipe.precision, processes.device)
     choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
     choices |= set_backends(recipe.precision, precision.value, processes.device)
-    accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
+    sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
+    if recipe.parallel.strategy != "ddp":
+        choices["parallel"] = sharding
+    plugins = sharding_plugins(recipe.parallel, sharding.value, processes.num_processes, precision.value)
+    with sharding_allowed(processes.device) if plugins else nullcontext():
+        accelerator = start_accelerator(
+            precision.value, recipe.precision, recipe.guard, sizes, processes.device, plugins
+        )
     with ExitStack() as resources:
         watchdog = open_watchdog(recipe, accelerator, extensions, stop)
         if watchdog is not None:
@@ -283,7 +323,21 @@ def _build(
     found = agree_on_checkpoint(recipe, accelerator, identity)
 
     torch.manual_seed(recipe.seed)  # the same first weights on every process
-    model, changes = change_model(recipe, task.build_model(recipe, data))
+
+    changes: dict[str, Choice[Any]] = {}
+
+    def build_model() -> nn.Module:
+        model, changed = change_model(recipe, task.build_model(recipe, data))
+        changes.update(changed)
+        return model
+
+    def build_empty() -> nn.Module:
+        with torch.device("meta"):
+            return change_model(recipe, build_without_weights(recipe, task, data))[0]
+
+    weights = None
+    sharded = is_sharded(accelerator)
+    model, weights = build_for_sharding(accelerator, build_model, build_empty) if sharded else (build_model(), None)
     inner = TrainingModule(model, task)
     choices |= changes
     choices |= {
@@ -299,15 +353,21 @@ def _build(
     accelerator.ddp_handler.broadcast_buffers = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inner.modules()
     )
-    inner.model.to(device)
+    if not sharded:
+        inner.model.to(device)
     build = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
     accelerator.ddp_handler.find_unused_parameters = extensions.find_unused_parameters
+    if sharded:
+        module: nn.Module = inner
+        choices["parallel.wrapped"] = shard_model(accelerator, inner, weights)
+        del weights
     optimizer = name_parameters(build(inner.model), inner.model)
     with warnings.catch_warnings():
         # Accelerate hands it to DDP by this name, which torch is about to rename.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
-        module, prepared = accelerator.prepare(inner, optimizer)
-    optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
+        if not sharded:
+            module, prepared = accelerator.prepare(inner, optimizer)
+            optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
     average = None
     if recipe.optimizer.ema_decay is not None:
         trained = [(name, parameter) for name, parameter in inner.model.named_parameters() if parameter.requires_grad]
@@ -358,6 +418,7 @@ def _build(
         found=found,
         evaluate=extensions.evaluate,
         requests=extensions.requests,
+        saving_group=dist.new_group(backend="gloo") if sharded else None,
     )
     return run
 

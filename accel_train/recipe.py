@@ -1,41 +1,27 @@
 """The recipe: one frozen value that says everything about a run.
 
-Sections and leaves are named once, here. YAML is the recipe's file form (`recipe_file.py` reads it, `recipe_writing.py`
-writes it), Python its code form, with the same names. Where Accelerate or `transformers.TrainingArguments` has a name
-for a thing, that name is used. Each field's docstring is what `accel-train plan` prints.
+Sections and leaves are named once, here and in `recipe_data.py`. YAML is the recipe's file form (`recipe_file.py` reads it,
+`recipe_writing.py` writes it), Python its code form, with the same names. Where Accelerate or
+`transformers.TrainingArguments` has a name for a thing, that name is used. Each field's docstring is what
+`accel-train plan` prints.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Auto = Literal["auto"]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Who set a value: `kind`, and `where` exactly (a file and line, a flag, a variable)."""
-
-    kind: Literal["default", "file", "command line", "environment", "python"]
-    where: str = ""
-
-    def __str__(self) -> str:
-        return self.where or self.kind
-
-
-class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error, and `true` is not a number."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), ser_json_inf_nan="strings"
-    )
+from accel_train.recipe_data import Data, TrainedTokenizer
+from accel_train.recipe_values import (
+    Auto,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Origin,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class LoRA(Section):
@@ -81,110 +67,6 @@ class Model(Section):
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("model.config needs a model_type, for example {model_type: gpt2, n_layer: 4}")
         return self
-
-
-class TrainBPE(Section):
-    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 4096
-    """Tokens in the vocabulary, the 256 bytes and the document separator included."""
-
-
-class TrainedTokenizer(Section):
-    train_bpe: TrainBPE
-    """A byte-level BPE, trained on the training documents."""
-
-
-class Augment(Section):
-    """What a training image goes through; evaluation sees none of it. Drawn from (seed, epoch, sample) alone."""
-
-    random_resized_crop: tuple[Fraction, Fraction] | None = (0.35, 1.0)
-    """Cut out a part of between these fractions of the area, and resize it; none: resize and crop the centre."""
-    horizontal_flip: Fraction = 0.5
-    """Probability."""
-    vertical_flip: Fraction = 0.0
-    """Probability."""
-    color_jitter: NonNegativeFloat = 0.0
-    """Brightness, contrast and saturation change by a factor between 1 - x and 1 + x."""
-    rand_augment_ops: NonNegativeInt = 0
-    """RandAugment (Cubuk et al. 2020): operations an image goes through."""
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
-    """RandAugment: how strong, of 30."""
-    mixup_alpha: NonNegativeFloat = 0.0
-    """Mixup (Zhang et al. 2018): images and labels are mixed by a Beta(alpha, alpha) share; 0: never."""
-    cutmix_alpha: NonNegativeFloat = 0.0
-    """CutMix (Yun et al. 2019): a box comes from another image; with mixup as well, each image draws one of the two."""
-    scale_range: tuple[PositiveFloat, PositiveFloat] | None = (0.5, 2.0)
-    """semantic-segmentation: images and masks are resized by a factor of this range before `crop_size` is cut out."""
-
-
-class Data(Section):
-    train: str | tuple[str, ...]
-    """Embedded data (`python-stdlib`, `stdlib-functions`, `digits`, ...), a file, glob or folder (txt, md, py, jsonl, csv,
-    parquet, bin; images by class; images and masks; npz), or a data set name."""
-    eval: str | tuple[str, ...] | None = None
-    """What to evaluate on; none: `eval_fraction` of the training documents."""
-    eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
-    """Samples held out of `train` for evaluation, chosen by a hash of each (document, text, image); 0 holds out none."""
-    text_column: str = "text"
-    """The column with the text, in jsonl, csv, parquet and data sets."""
-    subset: str | None = None
-    """The configuration name of a data set (`wikitext-103-raw-v1`)."""
-    split: str = "train"
-    """The split of a data set to train on."""
-    sequence_length: Annotated[int, Field(ge=2)] = 1024
-    """Tokens a sample predicts: each window reads this many tokens and predicts the next of each."""
-    mask_documents: bool = False
-    """Attention stays within a document, and positions restart at each."""
-    encoding_errors: Literal["strict", "replace"] = "strict"
-    """What a byte that is not UTF-8 does: stop, naming file and position, or become U+FFFD."""
-    shuffle: bool = True
-    """Read the samples of each epoch in a permuted order; off: in the order of the source."""
-    num_workers: Auto | NonNegativeInt = "auto"
-    """Processes that read ahead, per training process."""
-    pin_memory: Auto | bool = "auto"
-    """Page-locked host buffers, so that copies to the GPU overlap with work."""
-    cache_dir: str | None = None
-    """Where token shards are kept; none: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
-    last_batch: Literal["carry", "short", "drop"] = "carry"
-    """Where an epoch is no whole number of steps: carry: the step goes on with the next epoch; short: the last step of an
-    epoch has fewer samples (as in transformers' Trainer); drop: the rest of an epoch is left out."""
-    text_columns: tuple[str, ...] = ("text",)
-    """text-classification: one column, or two that are read as a pair."""
-    label_column: str | None = "label"
-    """The column with the label: a name, an integer, a number (regression), or a list of names (multi_label); none: rows to
-    predict, without labels."""
-    label_names: tuple[str, ...] | None = None
-    """The classes, in the order of their ids; none: those of the training data, sorted."""
-    id_column: str | None = None
-    """A column that names a row in predictions; none: its file and row."""
-    max_length: PositiveInt | None = None
-    """Longer texts are cut to this many tokens; none: what the model can take, 512 at most."""
-    pad_to_multiple_of: PositiveInt = 8
-    """Batches of texts are padded to their longest, rounded up to this."""
-    group_by_length: bool = False
-    """Batches of texts of like length, for less padding; the order stays a function of seed and step."""
-    prompt_column: str = "prompt"
-    """causal-lm fine-tuning: the column with what is given ..."""
-    completion_column: str = "completion"
-    """... and the one with what is to be written."""
-    messages_column: str = "messages"
-    """causal-lm fine-tuning: the column with a chat, a list of {role, content}; rendered by the tokenizer's chat template."""
-    format: Literal["text", "prompt_completion", "chat"] = "text"
-    """causal-lm: text to go on with; or rows to fine-tune on, whose loss counts completions (assistant turns) only."""
-    completion_only_loss: bool = True
-    """Fine-tuning rows: off counts the loss on prompts as well."""
-    chat_template: str | None = None
-    """A Jinja chat template, or a file with one, where the tokenizer brings none."""
-    image_column: str = "image"
-    """The column with the image: bytes, a `datasets` image, or a path relative to the table."""
-    mask_column: str | None = "mask"
-    """semantic-segmentation: the column with the mask; none: images to predict, without masks."""
-    image_size: PositiveInt = 224
-    """Images are resized and cropped to this square."""
-    crop_size: PositiveInt | None = None
-    """semantic-segmentation: training crops of this square; none: image_size."""
-    ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
-    """semantic-segmentation: pixels of this value count nowhere."""
-    augment: Augment = Augment()
 
 
 class Loss(Section):
@@ -316,6 +198,31 @@ class Precision(Section):
     """Steps without an overflow after which the loss scale doubles."""
 
 
+class Parallel(Section):
+    """How the processes share the work. It is no part of what makes a run the same run: each resume may choose anew."""
+
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    """ddp: every process holds the whole model; fsdp2: weights, gradients and optimizer are spread over the processes."""
+    dp_shard_size: Auto | PositiveInt = "auto"
+    """fsdp2: processes that share one copy of the model; auto: all of them. Fewer (those of a node): several copies, whose
+    gradients are averaged (HSDP)."""
+    reshard_after_forward: bool = True
+    """fsdp2: let go of a block's gathered weights after its forward, and gather them again in the backward pass; off: more
+    memory, less communication."""
+    cpu_offload: bool = False
+    """fsdp2: keep weights and optimizer in host memory, and update them there; slower, for models that fit in no other way."""
+
+    @model_validator(mode="after")
+    def sharding_is_asked_for(self) -> "Parallel":
+        if self.strategy != "fsdp2":
+            for name in ("dp_shard_size", "reshard_after_forward", "cpu_offload"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy fsdp2, and it is {self.strategy}"
+                    )
+        return self
+
+
 class Guard(Section):
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """What a step with a NaN or Inf loss or gradient does. Its update is never applied, on any process."""
@@ -435,11 +342,12 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule
     precision: Precision = Precision()
+    parallel: Parallel = Parallel()
     guard: Guard = Guard()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
     log: Log = Log()
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Free settings for a task of your own; the package's tasks take none."""
 
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)

@@ -10,8 +10,8 @@ import annotated_types
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_train.recipe import Origin
 from accel_train.recipe_names import fields_of, is_section, kinds_of, look_up, recipe_names
+from accel_train.recipe_values import Origin
 from accel_train.recipe_writing import show
 from accel_train.recipe_yaml import is_number
 

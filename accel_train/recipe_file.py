@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from accel_train.recipe import Origin, Recipe, Section
+from accel_train.recipe import Recipe
 from accel_train.recipe_errors import REQUIRED_EXAMPLES, explain, rule_of, wrong
 from accel_train.recipe_names import (
     dotted,
@@ -27,6 +27,7 @@ from accel_train.recipe_names import (
     section_names,
     value_of,
 )
+from accel_train.recipe_values import Origin, Section
 from accel_train.recipe_writing import show
 from accel_train.recipe_yaml import Key, parse_yaml
 from accel_train.redaction import remember_secrets

@@ -8,7 +8,8 @@ from typing import Any, TypeGuard, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from accel_train.recipe import Recipe, Section
+from accel_train.recipe import Recipe
+from accel_train.recipe_values import Section
 from accel_train.recipe_yaml import Key
 
 OTHER_NAMES = {

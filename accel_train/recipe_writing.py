@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from accel_train.recipe import Recipe, Section
+from accel_train.recipe import Recipe
 from accel_train.recipe_names import recipe_names, value_of
+from accel_train.recipe_values import Section
 from accel_train.recipe_yaml import one_line
 from accel_train.redaction import redact
 from accel_train.state import Choice

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from accel_train.recipe import Section
+from accel_train.recipe_values import Section
 
 Key = tuple[Any, ...]
 """A setting's place in the tree: ("optimizer", "learning_rate")."""

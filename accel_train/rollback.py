@@ -36,6 +36,7 @@ def roll_back(run: Run, asked: RollBack) -> None:
     with run.observer.pause():
         target, rollback = _agree(run, asked)
         before = run.state
+        run.let_go_of_gathered_weights()
         state = restore(target, run.inner.model, run.optimizer, run.accelerator, run.average)
     run.optimizer.zero_grad(set_to_none=True)  # of the step whose update will not be made
     take_up(state, [*before.rollbacks, rollback])

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -16,7 +17,9 @@ class RunningStatistics:
     without batch norm costs nothing.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
+        """`shared`: all processes go on with those of process 0 in each step, as DDP has it, where nobody else sees to it."""
+        self._shared = shared
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for part in module.modules():
             if isinstance(part, _NormBase):
@@ -27,6 +30,11 @@ class RunningStatistics:
 
     def keep(self) -> None:
         """Before the forward: remember them."""
+        if self._shared:
+            for buffers in self._groups:
+                values = _flat(buffers)
+                dist.broadcast(values, 0)
+                _write(values, buffers)
         self._before = [_flat(buffers) for buffers in self._groups]
 
     def put_back(self, skipped: Tensor) -> None:
@@ -39,11 +47,12 @@ class RunningStatistics:
             if values.is_floating_point():
                 is_bad = is_bad | ~torch.isfinite(values).all()
         for buffers, before, after in zip(self._groups, self._before, now, strict=True):
-            kept = torch.where(is_bad, before, after)
-            pieces = kept.split([buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(
-                buffers, [piece.view_as(buffer) for piece, buffer in zip(pieces, buffers, strict=True)]
-            )
+            _write(torch.where(is_bad, before, after), buffers)
+
+
+def _write(values: Tensor, buffers: list[Tensor]) -> None:
+    pieces = values.split([buffer.numel() for buffer in buffers])
+    torch._foreach_copy_(buffers, [piece.view_as(buffer) for piece, buffer in zip(pieces, buffers, strict=True)])
 
 
 def _flat(buffers: list[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_train.checkpoint import GivenUp, Writer, publish
+from accel_train.sharded_checkpoint import Parts
 from accel_train.state import CheckpointError
 
 GIVE_UP_SECONDS = 2.0
@@ -44,14 +45,21 @@ class Saver:
         """Whether two saves in a row could not be written."""
         return self._failures_in_a_row > 1
 
-    def save(self, step: int, writers: Mapping[str, Writer], then: Callable[[], object]) -> None:
-        """Publish a checkpoint and then call `then`; waits first for the one that is being written, if any."""
+    def save(
+        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: Parts | None = None
+    ) -> None:
+        """Publish a checkpoint and then call `then`; waits first for the one that is being written, if any.
+
+        With `parts` all processes save at once, each its own.
+        """
         self.wait()
         if not self._in_background:
-            self._write(step, writers, then)
+            self._write(step, writers, then, parts)
             return
         # A daemon, because whoever gives up on it must be able to leave; whoever does not, waits (see `wait`).
-        self._thread = threading.Thread(target=self._write, args=(step, writers, then), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, writers, then, parts), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self, timeout_seconds: float | None = None) -> float:
@@ -81,10 +89,13 @@ class Saver:
         ended, self._ended = self._ended, []
         return ended
 
-    def _write(self, step: int, writers: Mapping[str, Writer], then: Callable[[], object]) -> None:
+    def _write(self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: Parts | None) -> None:
         """In the thread: no exception leaves it, since nobody would hear of it."""
         try:
-            publish(self.root, step, writers, given_up=self._given_up.is_set)
+            if parts is None:
+                publish(self.root, step, writers, given_up=self._given_up.is_set)
+            else:
+                parts.publish(self.root, step, writers, self._given_up.is_set)
         except GivenUp:
             return
         except Exception as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 
 from accel_train.checkpoint import rotate
@@ -15,8 +16,9 @@ from accel_train.health import steps_to_spare
 from accel_train.identity import identity_origins
 from accel_train.prepare import Run
 from accel_train.recipe import Recipe
-from accel_train.snapshot import model_tensors, optimizer_tensors, snapshot_writers
+from accel_train.snapshot import model_tensors, optimizer_tensors, snapshot_parts, snapshot_writers
 from accel_train.state import CheckpointError, Preempted, TrainingStopped
+from accel_train.tensor_parts import local_part
 
 SLOW_SECONDS = 1.0
 """A wait for the checkpoint before that is longer than this is worth an event."""
@@ -36,7 +38,7 @@ def save_run(run: Run, *, wait: bool = False) -> None:
     """
     run.state.train_seconds = run.observer.train_seconds
     with run.observer.pause(), run.memory.phase("save"):
-        refused = _start_save(run, wait) if run.accelerator.is_main_process else None
+        refused = _start_save(run, wait) if run.accelerator.is_main_process or run.is_sharded else None
         tell_of_saves(run)
         if wait:
             raise_save_error(run, refused or run.saver.last_error)
@@ -67,8 +69,13 @@ def _start_save(run: Run, wait: bool) -> CheckpointError | None:
         average=run.average,
         description=run.description,
     )
+    parts = None
+    if run.is_sharded:
+        assert run.saving_group is not None
+        parts = snapshot_parts(run.inner.model, run.optimizer, run.average, run.saving_group)
     run.health.begun(state.step)
-    saver.save(state.step, writers, partial(rotate_run, saver.root, run.recipe, state.best_step))
+    then = partial(rotate_run, saver.root, run.recipe, state.best_step)
+    saver.save(state.step, writers, then if run.accelerator.is_main_process else lambda: None, parts)
     if wait:
         saver.wait()
     return None
@@ -85,13 +92,21 @@ def rotate_run(root: Path, recipe: Recipe, best_step: int | None) -> None:
 def weights_problem(run: Run) -> str | None:
     """Why the present weights must not become a checkpoint: one of them is not finite; None where all is well.
 
-    All processes have the same weights, so all find the same.
+    All processes find the same: they have the same weights, or, where each has a part of them, ask each other.
     """
     tensors = {**model_tensors(run.inner.model), **optimizer_tensors(run.optimizer)}
-    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    floats = {
+        name: local_part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()
+    }
     if not floats:
         return None
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(floats.values()), math.inf)])
+    # max() of nothing is an error, and a process may hold nothing of a tensor.
+    parts = [part if part.numel() else part.new_zeros(1) for part in floats.values()]
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
+    if run.is_sharded:
+        broken_here = (~torch.isfinite(largest)).float()  # MAX does not carry NaN everywhere
+        dist.all_reduce(broken_here, op=dist.ReduceOp.MAX)
+        largest = torch.where(broken_here > 0, math.nan, largest)
     if bool(torch.isfinite(largest).all()):
         return None
     broken = [name for name, is_finite in zip(floats, torch.isfinite(largest).tolist(), strict=True) if not is_finite]

@@ -4,13 +4,14 @@ Random numbers are not in it: those of a step are a function of (seed, step, pro
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint import TRAINER, Writer, read_trainer
 from accel_train.ema import WeightAverage
+from accel_train.sharded_checkpoint import Parts, Stored, is_in_parts
 from accel_train.state import CheckpointError, Rollback, TrainState
+from accel_train.tensor_parts import is_spread
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
@@ -35,12 +38,10 @@ def snapshot_writers(
     description: Mapping[str, bytes] | None = None,
 ) -> dict[str, Writer]:
     """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights,
-    `origins` who set what is in the identity.
+    `origins` who set what is in the identity. Of a model that is spread over processes, all but `snapshot_parts`.
 
     They hold copies in host memory: training may go on before they are called.
     """
-    weights = copy_to_host(model_tensors(model))
-    moments = copy_to_host(optimizer_tensors(optimizer))
     scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
     trainer = {
         "state": asdict(state),
@@ -50,17 +51,30 @@ def snapshot_writers(
         "world_size": accelerator.num_processes,
         "torch": torch.__version__,
     }
-    writers: dict[str, Writer] = {
-        MODEL: lambda path: save_file(weights, path, metadata={"format": "pt"}),
-        OPTIMIZER: lambda path: save_file(moments, path),
-        TRAINER: lambda path: _write_json(path, trainer),
-    }
+    writers: dict[str, Writer] = {TRAINER: lambda path: _write_json(path, trainer)}
+    for name, content in (description or {}).items():
+        writers[name] = partial(_write_bytes, content=content)
+    if is_spread(model):
+        return writers
+    weights = copy_to_host(model_tensors(model))
+    moments = copy_to_host(optimizer_tensors(optimizer))
+    writers[MODEL] = lambda path: save_file(weights, path, metadata={"format": "pt"})
+    writers[OPTIMIZER] = lambda path: save_file(moments, path)
     if average is not None:
         averages = copy_to_host(average.tensors())
         writers[AVERAGE] = lambda path: save_file(averages, path)
-    for name, content in (description or {}).items():
-        writers[name] = partial(_write_bytes, content=content)
     return writers
+
+
+def snapshot_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None, group: dist.ProcessGroup
+) -> Parts:
+    """Copies of what this process holds of a model that is spread over several: on all of them at once."""
+    tensors = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(optimizer).items()}
+    if average is not None:
+        tensors |= {f"average/{name}": tensor for name, tensor in average.tensors().items()}
+    return Parts(tensors, group)
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -102,16 +116,21 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         ValueError: a tensor is missing, unknown, or of another shape.
     """
     expected = model_tensors(model)
-    wrong = sorted(
-        name
-        for name in expected.keys() | tensors.keys()
-        if name not in expected or name not in tensors or expected[name].shape != tensors[name].shape
-    )
+    check_fit(*({name: tensor.shape for name, tensor in each.items()} for each in (expected, tensors)))
+    model.load_state_dict(dict(tensors), strict=False)
+
+
+def check_fit(expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    """Refuse saved weights of another model: names and shapes must be the same.
+
+    Raises:
+        ValueError: names the first that differ.
+    """
+    wrong = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
     if wrong:
         raise ValueError(
             f"the checkpoint's weights do not fit this model: {', '.join(wrong[:3])} (of {len(wrong)} differences)"
         )
-    model.load_state_dict(dict(tensors), strict=False)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -135,16 +154,20 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[st
         ValueError: the saved state is of other parameters.
     """
     parameters = dict(_named_parameters(optimizer))
-    unknown = [key for key in tensors if key.partition(".")[2] not in parameters]
-    if unknown:
-        raise ValueError(
-            f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
-        )
+    _check_known(tensors, parameters)
     optimizer.state.clear()
     for key, tensor in tensors.items():
         entry, name = key.split(".", 1)
         parameter = parameters[name]
         optimizer.state[parameter][entry] = tensor.to(parameter.device)
+
+
+def _check_known(keys: Iterable[str], parameters: Collection[str]) -> None:
+    unknown = [key for key in keys if key.partition(".")[2] not in parameters]
+    if unknown:
+        raise ValueError(
+            f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
+        )
 
 
 def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -162,9 +185,37 @@ def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | Non
         ValueError: it was made for another model.
         CheckpointError: a file in it is no safetensors file.
     """
+    if is_spread(model) or is_in_parts(folder):
+        _restore_parts(folder, model, average)
+        return
     load_model_tensors(model, _load(folder / MODEL))
     if average is not None and (folder / AVERAGE).exists():
         average.load(_load(folder / AVERAGE))
+
+
+def _restore_parts(folder: Path, model: nn.Module, average: WeightAverage | None) -> None:
+    weights, stored = model_tensors(model), Stored(folder, "model")
+    check_fit({name: tensor.shape for name, tensor in weights.items()}, stored.shapes)
+    stored.read_into(weights)
+    kept = Stored(folder, "average")
+    if average is not None and kept.shapes:
+        if kept.shapes.keys() != set(average.names):
+            raise ValueError("the checkpoint's averaged weights do not fit this model")
+        kept.read_into(average.tensors())
+
+
+def _restore_optimizer_parts(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    parameters, stored = dict(_named_parameters(optimizer)), Stored(folder, "optimizer")
+    _check_known(stored.shapes, parameters)
+    optimizer.state.clear()
+    targets: dict[str, Tensor] = {}
+    for key, shape in stored.shapes.items():
+        entry, name = key.split(".", 1)
+        parameter = parameters[name]
+        is_alike = shape == parameter.shape
+        targets[key] = torch.zeros_like(parameter) if is_alike else torch.zeros(shape, device=parameter.device)
+        optimizer.state[parameter][entry] = targets[key]
+    stored.read_into({key: target.detach() for key, target in targets.items()})
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -189,7 +240,10 @@ def restore(
         CheckpointError: it holds something else than this version writes.
     """
     restore_weights(folder, model, average)
-    load_optimizer_tensors(optimizer, _load(folder / OPTIMIZER))
+    if is_spread(model) or is_in_parts(folder):
+        _restore_optimizer_parts(folder, optimizer)
+    else:
+        load_optimizer_tensors(optimizer, _load(folder / OPTIMIZER))
     trainer = read_trainer(folder)
     if accelerator.scaler is not None and trainer["scaler"] is not None:
         accelerator.scaler.load_state_dict(trainer["scaler"])

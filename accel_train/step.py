@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accel_train.guard import Limits
 from accel_train.precision import FlooredGradScaler
@@ -215,7 +216,9 @@ def forward_backward(
     loss_sums = []
     last = len(micro_batches) - 1
     for index, (batch, num_targets) in enumerate(micro_batches):
-        with nullcontext() if reduce and index == last else accelerator.no_sync(module):
+        # Gradients of a model that is spread over processes are reduced each time: whole ones would not fit.
+        is_reduced = accelerator.is_fsdp2 or (reduce and index == last)
+        with nullcontext() if is_reduced else accelerator.no_sync(module):
             loss_sum = module(batch)
             detached = loss_sum.detach()
             if index == 0:
@@ -249,8 +252,7 @@ def update_within(
         scale = scaler.scale_tensor.clone()
         scaler.unscale_(optimizer)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # torch.nn.utils.get_total_norm, less its grouping by device and dtype: 40 us a step on a small model.
-    grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    grad_norm = total_norm(grads)
     skipped = grad_norm.le(limits.skip).logical_not().to(grad_norm.dtype)  # NaN is less than nothing, Inf than no limit
     if optimizer.defaults.get("fused", False):
         # On a CPU the flag is there to be seen, and handing a 0 over costs another pass over all step counters.
@@ -266,6 +268,13 @@ def update_within(
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm, skipped, scale
+
+
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The norm over all gradients, 0-dim, the same on every process; one collective more where they are spread over them."""
+    # torch.nn.utils.get_total_norm, less its grouping by device and dtype: 40 us a step on a small model.
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

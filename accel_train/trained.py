@@ -17,7 +17,8 @@ from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_summary
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
-from accel_train.recipe import Data, Loss, Model, Recipe
+from accel_train.recipe import Loss, Model, Recipe
+from accel_train.recipe_data import Data
 from accel_train.recipe_file import load_recipe
 from accel_train.state import DataError
 from accel_train.step import TrainingModule

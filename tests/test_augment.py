@@ -24,7 +24,7 @@ from accel_train.data.image_samples import ClassificationImages, ImageSample, dr
 from accel_train.data.images import ArrayImages
 from accel_train.data.labelled_images import LabelledImages
 from accel_train.data.vision import Preprocessing
-from accel_train.recipe import Augment
+from accel_train.recipe_data import Augment
 
 NOTHING = Augment(random_resized_crop=None, horizontal_flip=0.0)
 EVERYTHING = Augment(

@@ -17,7 +17,7 @@ from accel_train.data.decoding import open_image, to_mode
 from accel_train.data.images import FileImages, held_out, inspect_images
 from accel_train.data.labelled_images import ImageSets, LabelledImages, read_labelled_images
 from accel_train.data.vision import Preprocessing, _from_settings, resize_and_crop
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 from accel_train.state import DataError
 
 

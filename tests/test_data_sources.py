@@ -10,7 +10,7 @@ import pytest
 
 from accel_train.data.documents import Document, read_documents
 from accel_train.data.sources import python_stdlib_files, resolve_sources
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 
 def documents(names: Any, **settings: Any) -> list[Document]:

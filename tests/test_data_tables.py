@@ -15,7 +15,7 @@ from accel_train.data.sources import resolve_sources
 from accel_train.data.stdlib_functions import MAX_PER_PACKAGE, NUM_PACKAGES, stdlib_functions
 from accel_train.data.tables import Row, class_names, read_rows
 from accel_train.data.text_rows import TextRows, hold_out, read_text_rows, repeated_texts
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 
 def rows_of(path: Path, *columns: str, **settings: Any) -> list[Row]:

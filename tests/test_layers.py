@@ -35,7 +35,9 @@ LAYERS = (
     ("recipe_writing",),
     ("recipe_names",),
     ("recipe_yaml",),
-    ("recipe", "state", "redaction"),
+    ("recipe",),
+    ("recipe_data",),
+    ("recipe_values", "state", "redaction"),
 )
 UPWARD_ON_PURPOSE = {
     ("recipe", "recipe_file"),  # Recipe.from_yaml, when it is called

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from accel_train.model_check import check_model_config
-from accel_train.recipe import Origin, Recipe
+from accel_train.recipe import Recipe
 from accel_train.recipe_file import load_recipe
 from accel_train.recipe_names import nearest_names, recipe_names
+from accel_train.recipe_values import Origin
 from accel_train.recipe_writing import format_recipe, write_recipe
 from accel_train.recipe_yaml import parse_yaml
 from accel_train.redaction import is_secret, redact

@@ -182,8 +182,8 @@ def slowed(run: Run) -> Gate:
     gate = Gate()
     save = run.saver.save
 
-    def gated(step: int, writers: Any, then: Any) -> None:
-        save(step, {"gate": gate, **writers}, then)
+    def gated(step: int, writers: Any, then: Any, parts: Any) -> None:
+        save(step, {"gate": gate, **writers}, then, parts)
 
     run.saver.save = gated  # type: ignore[method-assign]
     return gate

@@ -17,7 +17,8 @@ from accel_train.data.masks import read_masked_images
 from accel_train.data.segment_augment import augment_pair
 from accel_train.data.vision import Preprocessing
 from accel_train.metrics.scores import segmentation_scores
-from accel_train.recipe import Augment, Data, Recipe
+from accel_train.recipe import Recipe
+from accel_train.recipe_data import Augment, Data
 from accel_train.state import DataError
 from accel_train.task import TaskData
 from accel_train.tasks.segmentation_maps import at_label_size, mean_pixel_probabilities, pixel_loss_sum

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
 from accel_train.data.vision import Preprocessing, resize_and_crop
-from accel_train.recipe import Augment
+from accel_train.recipe_data import Augment
 
 Pixels = NDArray[np.uint8]
 

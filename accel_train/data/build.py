@@ -23,7 +23,7 @@ from accel_train.data.token_files import (
     token_chunks,
 )
 from accel_train.data.tokenizers import TextTokenizer, prepare_tokenizer, train_bpe
-from accel_train.recipe import Data, TrainedTokenizer
+from accel_train.recipe_data import Data, TrainedTokenizer
 
 _EVERYTHING = Split(eval_fraction=1.0)
 # Above this a larger sample no longer changes the frequent pairs that become tokens, but takes minutes and gigabytes.

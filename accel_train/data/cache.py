@@ -21,7 +21,7 @@ from filelock import BaseFileLock, FileLock
 
 from accel_train.data.sources import SourceFile
 from accel_train.files import sync
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 # A file written again within the clock's grain keeps its time of change: such young digests are not trusted (as in git).
 _SETTLED_SECONDS = 2.0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from accel_train.data.conversations import Encoded, Encoder, Example, Messages, Oddities, end_of
 from accel_train.data.tokenizers import TextTokenizer
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

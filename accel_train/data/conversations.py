@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from accel_train.data.lines import show_cell
 from accel_train.data.tables import Row
 from accel_train.data.tokenizers import TextTokenizer
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 Messages = list[dict[str, Any]]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from accel_train.data.lines import BOM, csv_rows, decode, json_object, read_lines, show_cell
 from accel_train.data.sources import Source
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 _ROWS_PER_BATCH = 1024
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")

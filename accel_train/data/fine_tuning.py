@@ -28,7 +28,8 @@ from accel_train.data.stdlib_docstrings import NAME as STDLIB_DOCSTRINGS
 from accel_train.data.stdlib_docstrings import stdlib_docstrings
 from accel_train.data.tables import read_rows
 from accel_train.data.tokenizers import TextTokenizer, prepare_tokenizer, pretrained_tokenizer, train_bpe
-from accel_train.recipe import Data, Recipe, TrainedTokenizer
+from accel_train.recipe import Recipe
+from accel_train.recipe_data import Data, TrainedTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from accel_train.data.image_arrays import ARRAY_SUFFIXES, digits, read_arrays
 from accel_train.data.image_tables import read_image_tables
 from accel_train.data.images import FileImages, Images, join_images, list_images
 from accel_train.data.sources import resolve_sources
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 EMBEDDED_IMAGES = ("digits",)
 

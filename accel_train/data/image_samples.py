@@ -13,7 +13,7 @@ from accel_train.data.augment import Pixels, augment_image, cutmix, draw_mix, mi
 from accel_train.data.decoding import to_mode
 from accel_train.data.labelled_images import ImageSets, LabelledImages
 from accel_train.data.vision import Preprocessing, resize_and_crop
-from accel_train.recipe import Augment
+from accel_train.recipe_data import Augment
 
 
 class ImageSample(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_train.data.images import RowImages
 from accel_train.data.sources import Source, SourceFile
 from accel_train.data.tables import class_names, read_rows
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 if TYPE_CHECKING:
     import datasets

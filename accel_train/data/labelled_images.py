@@ -12,7 +12,7 @@ from PIL import Image
 from accel_train.data.image_pools import ImagePool, read_pools
 from accel_train.data.images import INSPECTED_LIMIT, FileImages, Images, held_out, inspect_images, text_digest
 from accel_train.data.labels import LabelCell, LabelScheme, label_scheme
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 NO_LABEL = -100
 """Of an image that is only predicted."""

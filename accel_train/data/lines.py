@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 BOM = b"\xef\xbb\xbf"
 

@@ -25,7 +25,7 @@ from accel_train.data.images import (
 )
 from accel_train.data.masked_images import MaskedImages
 from accel_train.data.sources import resolve_sources
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 
 @dataclass(frozen=True)

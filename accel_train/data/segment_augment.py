@@ -9,7 +9,7 @@ from PIL import Image
 from accel_train.data.augment import Pixels, color_jitter
 from accel_train.data.masked_images import Mask
 from accel_train.data.vision import Preprocessing
-from accel_train.recipe import Augment
+from accel_train.recipe_data import Augment
 
 
 def check_segment_augment(settings: Augment) -> None:

@@ -13,7 +13,7 @@ from accel_train.data.masked_images import Mask, MaskedImages
 from accel_train.data.masks import MaskSets
 from accel_train.data.segment_augment import augment_pair, crop_pair
 from accel_train.data.vision import Preprocessing
-from accel_train.recipe import Augment
+from accel_train.recipe_data import Augment
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from accel_train.data.facts import CorpusFacts
 from accel_train.data.sources import Source, holds_tokens, resolve_sources
 from accel_train.data.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
 from accel_train.data.windows import WindowDataset
-from accel_train.recipe import Recipe, TrainedTokenizer
+from accel_train.recipe import Recipe
+from accel_train.recipe_data import TrainedTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 if TYPE_CHECKING:
     import datasets

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from accel_train.data.lines import csv_rows, json_object, read_lines
 from accel_train.data.sources import Source
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 _ROWS_PER_BATCH = 1024
 

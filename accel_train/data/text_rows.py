@@ -10,7 +10,7 @@ from accel_train.data.lines import show_cell
 from accel_train.data.sources import Source, describe
 from accel_train.data.split import choose_split, text_hash
 from accel_train.data.tables import read_rows
-from accel_train.recipe import Data
+from accel_train.recipe_data import Data
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BETWEEN_TEXTS = "\x1e"  # a pair is hashed as one text; ASCII's record separator stands in no text that people write

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from accel_train.data.labels import UNKNOWN_LABEL
 from accel_train.data.text_rows import TextRows
 from accel_train.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
-from accel_train.recipe import Recipe, TrainedTokenizer
+from accel_train.recipe import Recipe
+from accel_train.recipe_data import TrainedTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,8 @@ from accel_train.data.vision import Preprocessing, model_preprocessing
 from accel_train.metrics import METRICS, load_metric
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores
 from accel_train.metrics.tally import confusion_counts, histogram_bits, one_vs_rest_log_odds, score_histogram
-from accel_train.recipe import Augment, Evaluate, Recipe
+from accel_train.recipe import Evaluate, Recipe
+from accel_train.recipe_data import Augment
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.causal_lm import quiet_bars
 from accel_train.tasks.classification_loss import classification_loss_sum, resolve_class_weights

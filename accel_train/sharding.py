@@ -1,0 +1,179 @@
+"""Weights spread over the processes by FSDP2, through Accelerate: how a model is wrapped, and what of it is held here."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType, ParallelismConfig, broadcast_object_list, fsdp2_prepare_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from accel_train.compiling import repeated_blocks
+from accel_train.recipe import Parallel
+from accel_train.state import Choice
+from accel_train.step import TrainingModule
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether the processes of this run hold parts of the model, and not the whole of it each."""
+    return bool(accelerator.is_fsdp2)
+
+
+def choose_sharding(section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
+    """Processes that share one copy of the model (1: each holds all of it), with the reason.
+
+    Raises:
+        ValueError: the number of processes is no multiple of dp_shard_size, or an offload would lead nowhere.
+    """
+    if section.strategy == "ddp":
+        return Choice(1, "parallel.strategy ddp: every process holds the whole model")
+    if section.cpu_offload and device.type == "cpu":
+        raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
+    size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size
+    if world_size % size:
+        fitting = [str(divisor) for divisor in range(1, world_size + 1) if world_size % divisor == 0]
+        raise ValueError(
+            f"parallel.dp_shard_size={size} does not divide the {world_size} processes of this run; use {', '.join(fitting)} or auto"
+        )
+    if world_size == 1:
+        return Choice(1, "one process: there is nobody to share the model with")
+    copies = world_size // size
+    shared = f"fsdp2: weights, gradients and optimizer spread over {size} processes"
+    return Choice(size, shared if copies == 1 else f"{shared}, {copies} copies (HSDP)")
+
+
+def sharding_plugins(section: Parallel, shard_size: int, world_size: int, mixed_precision: str) -> dict[str, Any]:
+    """What the Accelerator is told of it, by its own names; nothing where every process holds the whole model."""
+    if shard_size == 1:
+        return {}
+    plugins: dict[str, Any] = {"fsdp_plugin": fsdp_plugin(section, mixed_precision)}
+    if shard_size < world_size:
+        copies = world_size // shard_size
+        plugins["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shard_size)
+    return plugins
+
+
+def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataParallelPlugin:
+    """Accelerate's settings of FSDP2: computed in the mixed precision, reduced in fp32, nothing left to the environment."""
+    dtype = DTYPES.get(mixed_precision)
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=section.reshard_after_forward,
+        cpu_offload=section.cpu_offload,
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_ram_efficient_loading=False,  # ours (`shard_model`) knows buffers as well
+        activation_checkpointing=False,  # the model's own, by precision.gradient_checkpointing
+        activation_checkpointing_offload=False,
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
+    )
+
+
+@contextmanager
+def sharding_allowed(device: torch.device) -> Iterator[None]:
+    """Inside, Accelerate takes an FSDP plugin on a CPU as well, where it would quietly use DDP."""
+    processes = PartialState()
+    kind = processes.distributed_type
+    if device.type == "cpu":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    try:
+        yield
+    finally:
+        PartialState._shared_state["distributed_type"] = kind
+
+
+def build_for_sharding(
+    accelerator: Accelerator, build: Callable[[], nn.Module], build_empty: Callable[[], nn.Module]
+) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
+    """A model without weights on every process, and the weights and buffers on the main one; so only there is it ever whole.
+
+    `build` is as for a run on one process, `build_empty` makes the same on the meta device. Where that cannot be (a task of
+    one's own that computes while it builds), every process builds the whole model, and the weights are None.
+    """
+    weights: dict[str, Tensor] | None = None
+    problem: str | None = None
+    model = None
+    try:
+        model = build_empty()
+    except Exception as error:  # whatever a task of one's own does that tensors without values cannot
+        problem = f"{type(error).__name__}: {error}"
+    if accelerator.is_main_process and model is not None:
+        whole = build()
+        weights = {**dict(whole.named_buffers()), **whole.state_dict()}
+        expected = {**dict(model.named_buffers()), **model.state_dict()}
+        if {name: value.shape for name, value in weights.items()} != {name: v.shape for name, v in expected.items()}:
+            problem = "it has other weights without values than with them"
+    told = [problem]
+    broadcast_object_list(told)
+    if model is None or told[0] is not None:
+        return build(), None
+    return model, weights
+
+
+def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None) -> Choice[str]:
+    """Wrap the training module in place, block by block, and give every process its part of the weights.
+
+    `weights` are those of `inner.model` on the main process; used where the model has none of its own.
+    """
+    blocks = repeated_blocks(inner)
+    plugin = accelerator.state.fsdp_plugin
+    kinds = sorted({type(block).__name__ for block in blocks})
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
+    plugin.transformer_cls_names_to_wrap = kinds or None
+    tied, is_empty = _tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
+    fsdp2_prepare_model(
+        accelerator, inner
+    )  # `prepare` would map the optimizer's weights by address, and empty ones have none
+    if is_empty:
+        _fill(accelerator, inner, weights, tied)
+    if accelerator.mixed_precision != "no":
+        inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
+    if not blocks:
+        return Choice("as a whole", "the model repeats no block, so all its weights are gathered at once")
+    return Choice(
+        ", ".join(kinds), f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
+    )
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _fill(
+    accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, tied: Sequence[Sequence[str]]
+) -> None:
+    """Storage for what is on the meta device, and the main process's values in it: a parameter at a time over the wire."""
+    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    inner.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
+    for first, *others in tied:
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            setattr(inner.get_submodule(path), leaf, inner.get_parameter(first))
+    named = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
+    with torch.no_grad():
+        for name, buffer in inner.named_buffers():
+            if accelerator.is_main_process:
+                buffer.copy_(named[name])
+            dist.broadcast(buffer, 0)
+    buffers = {name for name, _ in inner.named_buffers()}
+    set_model_state_dict(
+        inner,
+        {name: tensor for name, tensor in named.items() if name not in buffers},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
+    )
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of gathered weights: before weights are changed outside of a step, or the next forward would use the old ones."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
