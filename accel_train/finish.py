@@ -25,6 +25,7 @@ from accel_train.prepare import Run
 from accel_train.recipe import Evaluate
 from accel_train.redaction import redact
 from accel_train.resolve import change_model
+from accel_train.running_statistics import share_running_statistics
 from accel_train.snapshot import load_model_tensors, model_tensors, restore_weights
 from accel_train.state import Preempted, RecipeError
 from accel_train.tensor_parts import gathered
@@ -74,6 +75,8 @@ def evaluate_run(run: Run, *, whole: bool = False) -> bool:
 
 
 def _task_scores(run: Run, whole: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    if run.accelerator.num_processes > 1:
+        share_running_statistics(run.inner)
     result = evaluate(
         run.accelerator,
         run.inner,

@@ -182,9 +182,11 @@ def _ranks_to_keep(record: JsonRecord) -> list[int]:
     findings, heaviest = record["processes"], heaviest_sample(record)
     if heaviest is not None:
         return [heaviest[0]["rank"]]
-    bad = [each["rank"] for each in findings if each["happens_again"] or each["error"]]
+    again = [each["rank"] for each in findings if each["happens_again"]]
+    failed = [each["rank"] for each in findings if each["error"]]
     then = [each["rank"] for each in findings if not math.isfinite(each["loss_sum_then"])]
-    return (bad or then or [each["rank"] for each in findings if len(findings) == 1])[:MAX_BATCHES]
+    bad = sorted({*again, *failed}) if again else then or failed
+    return (bad or [each["rank"] for each in findings if len(findings) == 1])[:MAX_BATCHES]
 
 
 def _packed(finding: Finding, micro_batches: Sequence[MicroBatch], states: Sequence[RandomState]) -> bytes | None:

@@ -10,6 +10,7 @@ from accel_train.compiling import repeated_blocks
 from accel_train.freezing import matching
 from accel_train.recipe import Optimizer as OptimizerSection
 from accel_train.recipe import ParameterGroup
+from accel_train.tensor_parts import is_spread
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -94,6 +95,9 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
         raise ValueError("every parameter of the model is frozen, so there is nothing to train; unfreeze some")
     fused = device.type in ("cpu", "cuda", "mps", "xpu")
     if section.name == "sgd":
+        fused = fused and not is_spread(
+            model
+        )  # torch has no fused SGD for parts of weights: each step waits for its verdict
         optimizer = torch.optim.SGD(groups, lr=section.learning_rate, momentum=section.momentum, fused=fused)
         if section.momentum:
             # The fused kernel leaves a momentum buffer uninitialised when the very first step is the skipped one.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.batching import BatchSizes
 from accel_train.launcher import stop_with_launcher
@@ -25,7 +25,11 @@ def start_processes() -> PartialState:
     stop_with_launcher()
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
     with heard_while_waiting():
-        return PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+        processes = PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+    if processes.distributed_type == DistributedType.FSDP:  # as an earlier run in this process (a notebook) left it
+        kind = DistributedType.MULTI_CPU if processes.device.type == "cpu" else DistributedType.MULTI_GPU
+        PartialState._shared_state["distributed_type"] = kind
+    return processes
 
 
 def _has_accelerator() -> bool:

@@ -55,12 +55,12 @@ from accel_train.sampling import DataOrder
 from accel_train.saver import Saver
 from accel_train.schedule import StepPlan, make_schedule
 from accel_train.sharding import (
+    allow_sharding,
     build_for_sharding,
     choose_sharding,
     is_sharded,
     reshard,
     shard_model,
-    sharding_allowed,
     sharding_plugins,
 )
 from accel_train.signals import StopRequest
@@ -272,10 +272,9 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     if recipe.parallel.strategy != "ddp":
         choices["parallel"] = sharding
     plugins = sharding_plugins(recipe.parallel, sharding.value, processes.num_processes, precision.value)
-    with sharding_allowed(processes.device) if plugins else nullcontext():
-        accelerator = start_accelerator(
-            precision.value, recipe.precision, recipe.guard, sizes, processes.device, plugins
-        )
+    if plugins:
+        allow_sharding(processes.device)
+    accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device, plugins)
     with ExitStack() as resources:
         watchdog = open_watchdog(recipe, accelerator, extensions, stop)
         if watchdog is not None:

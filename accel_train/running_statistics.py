@@ -20,21 +20,13 @@ class RunningStatistics:
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
         """`shared`: all processes go on with those of process 0 in each step, as DDP has it, where nobody else sees to it."""
         self._shared = shared
-        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for part in module.modules():
-            if isinstance(part, _NormBase):
-                for buffer in part.buffers(recurse=False):
-                    by_dtype[buffer.dtype].append(buffer)
-        self._groups = list(by_dtype.values())
+        self._groups = _buffers_by_dtype(module)
         self._before: list[Tensor] = []
 
     def keep(self) -> None:
         """Before the forward: remember them."""
         if self._shared:
-            for buffers in self._groups:
-                values = _flat(buffers)
-                dist.broadcast(values, 0)
-                _write(values, buffers)
+            _share(self._groups)
         self._before = [_flat(buffers) for buffers in self._groups]
 
     def put_back(self, skipped: Tensor) -> None:
@@ -48,6 +40,27 @@ class RunningStatistics:
                 is_bad = is_bad | ~torch.isfinite(values).all()
         for buffers, before, after in zip(self._groups, self._before, now, strict=True):
             _write(torch.where(is_bad, before, after), buffers)
+
+
+def share_running_statistics(module: nn.Module) -> None:
+    """All processes go on with those of process 0: the ones that are saved, so that they are the ones to evaluate with."""
+    _share(_buffers_by_dtype(module))
+
+
+def _buffers_by_dtype(module: nn.Module) -> list[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for part in module.modules():
+        if isinstance(part, _NormBase):
+            for buffer in part.buffers(recurse=False):
+                by_dtype[buffer.dtype].append(buffer)
+    return list(by_dtype.values())
+
+
+def _share(groups: list[list[Tensor]]) -> None:
+    for buffers in groups:
+        values = _flat(buffers)
+        dist.broadcast(values, 0)
+        _write(values, buffers)
 
 
 def _write(values: Tensor, buffers: list[Tensor]) -> None:

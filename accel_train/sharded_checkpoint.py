@@ -5,6 +5,7 @@ under the names `model/NAME`, `optimizer/ENTRY.NAME` and `average/NAME`. It is r
 checkpoint of one file is read into parts: every process reads the bytes that it will hold, and no others.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,7 +148,9 @@ class Stored:
             _read(self._folder / WHOLE, {name: target for name, target in named.items() if name in self._whole})
             rest = {name: target for name, target in named.items() if name not in self._whole}
             if rest:
-                load(rest, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+                    load(rest, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
 
 
 @contextmanager

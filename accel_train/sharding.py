@@ -1,7 +1,6 @@
 """Weights spread over the processes by FSDP2, through Accelerate: how a model is wrapped, and what of it is held here."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,17 +74,10 @@ def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataPara
     )
 
 
-@contextmanager
-def sharding_allowed(device: torch.device) -> Iterator[None]:
-    """Inside, Accelerate takes an FSDP plugin on a CPU as well, where it would quietly use DDP."""
-    processes = PartialState()
-    kind = processes.distributed_type
+def allow_sharding(device: torch.device) -> None:
+    """Let Accelerate take its FSDP plugin on a CPU as well, where it would quietly use DDP; before the Accelerator is built."""
     if device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    try:
-        yield
-    finally:
-        PartialState._shared_state["distributed_type"] = kind
 
 
 def build_for_sharding(

@@ -1,0 +1,242 @@
+"""A model spread over processes by FSDP2 trains as one that is not: the same losses, the same guard, checkpoints for any layout."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_train.recipe import Parallel, Recipe
+from accel_train.sharded_checkpoint import Stored
+from accel_train.sharding import choose_sharding
+from forked import run_forked
+from runs import TINY_MODEL, events, losses, metrics, write_corpus, write_recipe_file
+
+FSDP2 = {"strategy": "fsdp2"}
+CPU = torch.device("cpu")
+TEXT = {
+    "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+    "schedule": {"max_steps": 8},
+    "checkpoint": {"every_steps": 4, "keep": 5},
+    "evaluate": {"every_steps": 4},
+    "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5, "ema_decay": 0.9},  # every gradient is clipped
+    "options": {"ragged": True},
+}
+Train = Callable[..., Path]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Train in a folder of its own, on so many processes, to the end; returns the run folder."""
+
+    def to_the_end(name: str, processes: int, **sections: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        write_corpus(folder)
+        recipe = write_recipe_file(folder, **sections)
+        forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
+        assert forked.wait() == [0] * processes, forked.stderr(0)
+        return folder / "run"
+
+    return to_the_end
+
+
+def assert_same_run(run: Path, other: Path, tolerance: float = 1e-6) -> None:
+    ours, theirs = losses(run), losses(other)
+    assert ours.keys() == theirs.keys()
+    assert len({round(loss, 2) for loss in theirs.values()}) > len(theirs) / 2, (
+        "nothing is compared where nothing moves"
+    )
+    assert all(ours[step] == pytest.approx(theirs[step], rel=tolerance) for step in ours)
+    assert [each["loss"] for each in metrics(run, "eval")] == pytest.approx(
+        [each["loss"] for each in metrics(other, "eval")], rel=tolerance
+    )
+
+
+def tensors(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
+    stored = Stored(run / "checkpoints" / f"step-{step:08d}", kind)
+    found = {name: torch.empty(shape) for name, shape in stored.shapes.items()}
+    stored.read_into(found)
+    return found
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on one process."""
+    folder = tmp_path_factory.mktemp("one")
+    write_corpus(folder)
+    recipe = write_recipe_file(folder, **TEXT)
+    forked = run_forked(["run", str(recipe)], 1, folder=folder / "processes")
+    assert forked.wait() == [0], forked.stderr(0)
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel"),
+    [
+        (2, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"dp_shard_size": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {"reshard_after_forward": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_are_those_of_one_process_with_clipping_accumulation_and_averaged_weights(
+    train: Train, undisturbed: Path, processes: int, parallel: dict[str, Any]
+) -> None:
+    assert_same_run(train("run", processes, parallel={**FSDP2, **parallel}, **TEXT), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"precision": {"gradient_checkpointing": True}},
+        {"model": {"config": {**TINY_MODEL, "tie_word_embeddings": False}}},
+        {"optimizer": {"name": "sgd", "learning_rate": 0.1}, "model": {"lora": {"rank": 2}}},
+    ],
+    ids=["checkpointing", "untied", "adapters-and-sgd"],
+)
+def test_losses_are_those_of_ddp_however_the_model_is_changed(train: Train, sections: dict[str, Any]) -> None:
+    text = {name: section for name, section in TEXT.items() if name != "optimizer"}
+    assert_same_run(train("sharded", 2, parallel=FSDP2, **text, **sections), train("ddp", 2, **text, **sections))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "task": "image-classification",
+            "model": {"config": {"model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}},
+            "data": {"train": "digits", "image_size": 16},
+        },
+        {
+            "task": "semantic-segmentation",
+            "model": {"config": {"model_type": "segformer", "num_channels": 1, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16}},
+            "data": {"train": "digit-scenes", "image_size": 32},
+        },
+        {
+            "task": "text-classification",
+            "model": {"config": {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}},
+            "data": {"train": "stdlib-functions", "max_length": 32},
+        },
+    ],
+    ids=["images", "segmentation", "texts"],
+)  # fmt: skip
+def test_every_task_trains_as_with_ddp_running_statistics_included(train: Train, sections: dict[str, Any]) -> None:
+    common = {"schedule": {"max_steps": 5}, "evaluate": {"every_steps": 2, "max_samples": 30}, "tokenizer": "auto"}
+    # Biases before a batch norm have gradients of rounding noise, which Adam makes steps of.
+    assert_same_run(
+        train("sharded", 2, parallel=FSDP2, **sections, **common), train("ddp", 2, **sections, **common), 2e-5
+    )
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_short_steps_that_leave_processes_with_unequal_shares_hang_nobody(train: Train, processes: int) -> None:
+    sections = {
+        "data": {"last_batch": "short", "sequence_length": 64},
+        "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+        "schedule": {"max_steps": None, "num_epochs": 1},
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    assert_same_run(train("sharded", processes, parallel=FSDP2, **sections), train("one", 1, **sections))
+
+
+def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_names_the_process(train: Train) -> None:
+    run = train(
+        "run",
+        2,
+        parallel=FSDP2,
+        schedule={"max_steps": 6, "warmup_steps": 0, "type": "constant"},
+        checkpoint={"every_steps": 1, "keep": 10},
+        options={"nan_at": {"step": 4, "rank": 1}},
+    )
+    for kind in ("model", "optimizer"):
+        assert_same_bits(tensors(run, 3, kind), tensors(run, 4, kind))
+    assert not torch.equal(
+        tensors(run, 4, "model")["transformer.wte.weight"], tensors(run, 5, "model")["transformer.wte.weight"]
+    )
+    assert [event["step"] for event in events(run, "skip")] == [4]
+    [incident] = (run / "incidents").iterdir()
+    assert (incident / "batch-rank-1.safetensors").exists()
+    assert not (incident / "batch-rank-0.safetensors").exists()
+    assert "spread over the processes" in (incident / "incident.md").read_text()
+
+
+LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "sharded": (2, FSDP2), "sharded-4": (4, FSDP2), "copies": (4, {**FSDP2, "dp_shard_size": 2})}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("sharded", "one"),
+        ("one", "sharded"),
+        pytest.param("sharded", "sharded-4", marks=pytest.mark.slow),
+        pytest.param("copies", "ddp", marks=pytest.mark.slow),
+        pytest.param("sharded-4", "copies", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
+    train: Train, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
+    processes, parallel = LAYOUTS[saved]
+    text = {**TEXT, "optimizer": {"learning_rate": 3e-3}}  # no average: `model/` holds the weights themselves
+    run = train("run", processes, parallel=parallel, **text)
+    wrote = load_file(run / "model" / "model.safetensors")
+    weights = tensors(run, 8, "model")
+    assert_same_bits({name: weights[name] for name in wrote}, wrote)
+    shutil.rmtree(run / "model")
+    processes, parallel = LAYOUTS[loaded]
+    assert train("run", processes, parallel=parallel, **text) == run
+    assert [event["step"] for event in events(run, "resume")] == [8]
+    assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, damage: str) -> None:
+    run = train("run", 2, parallel=FSDP2, **TEXT)
+    whole = losses(run)
+    part = sorted((run / "checkpoints" / "step-00000008").glob("shard-00002-*"))[0]
+    if damage == "flipped":
+        content = bytearray(part.read_bytes())
+        content[-5] ^= 1
+        part.write_bytes(content)
+    else:
+        part.unlink()
+    train("run", 2, parallel=FSDP2, **TEXT)
+    [told] = events(run, "checkpoint_invalid")
+    assert part.name in told["message"]
+    assert [event["step"] for event in events(run, "resume")] == [4]
+    assert losses(run) == whole
+
+
+def test_no_process_holds_more_than_its_part_of_weights_gradients_and_moments(train: Train) -> None:
+    run = train("run", 2, parallel=FSDP2, **TEXT)
+    sizes = [path.stat().st_size for path in sorted((run / "checkpoints" / "step-00000008").glob("shard-*"))]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_what_does_not_divide_is_refused_with_what_does() -> None:
+    section = Parallel(strategy="fsdp2", dp_shard_size=3)
+    with pytest.raises(
+        ValueError, match=r"parallel\.dp_shard_size=3 does not divide the 4 processes.*use 1, 2, 4 or auto"
+    ):
+        choose_sharding(section, 4, CPU)
+    with pytest.raises(ValueError, match="the run is on the CPU already"):
+        choose_sharding(Parallel(strategy="fsdp2", cpu_offload=True), 2, CPU)
+    assert choose_sharding(Parallel(strategy="fsdp2"), 1, CPU).value == 1
+
+
+def test_settings_of_fsdp2_without_it_are_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"parallel\.dp_shard_size=2 is for parallel\.strategy fsdp2"):
+        Recipe.from_yaml(str(write_recipe_file(tmp_path, parallel={"dp_shard_size": 2})))
