@@ -24,8 +24,8 @@ from accel_train.precision import set_backends, start_accelerator, start_process
 from accel_train.recipe_file import load_recipe
 from accel_train.rerun import Outcome, RandomState, Rerun
 from accel_train.resolve import change_model
-from accel_train.snapshot import MODEL, load_model_tensors
-from accel_train.state import JsonRecord
+from accel_train.snapshot import load_model_tensors, restore_weights
+from accel_train.state import CheckpointError, JsonRecord
 from accel_train.step import MicroBatch, TrainingModule
 from accel_train.task import load_task
 
@@ -131,16 +131,19 @@ def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonR
     if kept is not None:
         path, said = folder / WEIGHTS, f"{WEIGHTS}, {record['weights']['of']}"
     elif checkpoint is not None:
-        path = run_folder / "checkpoints" / str(Path(checkpoint).name) / MODEL
+        path = run_folder / "checkpoints" / str(Path(checkpoint).name)
         said = f"{Path(checkpoint).name}, the last checkpoint before the step"
-        problem = check(path.parent).problem
+        problem = check(path).problem
         if problem is not None:
-            raise ValueError(f"{path.parent} holds the incident's weights, and cannot be used: {problem}")
+            raise ValueError(f"{path} holds the incident's weights, and cannot be used: {problem}")
     else:
         raise ValueError(f"{folder} keeps no weights, and there was no checkpoint before it")
     try:
-        load_model_tensors(model, load_file(path))
-    except (OSError, SafetensorError) as error:
+        if kept is not None:
+            load_model_tensors(model, load_file(path))
+        else:
+            restore_weights(path, model, None)
+    except (OSError, SafetensorError, CheckpointError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return said
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from accel_train.checkpoint import read_trainer
 from accel_train.observe.ledger import METRICS_FILE, read_metrics
-from accel_train.snapshot import AVERAGE, MODEL, OPTIMIZER, read_trainer
+from accel_train.sharded_checkpoint import Stored
 
 MEASURED = ("tokens_per_second", "samples_per_second", "mfu", "train_seconds", "seconds")
 """What a clock says: it differs between any two runs."""
-FILES = ((MODEL, "weights"), (OPTIMIZER, "optimizer's moments"), (AVERAGE, "averaged weights"))
+KINDS = (("model", "weights"), ("optimizer", "optimizer's moments"), ("average", "averaged weights"))
 
 
 class Compared(NamedTuple):
@@ -41,11 +41,7 @@ def compare_runs(whole: Path, again: Path, first_step: int, last_step: int) -> l
         _compare_rows("learning rates", rows, "train", ("learning_rate",)),
         _compare_rows("evaluations", rows, "eval", None),
     ]
-    compared += [
-        _compare_tensors(what, folders[0] / name, folders[1] / name)
-        for name, what in FILES
-        if (folders[0] / name).exists()
-    ]
+    compared += [_compare_tensors(what, *(Stored(folder, kind) for folder in folders)) for kind, what in KINDS]
     return [each for each in [*compared, _compare_counters(*folders)] if each.extent]
 
 
@@ -99,21 +95,18 @@ def _gap(left: Any, right: Any) -> str:
     return told
 
 
-def _compare_tensors(what: str, ours: Path, theirs: Path) -> Compared:
-    if not theirs.exists():
-        return Compared(what, "", f"only one of the runs wrote {ours.name}")
+def _compare_tensors(what: str, ours: Stored, theirs: Stored) -> Compared:
     different: list[tuple[float, str]] = []
     num_numbers = 0
-    with safe_open(ours, "pt") as left, safe_open(theirs, "pt") as right:
-        names = sorted({*left.keys(), *right.keys()})  # noqa: SIM118: safe_open has keys(), and is no mapping
-        for name in names:
-            if name not in left.keys() or name not in right.keys():  # noqa: SIM118
-                return Compared(what, f"{len(names)} tensors", f"only one of the runs has {name}")
-            a, b = left.get_tensor(name), right.get_tensor(name)
-            num_numbers += a.numel()
-            if not same_bits(a, b):
-                different.append((largest_gap(a, b) if a.shape == b.shape else math.nan, name))
-    extent = f"{len(names):,} tensors, {num_numbers:,} numbers"
+    names = sorted(ours.shapes.keys() | theirs.shapes.keys())
+    for name in names:
+        if name not in ours.shapes or name not in theirs.shapes:
+            return Compared(what, f"{len(names)} tensors", f"only one of the runs has {name}")
+        left, right = ours.read(name), theirs.read(name)
+        num_numbers += left.numel()
+        if not same_bits(left, right):
+            different.append((largest_gap(left, right) if left.shape == right.shape else math.nan, name))
+    extent = f"{len(names):,} tensors, {num_numbers:,} numbers" if names else ""
     if not different:
         return Compared(what, extent, None)
     gap, name = max(different, key=lambda each: (not math.isfinite(each[0]), each[0]))

@@ -7,7 +7,7 @@ checkpoint of one file is read into parts: every process reads the bytes that it
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ class Parts:
         """On the others: write where the main process says, and hear what came of it."""
         where = self._tell(None)
         if where is not None:
-            self._write_part(where)
+            with suppress(CheckpointError):  # the main process knows of it, and says so
+                self._write_part(where)
         error = self._tell(None)
         if error is not None:
             raise error
@@ -126,10 +127,22 @@ class Stored:
                 return
             found: dict[str, Any] = _shapes(folder / WHOLE)
             self._whole = set(found)
+            self._dtypes: dict[str, torch.dtype] = {}
             for name, each in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
                 found.setdefault(name, each.size)  # type: ignore[union-attr]
+                self._dtypes[name] = each.properties.dtype  # type: ignore[union-attr]
         prefix = f"{kind}/"
         self.shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
+
+    def read(self, name: str) -> Tensor:
+        """The whole of one tensor, in host memory."""
+        if self._in_parts:
+            target = torch.empty(self.shapes[name], dtype=self._dtypes[f"{self._kind}/{name}"])
+            self.read_into({name: target})
+            return target
+        with _readable(self._folder), safe_open(self._folder / f"{self._kind}.safetensors", "pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, spread or not: only what this process holds of them is read.

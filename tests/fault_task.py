@@ -1,6 +1,7 @@
 """A task whose processes fail, hang and dawdle on demand: what happens to one process, and what the others make of it."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -41,7 +42,7 @@ class FaultTask(ProbeTask):
     """`options`, beside those of ProbeTask: raise_at / exit_at / sigstop_at / spin_at / flip_at: {step, rank};
 
     seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed or hangs; in_load / in_build:
-    {rank, fault: raise}; other_data: rank whose data differs.
+    {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written.
     """
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -50,6 +51,9 @@ class FaultTask(ProbeTask):
         data = super().load_data(recipe, progress=progress)
         if recipe.options.get("raise_in_load") == RANK:
             raise ValueError("corpus.jsonl:7 is unreadable on this machine")
+        limit = recipe.options.get("file_limit", {"rank": -1})
+        if limit["rank"] == RANK:  # Python ignores the signal, so a longer file is an error of its write
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit["bytes"], limit["bytes"]))
         if recipe.options.get("other_data") == RANK:
             data = replace(data, fingerprint="0123456789abcdef")
         fault = recipe.options.get("data_worker", "")

@@ -1,6 +1,7 @@
 """A model spread over processes by FSDP2 trains as one that is not: the same losses, the same guard, checkpoints for any layout."""
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accel_train.checkpoint import newest_valid
 from accel_train.recipe import Parallel, Recipe
 from accel_train.sharded_checkpoint import Stored
 from accel_train.sharding import choose_sharding
@@ -217,6 +219,42 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, da
     assert part.name in told["message"]
     assert [event["step"] for event in events(run, "resume")] == [4]
     assert losses(run) == whole
+
+
+def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_two_in_a_row_end_all_processes(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    sections = {**TEXT, "options": {"file_limit": {"bytes": 50_000, "rank": 1}}, "checkpoint": {"every_steps": 2}}
+    recipe = write_recipe_file(tmp_path, task="fault_task:FaultTask", parallel=FSDP2, **sections)
+    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
+    assert forked.wait() == [4, 4]
+    failed = [event["message"] for event in events(tmp_path / "run", "checkpoint_failed")]
+    assert len(failed) == 2
+    assert all("process 1: " in said and "File too large" in said for said in failed)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.faults
+def test_killed_in_a_save_the_checkpoint_before_stands_and_the_run_is_the_same(
+    train: Train, tmp_path: Path, undisturbed: Path
+) -> None:
+    sections = {**TEXT, "checkpoint": {"every_steps": 2, "keep": 2}, "options": {"ragged": True}}
+    folder, kills = tmp_path / "run", 0
+    folder.mkdir()
+    write_corpus(folder)
+    recipe = write_recipe_file(folder, parallel=FSDP2, **sections)
+    for victim in (0, 1, 1, 0):
+        forked = run_forked(["run", str(recipe)], 2, folder=folder / "processes")
+        root = folder / "run" / "checkpoints"
+        while None in forked.exit_codes():
+            if list(root.glob(f".tmp-*-{forked.pids[0]}/shard-*")):  # of this sitting
+                forked.kill(victim, signal.SIGKILL)
+                kills += 1
+                break
+        forked.wait()
+        assert newest_valid(root)[1] == []
+    assert kills >= 2, "no kill hit a save"
+    assert_same_run(train("run", 2, parallel=FSDP2, **sections), undisturbed)
+    assert not list(root.glob(".tmp-*"))
 
 
 def test_no_process_holds_more_than_its_part_of_weights_gradients_and_moments(train: Train) -> None:
