@@ -87,7 +87,7 @@ def step_batches(
                 wanted = -(-largest_share // sizes.per_device_batch_size)
             fillers = max(wanted - len(share), 0)
             counts.append((len(share), fillers))
-            yield share + [others(step)[:1].tolist()] * fillers
+            yield share + [others(step)[:1].tolist()] * fillers if fillers else share
 
     # Micro-batches, and those that only fill up, of the steps that readers have been told of: they run ahead.
     counts: deque[tuple[int, int]] = deque()

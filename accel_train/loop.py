@@ -82,23 +82,24 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     the next one, so the guard speaks before another update is made; and it waits only where something else is due (an
     evaluation, a checkpoint, the end).
     """
-    recipe, state, guard, scaler = run.recipe, run.state, run.guard, run.accelerator.scaler
-    agreement = Agreement(run.accelerator)
+    accelerator, state, guard, seed = run.accelerator, run.state, run.guard, run.recipe.seed
+    rank, device, scaler = accelerator.process_index, accelerator.device, accelerator.scaler
+    agreement = Agreement(accelerator)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []
     sizes, statistics = NewSizes(run.order), RunningStatistics(run.inner, shared=run.is_sharded)
     for step, micro_batches in batches_from(run, state.step):
-        seed_step(recipe.seed, step, run.accelerator.process_index, run.accelerator.device)
+        seed_step(seed, step, rank, device)
         learning_rate = run.set_learning_rate(step)
         statistics.keep()
         # One collective a step, under way while the first forward runs.
         agreement.begin(run.wishes(stop.requested, micro_batches), last)
-        loss_sum = forward_backward_or_run_out(run.accelerator, run.module, micro_batches, agreement, step, sizes)
+        loss_sum = forward_backward_or_run_out(accelerator, run.module, micro_batches, agreement, step, sizes)
         previous = agreement.read_last()
         if previous is not None:
             account(run, previous, last_batches)
         if isinstance(loss_sum, RanOutOfMemory):
-            statistics.put_back(torch.ones((), device=run.accelerator.device))
+            statistics.put_back(torch.ones((), device=device))
             raise loss_sum
         limits = guard.limits
         grad_norm, skipped, loss_scale = update_within(limits, run.optimizer, run.parameters, scaler)

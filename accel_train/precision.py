@@ -20,9 +20,14 @@ from accel_train.state import Choice
 COLLECTIVE_TIMEOUT_SECONDS = 1800
 
 
-def start_processes() -> PartialState:
-    """Join the other processes of the launcher, if any: the world size is known after this and not before."""
+def start_processes(*, offloads: bool = False) -> PartialState:
+    """Join the other processes of the launcher, if any: the world size is known after this and not before.
+
+    A run that `offloads` its weights to the host has collectives there as well as on the GPUs.
+    """
     stop_with_launcher()
+    if offloads:  # Accelerate's own way to be told of it; `start_accelerator` takes it back
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
     with heard_while_waiting():
         processes = PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))

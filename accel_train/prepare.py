@@ -145,6 +145,8 @@ class Run:
     watchdog: Watchdog | None = None
     """Ends this process where it would wait for ever; none where it is alone, and not there for this run alone."""
     batches_evaluated: int = 0
+    _quiet_until: int = 0
+    """Nothing is due after steps before this one."""
     last_scores: dict[str, Any] = field(default_factory=dict)
     """Of the newest evaluation."""
     last_details: dict[str, Any] = field(default_factory=dict)
@@ -197,7 +199,20 @@ class Run:
 
     def pause_due(self) -> bool:
         """Whether something other than the next step comes now."""
-        return self.requests is not None or self.evaluation_due() or self.checkpoint_due() or self.drift_check_due()
+        if self.requests is not None:
+            return True
+        if self.state.step < self._quiet_until:
+            return False
+        self._quiet_until = self._next_pause()
+        return self.evaluation_due() or self.checkpoint_due() or self.drift_check_due()
+
+    def _next_pause(self) -> int:
+        """The next step after which something may be due."""
+        evaluate, step = self.recipe.evaluate, self.state.step
+        if evaluate.every_epochs is not None:
+            return step + 1
+        intervals = (evaluate.every_steps, self.recipe.checkpoint.every_steps, self.recipe.guard.drift_check_steps)
+        return min([self.max_steps, *((step // every + 1) * every for every in intervals if every)])
 
     def is_evaluation_over(self) -> bool:
         """Between two batches of an evaluation: whether it is left, because the run was asked to stop."""
@@ -213,7 +228,7 @@ class Run:
 
     def go_on_from(self, state: TrainState) -> None:
         """Take these counters for the run's, and let the guard judge by them."""
-        self.state = state
+        self.state, self._quiet_until = state, 0
         self.guard = make_guard(self.recipe, state, self.steps)
 
     def wishes(self, stop_requested: bool, micro_batches: Sequence[MicroBatch] = ()) -> Wishes:
@@ -262,7 +277,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     remember_secrets(recipe.model_dump())
     if task is None:
         task = check_recipe(recipe)
-    processes = start_processes()
+    processes = start_processes(offloads=recipe.parallel.cpu_offload)
     check_launcher(processes.num_processes)
     sizes = resolve_batch(recipe.batch, processes.num_processes)
     precision = choose_mixed_precision(recipe.precision, processes.device)

@@ -34,7 +34,7 @@ class RunningStatistics:
         if not self._groups:
             return
         now = [_flat(buffers) for buffers in self._groups]
-        is_bad = skipped != 0
+        is_bad = skipped.to(now[0].device, non_blocking=True) != 0
         for values in now:
             if values.is_floating_point():
                 is_bad = is_bad | ~torch.isfinite(values).all()

@@ -80,6 +80,10 @@ class DataOrder:
 
     def _unsorted(self, step: int) -> Indices:
         start, stop = self._span(step)
+        epoch, position = divmod(start, self.num_samples)
+        piece = self._epoch_from(epoch, position, stop - start)
+        if len(piece) == stop - start:  # nearly always
+            return piece + epoch * self.num_samples if epoch else piece
         pieces = []
         while start < stop:
             epoch, position = divmod(start, self.num_samples)

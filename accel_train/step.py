@@ -56,8 +56,9 @@ class StepOutcome:
 
     step: int
     learning_rate: float
-    numbers: Tensor
-    """On the device: [loss sum of this process, gradient norm, 1 where skipped, loss scale]; all but the first are shared."""
+    numbers: Tensor | list[float]
+    """[loss sum of this process, gradient norm, 1 where skipped, loss scale]; all but the first are shared. On the device, or,
+    of a process that is alone on a CPU, where they can be seen."""
     counts: "Tensor | Wishes"
     """[targets, stop requests, ...] over all processes: on the device, or known to the host where it is alone."""
     has_loss_scale: bool
@@ -92,7 +93,7 @@ class Agreement:
         self._sums: Tensor | None = None
         self._work: Any = None
         self._last: StepOutcome | None = None
-        self._unread: tuple[StepOutcome, Tensor, Any] | None = None
+        self._unread: tuple[StepOutcome, Tensor | list[float], Any] | None = None
 
     def begin(self, here: Wishes, last: StepOutcome | None) -> None:
         """Send this process's share: its wishes, and what the last step came to here (loss sum, gradient norm, skipped)."""
@@ -104,6 +105,7 @@ class Agreement:
             packed = packed.pin_memory()
         self._sums = packed.to(self.device, non_blocking=True)
         if last is not None:
+            assert isinstance(last.numbers, Tensor), "several processes send tensors"
             self._sums[len(here) :] = last.numbers[:3]
         self._work = dist.all_reduce(self._sums, async_op=True)
 
@@ -127,13 +129,16 @@ class Agreement:
             return
         # Queued ahead of this step's backward, so that it has arrived when the host, a step's worth of launches later, reads it.
         numbers = last.numbers
+        if not isinstance(numbers, Tensor):
+            self._unread = (last, numbers, None)
+            return
         if isinstance(last.counts, Tensor):
             assert self._sums is not None, "counts come from a collective"
             wishes = len(self._here)
             own_loss_sum, scale = numbers[:1].to(self.dtype), numbers[3:].to(self.dtype)
             numbers = torch.cat((self._sums[wishes:], scale, last.counts[:wishes], own_loss_sum))
         if self.device.type != "cuda":
-            self._unread = (last, numbers.cpu(), None)
+            self._unread = (last, numbers.cpu().tolist(), None)
             return
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
@@ -154,7 +159,11 @@ class Agreement:
         """What the step that began with `begin` left behind, to be given to the next `begin`."""
         scale = skipped if loss_scale is None else loss_scale
         counts = self._here if self._sums is None else self._sums
-        numbers = torch.stack((loss_sum, grad_norm, skipped, scale))
+        parts = (loss_sum, grad_norm, skipped, scale)
+        if self.world_size == 1 and self.device.type == "cpu":
+            seen = [float(part.float().numpy()) for part in parts]
+            return StepOutcome(step, learning_rate, seen, counts, loss_scale is not None, max_grad_norm)
+        numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])  # offloaded: from the host
         return StepOutcome(step, learning_rate, numbers, counts, loss_scale is not None, max_grad_norm)
 
     def read_last(self) -> StepResult | None:
@@ -165,7 +174,7 @@ class Agreement:
         self._unread = None
         if event is not None:
             event.synchronize()
-        loss_sum, norms, skips, scale, *agreed = host.numpy().tolist()
+        loss_sum, norms, skips, scale, *agreed = host.numpy().tolist() if isinstance(host, Tensor) else host
         loss_sum_here = agreed.pop() if agreed else loss_sum
         wishes = Wishes(*agreed) if agreed else last.counts
         assert isinstance(wishes, Wishes), "known to the host, or sent with the sums"
@@ -253,12 +262,9 @@ def update_within(
         scaler.unscale_(optimizer)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     grad_norm = total_norm(grads)
-    skipped = grad_norm.le(limits.skip).logical_not().to(grad_norm.dtype)  # NaN is less than nothing, Inf than no limit
+    skipped, found_inf, grad_scale = _handshake(grad_norm, limits)
     if optimizer.defaults.get("fused", False):
-        # On a CPU the flag is there to be seen, and handing a 0 over costs another pass over all step counters.
-        is_needed = skipped.device.type != "cpu" or bool(skipped.numpy())
-        optimizer.found_inf = skipped if is_needed else None  # type: ignore[attr-defined]
-        optimizer.grad_scale = ((grad_norm + 1e-6) / limits.clip).clamp(min=1.0) if limits.clip else None  # type: ignore[attr-defined]
+        optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
         optimizer.step()
     elif not skipped.item():  # one host sync a step: this device has no fused kernel that could decide by itself
         if limits.clip:
@@ -268,6 +274,25 @@ def update_within(
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return grad_norm, skipped, scale
+
+
+def _handshake(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """1.0 where the step is skipped, and what a fused kernel is told of it: `found_inf` and `grad_scale`, 0-dim."""
+    return _on_host(grad_norm, limits) if grad_norm.device.type == "cpu" else _on_device(grad_norm, limits)
+
+
+def _on_host(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Where the norm is there to be seen: tensors of one number cost 10 us a sum, and None saves the kernel a pass."""
+    norm = float(grad_norm.numpy())
+    is_skipped = not norm <= limits.skip  # NaN is less than nothing, Inf than no limit
+    skipped = torch.full((), float(is_skipped))
+    factor = max((norm + 1e-6) / limits.clip, 1.0) if limits.clip else 1.0
+    return skipped, skipped if is_skipped else None, torch.full((), factor) if factor > 1.0 else None
+
+
+def _on_device(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
+    skipped = grad_norm.le(limits.skip).logical_not().to(grad_norm.dtype)
+    return skipped, skipped, ((grad_norm + 1e-6) / limits.clip).clamp(min=1.0) if limits.clip else None
 
 
 def total_norm(grads: list[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train import step
 from accel_train.guard import Limits
 from accel_train.optim import build_optimizer
 from accel_train.precision import FlooredGradScaler
@@ -271,3 +272,15 @@ def test_random_numbers_of_a_step_depend_on_seed_step_and_process_and_on_nothing
     others = [draw(1, 5, 1), draw(0, 6, 1), draw(0, 5, 0), draw(0, 1, 5)]
     assert first not in others
     assert len({tuple(numbers) for numbers in others}) == 4
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 1.7, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("limits", [Limits(1.0), Limits(0.0), Limits(1.0, 1.5), Limits(0.5, 1e9)])
+def test_what_the_kernel_is_told_is_the_same_decided_on_the_host_and_on_the_device(norm: float, limits: Limits) -> None:
+    """Where a number can be seen the host decides; where it cannot, the device does: the same, up to the last bit of the clip."""
+    on_host, on_device = (decide(torch.tensor(norm), limits) for decide in (step._on_host, step._on_device))
+    assert on_host[0] == on_device[0] == on_device[1]
+    assert (on_host[1] is None) == (on_device[1] == 0), "none means that the step is made"
+    if on_host[1] is None:
+        factors = [1.0 if scale is None else float(scale) for scale in (on_host[2], on_device[2])]
+        assert factors[0] == pytest.approx(factors[1], rel=2e-7)
