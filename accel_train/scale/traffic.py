@@ -90,16 +90,19 @@ class Collective:
         return 1 if self.per_step else num_micro_batches
 
 
-def collectives(section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int) -> tuple[Collective, ...]:
-    """All large collectives of a step; `compute_bytes` of an element of gathered weights (2 in mixed precision, else 4).
+def collectives(
+    section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int = FP32_BYTES
+) -> tuple[Collective, ...]:
+    """All large collectives of a step; `compute_bytes` of an element of gathered weights (2 in mixed precision, else 4),
+    `reduce_bytes` of one of reduced gradients (always 4 here: others reduce in 16 bits).
 
     Left out: a few bytes a step that the processes agree with, the gradients' norm, and the checks of drift.
     """
     if layout.world_size == 1:
         return ()
     if layout.shard_size == 1:
-        return tuple(_buckets(layout, FP32_BYTES * weights.trainable_numel))
-    return tuple(_of_shards(section, layout, weights, compute_bytes))
+        return tuple(_buckets(layout, reduce_bytes * weights.trainable_numel))
+    return tuple(_of_shards(section, layout, weights, compute_bytes, reduce_bytes))
 
 
 def _buckets(layout: Layout, gradient_bytes: int) -> Sequence[Collective]:
@@ -113,7 +116,9 @@ def _buckets(layout: Layout, gradient_bytes: int) -> Sequence[Collective]:
     ]
 
 
-def _of_shards(section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int) -> list[Collective]:
+def _of_shards(
+    section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
+) -> list[Collective]:
     size = layout.shard_size
     shard = Ring(size, 1, layout.gpus_per_node)
     copies = Ring(layout.num_copies, size, layout.gpus_per_node)
@@ -125,7 +130,7 @@ def _of_shards(section: Parallel, layout: Layout, weights: ModelWeights, compute
         found.append(Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}"))
 
     def reduce(group: WeightGroup, hidden: bool) -> None:
-        part = FP32_BYTES * group.part_numel(size, trainable_only=True)
+        part = reduce_bytes * group.part_numel(size, trainable_only=True)
         if part == 0:
             return
         found.append(Collective("reduce-scatter", part * size, shard, "backward", False, hidden, "gradients, fp32"))
