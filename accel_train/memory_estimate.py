@@ -94,9 +94,7 @@ def estimate_memory(
         reason = str(error).strip().partition("\n")[0][:80] or type(error).__name__
         parts.append(MemoryPart("activations", None, "estimate", f"this model does not run without values: {reason}"))
     if device_type == "cuda":
-        parts.append(
-            MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers; no fragmentation")
-        )
+        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers"))
     return parts
 
 

@@ -95,7 +95,7 @@ class Plan:
         """Of all steps, evaluation, saves and failures left out; None where the GPU or the operations are not known."""
         if self.scale.step is not None:
             return self.steps.max_steps * self.scale.step.seconds
-        if self.total_flops is None or self.peak_flops is None:
+        if self.total_flops is None or self.peak_flops is None or self.recipe.parallel.cpu_offload:
             return None
         return self.total_flops / (self.peak_flops * self.scale.mfu.value * self.world_size)
 

@@ -96,6 +96,8 @@ def _time(plan: Plan) -> str:
     seconds, mfu = plan.train_seconds, plan.scale.mfu
     if plan.peak_flops is None:
         return f"unknown: no peak is known for {plan.device} ({plan.precision.value}); plan --gpu NAME names one"
+    if plan.recipe.parallel.cpu_offload:
+        return "unknown: the copies to host memory and the update there (parallel.cpu_offload) are not modelled"
     if seconds is None:
         return "unknown: the FLOPs of this task are not known"
     peak = f"{plan.world_size} x {plan.peak_flops / 1e12:g} TFLOP/s"

@@ -130,6 +130,8 @@ def test_offloaded_parts_are_in_host_memory() -> None:
     parts = {part.name: part for part in resolved.memory}
     assert [parts[name].num_bytes for name in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
     assert "in host memory" in parts["optimizer"].how
+    assert resolved.train_seconds is None
+    assert "(parallel.cpu_offload) are not modelled" in format_plan(resolved)
 
 
 def test_more_memory_than_the_named_gpu_has_is_said() -> None:

@@ -38,7 +38,7 @@ class Scale:
     network: Choice[Interconnect]
     mfu: Choice[float]
     step: StepTime | None
-    """None where the GPU's peak, memory or links, or the model's operations are not known."""
+    """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload, which is not modelled."""
     saving: SavingCost
     intervals: tuple[Interval, ...]
     """One for each published rate of failures; empty where a step's time is not known."""
@@ -85,7 +85,8 @@ def estimate_scale(
     gpu, mfu = gpu_facts(device), choose_mfu(recipe, hardware.mfu)
     network = choose_interconnect(hardware.interconnect, gpu)
     step = None
-    if gpu is not None and peak_flops is not None and flops_per_step is not None:
+    offloads = recipe.parallel.cpu_offload
+    if gpu is not None and peak_flops is not None and flops_per_step is not None and not offloads:
         step = model_step(
             found,
             compute_seconds=flops_per_step / (peak_flops * mfu.value * layout.world_size),

@@ -11,6 +11,7 @@ from accel_train.scale.saving_cost import (
     COPY_BYTES_PER_SECOND,
     STORAGE_BYTES_PER_SECOND,
     WRITE_BYTES_PER_SECOND,
+    WRITING_SHARE,
     Interval,
 )
 from accel_train.scale.traffic import Traffic
@@ -117,9 +118,10 @@ def failure_rows(scale: Scale, section: Checkpoint) -> Iterator[Row]:
 
 
 def _interval(each: Interval, step_seconds: float) -> str:
+    formulas = f"Daly {format_seconds(each.daly_seconds)}, Young {format_seconds(each.young_seconds)}"
     return (
-        f"{each.best_steps:,} steps ({format_seconds(each.best_steps * step_seconds)}; model: a tenth of the time writing at most; Daly {format_seconds(each.daly_seconds)}, "
-        f"Young {format_seconds(each.young_seconds)}) at {each.failures_per_week:.2g} a week: {each.lost_at_best:.2%} of the time lost"
+        f"{each.best_steps:,} steps ({format_seconds(each.best_steps * step_seconds)}) at {each.failures_per_week:.2g} failures a week; "
+        f"model: {each.lost_at_best:.2%} of the time lost ({formulas}, and {WRITING_SHARE:.0%} of the time writing at most)"
     )
 
 
@@ -127,7 +129,7 @@ def _now(each: Interval, section: Checkpoint, step_seconds: float) -> str:
     if each.lost_now is None:
         return f"checkpoint.every_steps is 0: at {each.failures_per_week:.2g} failures a week each costs the whole run so far"
     every = f"every {section.every_steps:,} steps ({format_seconds(section.every_steps * step_seconds)})"
-    lost = f"model: {each.lost_now:.2%} of the time lost at {each.failures_per_week:.2g} a week, restarts of {format_seconds(RESTART_SECONDS)} in it"
+    lost = f"model: {each.lost_now:.2%} of the time lost at {each.failures_per_week:.2g} failures a week, restarts of {format_seconds(RESTART_SECONDS)} in it"
     return f"{every}; {lost}"
 
 
