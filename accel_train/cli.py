@@ -227,10 +227,13 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         if arguments.world_size is not None and arguments.world_size < 1:
             raise ValueError(f"--world-size={arguments.world_size}: must be at least 1")
         recipe = _load(arguments, settings)
-        from accel_train.plan import format_plan, resolve_plan
+        from accel_train.plan import resolve_plan
+        from accel_train.plan_text import format_plan
+        from accel_train.scale.estimate import Hardware
 
         print("reading the data (text is tokenised once, and then reused by runs) ...", file=sys.stderr)
-        plan = resolve_plan(recipe, arguments.world_size, arguments.gpu, progress=sys.stderr.isatty())
+        hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
+        plan = resolve_plan(recipe, arguments.world_size, arguments.gpu, hardware, progress=sys.stderr.isatty())
         print(format_plan(plan, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 

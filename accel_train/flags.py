@@ -9,7 +9,7 @@ from accel_train import __version__
 
 RECIPE_COMMANDS = {
     "run": ("--accept-changes",),
-    "plan": ("--world-size", "--gpu"),
+    "plan": ("--world-size", "--gpu", "--gpus-per-node", "--interconnect", "--mfu"),
     "evaluate": ("--data",),
     "predict": ("--out",),
     "find-lr": ("--min", "--max", "--steps", "--out"),
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan = add(
         "plan",
         "say everything a run will be, before it costs anything",
-        f"accel-train plan RECIPE [--world-size N] [--gpu NAME] {settings}",
+        f"accel-train plan RECIPE [--world-size N] [--gpu NAME] [--gpus-per-node N] [--interconnect NAME] [--mfu X] {settings}",
     )
     evaluate = add(
         "evaluate",
@@ -111,6 +111,13 @@ def build_parser() -> argparse.ArgumentParser:
         )
     plan.add_argument("--world-size", type=int, metavar="N", help="processes (GPUs) to plan for; default: those here")
     plan.add_argument("--gpu", metavar="NAME", help="the GPU to plan for: H200, A100, ...; default: the one here")
+    plan.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8, or all where there are fewer")
+    plan.add_argument(
+        "--interconnect",
+        metavar="NAME",
+        help="between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed",
+    )
+    plan.add_argument("--mfu", type=float, metavar="X", help="share of the peak that computing reaches; default: 0.35")
     generate = add("generate", "write text with a finished causal-lm run")
     generate.add_argument("run", metavar="RUN", help="the output_dir of a finished run")
     generate.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")

@@ -56,12 +56,20 @@ def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Modu
 
 
 def estimate_memory(
-    recipe: Recipe, task: Task, model: nn.Module, batch: Mapping[str, Tensor], *, mixed_precision: str, device_type: str
+    recipe: Recipe,
+    task: Task,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    mixed_precision: str,
+    device_type: str,
+    gathered: bool = False,
 ) -> list[MemoryPart]:
-    """The memory of one process that trains on micro-batches like `batch`, part by part.
+    """The memory of one process that holds the whole model and trains on micro-batches like `batch`, part by part.
 
     `model` is on the meta device (and is not afterwards), `batch` is what the task's collate makes without `num_targets`,
-    `device_type` is what the run computes on.
+    `device_type` is what the run computes on. `gathered`: the weights of a forward are in 16 bits already (FSDP2 in mixed
+    precision), so that autocast keeps no copies of them.
     """
     count = sum(parameter.numel() for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -76,21 +84,28 @@ def estimate_memory(
         MemoryPart("optimizer", 4 * num_moments * trainable, "arithmetic", f"{section.name}: {num_moments} x 4 bytes each"),
     ]  # fmt: skip
     try:
-        peak = simulate_step(task, model, batch, mixed_precision=mixed_precision, like_cuda=device_type == "cuda")
+        like_cuda = device_type == "cuda"
+        peak = simulate_step(
+            task, model, batch, mixed_precision=mixed_precision, like_cuda=like_cuda, gathered=gathered
+        )
         parts.append(MemoryPart("activations", peak["activations"], "estimate", eager))
         parts.append(MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"))
     except (RuntimeError, TypeError) as error:  # an operator that needs values, or has no fake form
         reason = str(error).strip().partition("\n")[0][:80] or type(error).__name__
         parts.append(MemoryPart("activations", None, "estimate", f"this model does not run without values: {reason}"))
     if device_type == "cuda":
-        parts.append(
-            MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers; no fragmentation")
-        )
+        parts.append(MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers"))
     return parts
 
 
 def simulate_step(
-    task: Task, model: nn.Module, batch: Mapping[str, Tensor], *, mixed_precision: str = "no", like_cuda: bool = False
+    task: Task,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    mixed_precision: str = "no",
+    like_cuda: bool = False,
+    gathered: bool = False,
 ) -> Counter[str]:
     """Bytes beyond parameters and gradients at the worst moment of a forward and backward: `activations`, `logits`.
 
@@ -99,7 +114,7 @@ def simulate_step(
     """
     dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        _take_shapes_only(model)
+        _take_shapes_only(model, dtype if gathered else None)
         inputs = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
         with PeakTracker(vocabulary_rows(model)) as tracker, _like_cuda() if like_cuda else nullcontext():
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
@@ -108,13 +123,18 @@ def simulate_step(
     return tracker.peak
 
 
-def _take_shapes_only(model: nn.Module) -> None:
-    """Move a model from the meta device to fake CPU tensors (of the active mode), tied weights kept tied, with gradients."""
+def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Move a model from the meta device to fake CPU tensors (of the active mode), tied weights kept tied, with gradients.
+
+    Weights in `dtype`, or as they are.
+    """
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in moved:
-                new = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+                new = nn.Parameter(
+                    torch.empty_like(parameter, device="cpu", dtype=dtype), requires_grad=parameter.requires_grad
+                )
                 # There from the start, as with DDP's buckets and with accumulation; without both, an upper bound.
                 new.grad = torch.empty_like(new) if parameter.requires_grad else None
                 moved[id(parameter)] = new

@@ -15,20 +15,18 @@ from accel_train.batching import BatchSizes, resolve_batch
 from accel_train.checkpoint import checkpoint_folders
 from accel_train.loading import fetch
 from accel_train.memory_estimate import MemoryPart, build_without_weights, estimate_memory, vocabulary_rows
-from accel_train.observe.progress import format_seconds
 from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
 from accel_train.precision import choose_mixed_precision
 from accel_train.recipe import Precision, Recipe
-from accel_train.recipe_names import recipe_names
-from accel_train.recipe_writing import setting_lines
-from accel_train.redaction import redact
 from accel_train.resolve import change_model, check_recipe, resolve_run
+from accel_train.scale.estimate import Hardware, Scale, estimate_scale
+from accel_train.scale.hardware import gpu_facts
+from accel_train.scale.layout import choose_layout
+from accel_train.scale.memory import spread_memory
+from accel_train.scale.weights import group_weights
 from accel_train.schedule import StepPlan
 from accel_train.state import Choice
 from accel_train.task import TARGET_UNITS, TaskData
-
-ASSUMED_MFU = 0.35
-"""Of a GPU's peak: what GPT-like models of 100M parameters and more reach, compiled; small models reach less."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,8 @@ class Plan:
     """Checkpoints on disk at most: those kept, the best one, and the one being written."""
     peak_flops: float | None
     """Of one GPU, in this precision; None where it is not known."""
+    scale: Scale
+    """What several processes make of it: traffic, the time of a step, failures."""
     notes: tuple[str, ...]
 
     @property
@@ -92,21 +92,28 @@ class Plan:
 
     @property
     def train_seconds(self) -> float | None:
-        """At `ASSUMED_MFU` on all processes; None where the peak or the operations are not known."""
-        if self.total_flops is None or self.peak_flops is None:
+        """Of all steps, evaluation, saves and failures left out; None where the GPU or the operations are not known."""
+        if self.scale.step is not None:
+            return self.steps.max_steps * self.scale.step.seconds
+        if self.total_flops is None or self.peak_flops is None or self.recipe.parallel.cpu_offload:
             return None
-        return self.total_flops / (self.peak_flops * ASSUMED_MFU * self.world_size)
+        return self.total_flops / (self.peak_flops * self.scale.mfu.value * self.world_size)
 
 
 def resolve_plan(
-    recipe: Recipe, world_size: int | None = None, gpu: str | None = None, *, progress: bool = False
+    recipe: Recipe,
+    world_size: int | None = None,
+    gpu: str | None = None,
+    hardware: Hardware | None = None,
+    *,
+    progress: bool = False,
 ) -> Plan:
     """Resolve a recipe as a run would, for `world_size` processes on `gpu` (by default: what is here).
 
     Text is tokenised, once, as a run would do it; no weights are made.
 
     Raises:
-        ValueError: what a run would refuse, in the words of the run.
+        ValueError: what a run would refuse, in the words of the run; or `hardware` is no machine.
     """
     task = check_recipe(recipe)
     processes = (
@@ -114,6 +121,9 @@ def resolve_plan(
     )
     sizes = resolve_batch(recipe.batch, processes)
     device, device_bytes = _device(gpu)
+    device_type = "cpu" if device == "cpu" else "cuda"
+    hardware = hardware or Hardware()
+    layout = choose_layout(recipe.parallel, processes, device_type, hardware.gpus_per_node)
     precision = (
         _precision_on(recipe.precision, gpu) if gpu else choose_mixed_precision(recipe.precision, _local_device())
     )
@@ -129,9 +139,33 @@ def resolve_plan(
     flops_per_target, vocabulary = task.flops_per_target(recipe, model), _vocabulary(model, data)
     micro_batch = data.collate(longest_samples(data, sizes.per_device_batch_size))
     num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
-    device_type = "cpu" if device == "cpu" else "cuda"
-    memory = estimate_memory(recipe, task, model, micro_batch, mixed_precision=precision.value, device_type=device_type)
+    weights = group_weights(model)
+    memory = estimate_memory(
+        recipe, task, model, micro_batch,
+        mixed_precision=precision.value, device_type=device_type, gathered=layout.shard_size > 1,
+    )  # fmt: skip
     moments = next(part.num_bytes or 0 for part in memory if part.name == "optimizer")
+    num_targets_per_epoch = (
+        data.facts.get("train_targets")
+        or max(data.facts.get("train_tokens", 0) - 1, 0)
+        or round(num_targets_per_sample * num_samples)
+    )
+    peak, checkpoint_bytes = (
+        peak_flops(device, _peak_dtype(recipe.precision, precision.value)),
+        4 * num_parameters + moments,
+    )
+    targets_per_step = round(steps.num_epochs * num_targets_per_epoch) / steps.max_steps
+    scale = estimate_scale(
+        recipe, layout, weights, hardware,
+        device=device,
+        mixed_precision=precision.value,
+        num_micro_batches=sizes.gradient_accumulation_steps,
+        num_moments=moments // (4 * num_trainable) if num_trainable else 0,
+        flops_per_step=None if flops_per_target is None else flops_per_target * targets_per_step,
+        peak_flops=peak,
+        checkpoint_bytes=checkpoint_bytes,
+    )  # fmt: skip
+    compute_bytes = 4 if precision.value == "no" else 2
     return Plan(
         recipe=recipe,
         world_size=processes,
@@ -142,18 +176,17 @@ def resolve_plan(
         steps=steps,
         learning_rate=resolved.learning_rate,
         num_samples=num_samples,
-        num_targets_per_epoch=data.facts.get("train_targets")
-        or max(data.facts.get("train_tokens", 0) - 1, 0)
-        or round(num_targets_per_sample * num_samples),
+        num_targets_per_epoch=num_targets_per_epoch,
         data_facts=data.facts,
         num_parameters=num_parameters,
         num_trainable=num_trainable,
         vocabulary=vocabulary,
         flops_per_target=flops_per_target,
-        memory=tuple(memory),
-        checkpoint_bytes=4 * num_parameters + moments,
+        memory=spread_memory(memory, recipe.parallel, layout, weights, compute_bytes, device_type),
+        checkpoint_bytes=checkpoint_bytes,
         num_checkpoints=most_checkpoints(recipe, data.eval is not None),
-        peak_flops=peak_flops(device, _peak_dtype(recipe.precision, precision.value)),
+        peak_flops=peak,
+        scale=scale,
         notes=tuple(_notes(recipe, data, gpu)),
     )
 
@@ -181,7 +214,8 @@ def _local_device() -> torch.device:
 
 def _device(gpu: str | None) -> tuple[str, int | None]:
     if gpu is not None:
-        return gpu, None
+        facts = gpu_facts(gpu)
+        return gpu, None if facts is None else round(facts.memory_gib * 2**30)
     if not torch.cuda.is_available():
         return "cpu", None
     properties = torch.cuda.get_device_properties(0)
@@ -223,99 +257,3 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None) -> Iterator[str]:
     found = checkpoint_folders(Path(recipe.output_dir) / "checkpoints")
     if found and recipe.checkpoint.resume == "auto":
         yield f"{recipe.output_dir} holds {found[-1].name}: if it is valid and of this run, the run goes on from there"
-
-
-def format_plan(plan: Plan, *, colour: bool = False) -> str:
-    """The plan as aligned text; with `colour`, what is a default is dim (for a terminal)."""
-    width = max(len(name.rpartition(".")[2]) + 2 * name.count(".") for name in recipe_names()) + 2
-    lines = ["Settings, and who set them"]
-    for depth, name, value, who in setting_lines(plan.recipe):
-        left = f"{'  ' * (depth + 1)}{name}".ljust(width + 2)
-        line = f"{left}{value}".ljust(width + 30) + f"  <- {who}" if who else left.rstrip()
-        lines.append(f"\x1b[2m{line}\x1b[0m" if colour and who == "default" else line)
-    for title, rows in _blocks(plan):
-        lines += ["", f"\x1b[1m{title}\x1b[0m" if colour else title]
-        name_width = max((len(row[0]) for row in rows), default=0)
-        lines += [f"  {name.ljust(name_width)}  {text}" for name, text in rows]
-    return str(redact("\n".join(lines)))
-
-
-def _blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    sizes, steps, facts = plan.sizes, plan.steps, plan.data_facts
-    yield "Steps", [
-        ("global batch", f"{sizes.reason}; {sizes.per_device_eval_batch_size} per device in evaluation"),
-        ("learning rate", f"{plan.learning_rate.value:g} at its peak ({plan.learning_rate.reason})"),
-        ("schedule", f"{plan.recipe.schedule.type}, {_count(steps.warmup_steps)} steps of warmup ({steps.warmup_reason})"),
-        ("steps", f"{_count(steps.max_steps)} ({steps.max_steps_reason})"),
-        ("in all", f"{_count(steps.max_steps * sizes.global_batch_size)} samples, of {_count(plan.num_samples)} in an epoch: {steps.num_epochs:.4g} epochs"),
-        (plan.targets, f"{_count(plan.num_targets)} with a label, {_count(plan.num_targets / steps.max_steps)} a step"),
-    ]  # fmt: skip
-    yield "Data", [(name, str(facts[name])) for name in ("sources",) if name in facts] + [
-        (name, _count(facts[name])) for name in ("num_documents", "train_tokens", "eval_tokens", "num_train", "num_eval") if facts.get(name) is not None
-    ]  # fmt: skip
-    yield "Model", list(_model_rows(plan))
-    total = plan.memory_bytes
-    memory = [(part.name, f"{_size(part.num_bytes)}  {part.kind}: {part.how}") for part in plan.memory]
-    room = "" if plan.device_bytes is None or total is None else _room(total, plan.device_bytes)
-    yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{_size(total)}{room}")]
-    yield (
-        "Disk",
-        [
-            ("checkpoint", f"{_size(plan.checkpoint_bytes)}  arithmetic: weights and optimizer, fp32"),
-            ("in all", f"{_size(plan.disk_bytes)}  {plan.num_checkpoints} checkpoints at most, and the final weights"),
-        ],
-    )
-    yield "Time", [("training", _time(plan))]
-    if plan.notes:
-        yield "Notes", [("-", note) for note in plan.notes]
-
-
-def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    frozen = plan.num_parameters - plan.num_trainable
-    yield "parameters", _count(plan.num_parameters) + (f", {_count(frozen)} of them frozen" if frozen else "")
-    if plan.vocabulary is not None:
-        tokens, rows = plan.vocabulary
-        multiple = plan.recipe.model.pad_vocab_to_multiple_of
-        why = f", {rows - tokens} never used (model.pad_vocab_to_multiple_of is {multiple})" if rows != tokens else ""
-        yield "vocabulary", f"{_count(tokens)} tokens in {_count(rows)} rows{why}"
-    yield "precision", f"{plan.precision.value} ({plan.precision.reason})"
-    if plan.flops_per_target is None or plan.total_flops is None:
-        yield "FLOPs", "not known for this task"
-        return
-    yield (
-        "FLOPs",
-        (
-            f"{plan.flops_per_target:.4g} for each of {plan.targets}, {plan.total_flops / plan.steps.max_steps:.4g} a step, {plan.total_flops:.4g} in all "
-            f"({'6 N + 12 L D T a token; ' if plan.targets == 'tokens' else ''}evaluation and recomputation left out)"
-        ),
-    )
-
-
-def _time(plan: Plan) -> str:
-    seconds = plan.train_seconds
-    if seconds is None or plan.peak_flops is None:
-        return f"unknown: no peak is known for {plan.device} ({plan.precision.value}); plan --gpu NAME names one"
-    peak = f"{plan.world_size} x {plan.peak_flops / 1e12:g} TFLOP/s"
-    return (
-        f"{format_seconds(seconds)}, an estimate: at an assumed MFU of {ASSUMED_MFU:.0%} of {peak} ({plan.device}); small models "
-        "reach less; evaluation left out"
-    )
-
-
-def _room(needed: int, device_bytes: int) -> str:
-    if needed <= device_bytes:
-        return f", of {_size(device_bytes)}"
-    return (
-        f", MORE than the {_size(device_bytes)} of this GPU: lower per_device_batch_size, or set gradient_checkpointing"
-    )
-
-
-def _count(number: float) -> str:
-    return f"{round(number):,}"
-
-
-def _size(num_bytes: int | None) -> str:
-    if num_bytes is None:
-        return "unknown".rjust(10)
-    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-    return f"{num_bytes / unit:.1f} {name}".rjust(10)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_train.observe.progress import format_seconds
-from accel_train.plan import Plan, format_plan
+from accel_train.plan import Plan
+from accel_train.plan_text import format_plan
 from accel_train.same_bits import Compared
 
 

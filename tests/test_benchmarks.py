@@ -28,6 +28,8 @@ from benchmarks.gpu_watch import gpu_idle, synchronizing_line
 from benchmarks.loops import PRESETS, gpt2_config
 from benchmarks.nanogpt_style import GPT, GPTShape, cosine_multiplier, random_batch, train
 from benchmarks.overhead import bar_verdict, count_host_reads
+from benchmarks.published import NUM_PARAMETERS, SERIES
+from benchmarks.scaling_model import check_rows, simulate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -125,6 +127,17 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
     assert sum(row["bar"] != "-" for row in rows) == 2
     figures = json.loads((tmp_path / "data.json").read_text())["figures"]
     assert len(figures) == len(rows)
+
+
+@pytest.mark.slow
+def test_scaling_counts_what_the_plan_says_for_every_variant(tmp_path: Path) -> None:
+    printed = run("scaling", "--only", "measured", "--steps", "4", "--warmup", "2", "--save", str(tmp_path))
+    rows = parse_table(printed)
+    assert [(row["variant"], row["processes"]) for row in rows] == [
+        ("one", "1"), ("ddp", "2"), ("ddp", "4"), ("ddp, after", "2"), ("ddp, after", "4"), ("fsdp2", "2"), ("fsdp2", "4")
+    ]  # fmt: skip
+    assert {row["as planned"] for row in rows} == {"yes"}
+    assert len(json.loads((tmp_path / "scaling.json").read_text())["measured"]) == 7
 
 
 # --- the parts -----------------------------------------------------------------------------------------------------
@@ -329,3 +342,29 @@ def test_the_paired_benchmark_gives_each_loop_its_turns() -> None:
     assert int(row["turns"]) > 3
     assert float(row["hand-written us"]) > 0
     assert float(row["accel_train us"]) > 0
+
+
+def test_the_shapes_of_published_models_have_their_published_parameters() -> None:
+    sizes = {series.name: series.shape.weights().numel for series in SERIES}
+    assert {name: sizes[name] for name in NUM_PARAMETERS} == NUM_PARAMETERS
+    assert sizes["Llama 3.1 8B, eager"] == 8_030_261_248
+
+
+def test_the_model_of_a_step_is_within_10_percent_of_what_was_published_for_up_to_128_gpus() -> None:
+    rows = check_rows()
+    outlier = [row for row in rows if row.series.remark.startswith("the row of 32 GPUs") and row.num_gpus == 32]
+    assert len(outlier) == 1
+    errors = [row.error for row in rows if row is not outlier[0]]
+    assert len(errors) == 40
+    assert max(map(abs, errors)) < 0.1
+    assert sum(abs(error) < 1e-6 for error in errors) == len(SERIES)  # the rows that were taken for computing
+    assert {row.num_gpus for row in rows} == {8, 16, 32, 64, 128}
+
+
+def test_more_gpus_never_make_a_simulated_run_more_efficient() -> None:
+    rows = simulate()
+    assert max(row.layout.world_size for row in rows) == 1024
+    for name in {row.name for row in rows}:
+        efficiencies = [row.step.efficiency for row in rows if row.name == name]
+        assert efficiencies == sorted(efficiencies, reverse=True)
+        assert 0.5 < efficiencies[-1] < 1

@@ -1,5 +1,6 @@
 """What only a CUDA device can show: no synchronisation in the steady state, and the guard in its own kernels."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from accel_train import Recipe
 from accel_train.guard import Limits
 from accel_train.loop import run_steps
 from accel_train.optim import build_optimizer
+from accel_train.plan import resolve_plan
 from accel_train.prepare import prepare_run
 from accel_train.recipe import Optimizer
 from accel_train.signals import StopRequest
 from accel_train.step import update_within
-from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
+from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+from runs import run as run_command
 
 pytestmark = pytest.mark.gpu
 
@@ -103,3 +106,25 @@ def test_compiled_blocks_train_like_eager_ones(tmp_path: Path) -> None:
         precision = {"mixed_precision": "bf16", "compile": compiled}
         traces.append(train_steps(folder, model={"config": TINY_MODEL}, precision=precision))
     assert traces[1] == pytest.approx(traces[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_process_takes_the_memory_that_was_planned(tmp_path: Path, processes: int) -> None:
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    write_corpus(tmp_path, num_documents=400)
+    model = {"model_type": "gpt2", "n_layer": 8, "n_embd": 768, "n_head": 12, "n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+    sections: dict[str, Any] = {
+        "task": "causal-lm",
+        "model": {"config": model},
+        "data": {"sequence_length": 512, "eval_fraction": 0},
+        "batch": {"global_batch_size": 8 * processes, "per_device_batch_size": 8},
+        "schedule": {"max_steps": 6},
+        "precision": {"mixed_precision": "bf16"},
+    }
+    run_command(write_recipe_file(tmp_path, **sections), processes=processes)
+    peaks = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_bytes"]
+    plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), processes)
+    not_allocated_by_torch = ("CUDA context", "NCCL buffers", "fragmentation")
+    planned = sum(part.num_bytes or 0 for part in plan.memory if part.name not in not_allocated_by_torch)
+    assert peaks["train"] == pytest.approx(planned, rel=0.1)

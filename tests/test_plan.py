@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from accel_train.cli import main
 from accel_train.loading import fetch
 from accel_train.memory_estimate import build_without_weights, estimate_memory, simulate_step
-from accel_train.plan import ASSUMED_MFU, Plan, format_plan, resolve_plan
+from accel_train.plan import Plan, resolve_plan
+from accel_train.plan_text import format_plan
 from accel_train.recipe_file import load_recipe
+from accel_train.scale.estimate import ASSUMED_MFU
 from accel_train.task import load_task
 
 GOOD: dict[str, Any] = {
@@ -75,8 +77,10 @@ def test_time_follows_from_the_peak_and_the_assumed_share_of_it() -> None:
     resolved = plan(world_size=8, gpu="NVIDIA H200")
     assert resolved.total_flops is not None
     assert resolved.peak_flops == pytest.approx(989.4e12)
-    assert resolved.train_seconds == pytest.approx(resolved.total_flops / (8 * 989.4e12 * ASSUMED_MFU))
-    assert f"at an assumed MFU of {ASSUMED_MFU:.0%} of 8 x 989.4 TFLOP/s" in format_plan(resolved)
+    assert resolved.scale.step is not None
+    computing = resolved.steps.max_steps * resolved.scale.step.compute_seconds
+    assert computing == pytest.approx(resolved.total_flops / (8 * 989.4e12 * ASSUMED_MFU))
+    assert f"at an MFU of {ASSUMED_MFU:.3g} of 8 x 989.4 TFLOP/s" in format_plan(resolved)
 
 
 def test_time_is_unknown_where_the_peak_is(without_cuda: None) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -89,16 +89,18 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """
     if dtype not in PEAK_DTYPES:
         raise ValueError(f"dtype={dtype!r} has no peak in the table; give one of {', '.join(PEAK_DTYPES)}")
+    known = matching_device(device_name, PEAK_TFLOPS)
+    tflops = None if known is None else PEAK_TFLOPS[known][PEAK_DTYPES.index(dtype)]
+    return None if tflops is None else tflops * 1e12
+
+
+def matching_device(device_name: str, names: Iterable[str]) -> str | None:
+    """The longest of `names` whose words all occur in a device's name; None without one."""
     words = _words(device_name)
     matching = [
-        name
-        for name in PEAK_TFLOPS
-        if _words(name) <= words and _words(name) & _VARIANT_WORDS == words & _VARIANT_WORDS
+        name for name in names if _words(name) <= words and _words(name) & _VARIANT_WORDS == words & _VARIANT_WORDS
     ]
-    if not matching:
-        return None
-    tflops = PEAK_TFLOPS[max(matching, key=len)][PEAK_DTYPES.index(dtype)]
-    return None if tflops is None else tflops * 1e12
+    return max(matching, key=len, default=None)
 
 
 def _words(name: str) -> frozenset[str]:

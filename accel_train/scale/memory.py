@@ -1,0 +1,92 @@
+"""The memory of one process when the model is spread over several, part by part."""
+
+from collections.abc import Iterator, Sequence
+
+from accel_train.memory_estimate import MemoryPart
+from accel_train.recipe import Parallel
+from accel_train.scale.layout import Layout
+from accel_train.scale.weights import ModelWeights
+
+FRAGMENTATION = 0.05
+"""Of what comes and goes in a step, lost between the allocator's blocks: assumed."""
+NCCL_BUFFER_BYTES = 24 * 2 * 4 * 2**20
+"""Of one communicator: 24 channels, each with two neighbours and NCCL_BUFFSIZE (4 MiB): an estimate."""
+COMES_AND_GOES = frozenset({"activations", "logits", "gathered weights", "whole gradients", "collectives"})
+
+
+def spread_memory(
+    parts: Sequence[MemoryPart],
+    section: Parallel,
+    layout: Layout,
+    weights: ModelWeights,
+    compute_bytes: int,
+    device_type: str,
+) -> tuple[MemoryPart, ...]:
+    """The parts of a process that holds the whole model, as they are where the model is spread, and what this adds.
+
+    Of all processes it is the first one's, which holds most: rows are dealt out whole, beginning there.
+    """
+    known = {part.name: part for part in parts}
+    found = [*(_shards(known, section, layout, weights) if layout.shard_size > 1 else _wholes(known))]
+    if layout.shard_size > 1:
+        found += _gathered(section, layout.shard_size, weights, compute_bytes)
+    elif layout.world_size > 1:
+        how = "the gradients lie in DDP's buckets (gradient_as_bucket_view): none beside them"
+        found.append(MemoryPart("DDP buckets", 0, "arithmetic", how))
+    found += [part for name, part in known.items() if name in ("activations", "logits", "CUDA context")]
+    if device_type == "cuda":
+        found += _of_cuda(found, layout)
+    return tuple(found)
+
+
+def _wholes(known: dict[str, MemoryPart]) -> Iterator[MemoryPart]:
+    yield from (known[name] for name in ("parameters", "gradients", "optimizer"))
+
+
+def _shards(
+    known: dict[str, MemoryPart], section: Parallel, layout: Layout, weights: ModelWeights
+) -> Iterator[MemoryPart]:
+    size = layout.shard_size
+    held, whole = (weights.part_numel(size, trainable_only=only) for only in (False, True)), known
+    for name, numel in zip(("parameters", "gradients"), held, strict=True):
+        yield _on_host(MemoryPart(name, 4 * numel, "arithmetic", f"{whole[name].how}, 1/{size} of the rows"), section)
+    moments = known["optimizer"].num_bytes or 0
+    trainable = weights.trainable_numel
+    numel = moments // trainable * weights.part_numel(size, trainable_only=True) if trainable else 0
+    yield _on_host(MemoryPart("optimizer", numel, "arithmetic", f"{whole['optimizer'].how}, 1/{size}"), section)
+
+
+def _on_host(part: MemoryPart, section: Parallel) -> MemoryPart:
+    if not section.cpu_offload:
+        return part
+    mib = (part.num_bytes or 0) / 2**20
+    return MemoryPart(part.name, 0, part.kind, f"in host memory (cpu_offload): {mib:,.1f} MiB of a process")
+
+
+def _gathered(section: Parallel, size: int, weights: ModelWeights, compute_bytes: int) -> Iterator[MemoryPart]:
+    blocks = sorted((size * block.part_numel(size) for block in weights.blocks), reverse=True)
+    root = size * weights.root.part_numel(size)
+    trained = max((size * block.part_numel(size, trainable_only=True) for block in weights.blocks), default=0)
+    trained_root = size * weights.root.part_numel(size, trainable_only=True)
+    at_once = blocks[:2] if section.reshard_after_forward else blocks
+    of_blocks = f"{len(at_once)} blocks" + ("" if section.reshard_after_forward else " (reshard_after_forward off)")
+    each = f"{compute_bytes} bytes each"
+    yield MemoryPart(
+        "gathered weights",
+        compute_bytes * (root + sum(at_once)),
+        "arithmetic",
+        f"{of_blocks} and the rest of the model, {each}",
+    )
+    yield MemoryPart("whole gradients", compute_bytes * (trained + trained_root), "arithmetic", f"of 1 block and the rest of the model, {each}, until they are reduced")  # fmt: skip
+    largest = max(blocks[:1] or [root])
+    reduced = 4 * (trained or trained_root) + 4 * (trained or trained_root) // size
+    yield MemoryPart("collectives", compute_bytes * largest + reduced, "estimate", "a block's weights as they arrive, a block's gradients as they leave (fp32)")  # fmt: skip
+
+
+def _of_cuda(found: Sequence[MemoryPart], layout: Layout) -> Iterator[MemoryPart]:
+    moving = [part.num_bytes for part in found if part.name in COMES_AND_GOES]
+    if layout.world_size > 1:
+        groups = 3 if 1 < layout.shard_size < layout.world_size else 1
+        yield MemoryPart("NCCL buffers", groups * NCCL_BUFFER_BYTES, "estimate", f"{groups} x 24 channels x 2 x 4 MiB")
+    lost = None if None in moving else round(FRAGMENTATION * sum(size for size in moving if size is not None))
+    yield MemoryPart("fragmentation", lost, "estimate", f"assumed {FRAGMENTATION:.0%} of what comes and goes in a step")

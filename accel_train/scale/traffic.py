@@ -1,0 +1,176 @@
+"""What the processes send each other in a step, in bytes and, over given links, in seconds.
+
+A collective of S bytes among n processes makes each of them send S (n - 1) / n (all-gather, reduce-scatter), or twice that
+(all-reduce), as rings do; trees send no less. Time is that over the slowest link of the ring, plus a latency for each hop.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_train.recipe import Parallel
+from accel_train.scale.hardware import GB, LINK_EFFICIENCY, Gpu, Interconnect
+from accel_train.scale.layout import Layout
+from accel_train.scale.weights import ModelWeights, WeightGroup
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+FP32_BYTES = 4
+BUCKET_BYTES = 25 * 2**20
+"""DDP's buckets (bucket_cap_mb)."""
+# NVIDIA/nccl, src/graph/tuning.cc: baseLat and hwLat of the ring and the tree, protocol Simple, in microseconds.
+BASE_LATENCY_SECONDS, LINK_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 8.4e-6, 3.4e-6, 14.0e-6
+TREE_LINK_LATENCY_SECONDS = 4.0e-6
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Processes that take part in a collective, each `stride` ranks after the one before."""
+
+    size: int
+    stride: int
+    gpus_per_node: int
+
+    @property
+    def size_in_node(self) -> int:
+        """Members on one node."""
+        return max(1, min(self.size, self.gpus_per_node // self.stride))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that it reaches over."""
+        return -(-self.size // self.size_in_node)
+
+    @property
+    def rings_per_node(self) -> int:
+        """Rings of this kind that share a node's network, all at work at once."""
+        return min(self.stride, self.gpus_per_node)
+
+    def seconds(self, kind: Kind, num_bytes: float, gpu: Gpu, network: Interconnect) -> float:
+        """One collective of `num_bytes` in all (what an all-gather ends with, a reduction begins with): NCCL's own model."""
+        if self.size == 1:
+            return 0.0
+        rounds = 2 if kind == "all-reduce" else 1
+        rate = gpu.link_gb_per_second * GB
+        if self.num_nodes > 1:
+            leaves_node = network.node_bytes_per_second(self.gpus_per_node) / self.rings_per_node
+            rate = leaves_node if self.size_in_node == 1 else min(rate, leaves_node)
+        hops_between, hops = rounds * (self.num_nodes - 1), rounds * (self.size - 1)
+        latency = hops_between * NETWORK_LATENCY_SECONDS + (hops - hops_between) * LINK_LATENCY_SECONDS
+        if kind == "all-reduce":
+            tree = (self.size_in_node - 1) * TREE_LINK_LATENCY_SECONDS
+            tree += math.ceil(math.log2(self.num_nodes)) * NETWORK_LATENCY_SECONDS
+            latency = min(latency, 2 * tree)
+        return sent_bytes(kind, num_bytes, self.size) / (rate * LINK_EFFICIENCY) + BASE_LATENCY_SECONDS + latency
+
+
+def sent_bytes(kind: Kind, num_bytes: float, size: int) -> float:
+    """What each of `size` processes sends in a collective of `num_bytes`."""
+    return (2 if kind == "all-reduce" else 1) * num_bytes * (size - 1) / size
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a step."""
+
+    kind: Kind
+    num_bytes: int
+    """What an all-gather ends with, a reduction begins with."""
+    ring: Ring
+    phase: Literal["forward", "backward"]
+    """What it runs beside; of several micro-batches, each has it unless `per_step`."""
+    per_step: bool
+    """Once a step, with the last micro-batch; else once a micro-batch."""
+    is_hidden: bool = True
+    """Computing goes on beside it. Not so the first gather, and the last reduction of a backward pass."""
+    purpose: str = ""
+
+    def times(self, num_micro_batches: int) -> int:
+        """How often it happens in a step."""
+        return 1 if self.per_step else num_micro_batches
+
+
+def collectives(
+    section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int = FP32_BYTES
+) -> tuple[Collective, ...]:
+    """All large collectives of a step; `compute_bytes` of an element of gathered weights (2 in mixed precision, else 4),
+    `reduce_bytes` of one of reduced gradients (always 4 here: others reduce in 16 bits).
+
+    Left out: a few bytes a step that the processes agree with, the gradients' norm, and the checks of drift.
+    """
+    if layout.world_size == 1:
+        return ()
+    if layout.shard_size == 1:
+        return tuple(_buckets(layout, reduce_bytes * weights.trainable_numel))
+    return tuple(_of_shards(section, layout, weights, compute_bytes, reduce_bytes))
+
+
+def _buckets(layout: Layout, gradient_bytes: int) -> Sequence[Collective]:
+    ring = Ring(layout.world_size, 1, layout.gpus_per_node)
+    full, rest = divmod(gradient_bytes, BUCKET_BYTES)
+    sizes = [BUCKET_BYTES] * full + ([rest] if rest else [])
+    last = len(sizes) - 1
+    return [
+        Collective("all-reduce", size, ring, "backward", True, number < last, "gradients, fp32")
+        for number, size in enumerate(sizes)
+    ]
+
+
+def _of_shards(
+    section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
+) -> list[Collective]:
+    size = layout.shard_size
+    shard = Ring(size, 1, layout.gpus_per_node)
+    copies = Ring(layout.num_copies, size, layout.gpus_per_node)
+    dtype = "fp32" if compute_bytes == FP32_BYTES else f"{8 * compute_bytes} bits"
+    found: list[Collective] = []
+
+    def gather(group: WeightGroup, phase: Literal["forward", "backward"], hidden: bool) -> None:
+        num_bytes = compute_bytes * size * group.part_numel(size)
+        found.append(Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}"))
+
+    def reduce(group: WeightGroup, hidden: bool) -> None:
+        part = reduce_bytes * group.part_numel(size, trainable_only=True)
+        if part == 0:
+            return
+        found.append(Collective("reduce-scatter", part * size, shard, "backward", False, hidden, "gradients, fp32"))
+        if layout.num_copies > 1:
+            purpose = "gradients of the parts, fp32"
+            found.append(Collective("all-reduce", part, copies, "backward", False, hidden, purpose))
+
+    gather(weights.root, "forward", False)
+    for number, block in enumerate(weights.blocks):
+        gather(block, "forward", number > 0)
+    for number, block in reversed(list(enumerate(weights.blocks))):
+        if section.reshard_after_forward and number < len(weights.blocks) - 1:
+            gather(block, "backward", True)
+        reduce(block, number > 0)
+    if section.reshard_after_forward and weights.blocks:
+        gather(weights.blocks[-1], "backward", False)
+    reduce(weights.root, False)
+    return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What each process sends in a step by one kind of collective."""
+
+    kind: Kind
+    purpose: str
+    times: int
+    payload_bytes: int
+    """What the collectives are of."""
+    sent_bytes: float
+
+
+def traffic_of(found: Sequence[Collective], num_micro_batches: int) -> tuple[Traffic, ...]:
+    """The collectives of a step, added up by kind."""
+    sums: dict[tuple[Kind, str], list[float]] = {}
+    for each in found:
+        times = each.times(num_micro_batches)
+        added = (times, times * each.num_bytes, times * sent_bytes(each.kind, each.num_bytes, each.ring.size))
+        sums[each.kind, each.purpose] = [a + b for a, b in zip(sums.get((each.kind, each.purpose), [0, 0, 0]), added)]
+    return tuple(
+        Traffic(kind, purpose, round(times), round(payload), sent)
+        for (kind, purpose), (times, payload, sent) in sums.items()
+    )

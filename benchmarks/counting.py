@@ -1,0 +1,53 @@
+"""Counts what this process hands to collectives, by watching the calls: counted, where a plan computes."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+SMALL_BYTES = 64
+"""What processes agree with, and norms: not of the model."""
+METHODS = {
+    "all_gather_single": ("all-gather", 0),
+    "_allgather_base": ("all-gather", 0),  # before torch 2.13
+    "reduce_scatter_single": ("reduce-scatter", 1),
+    "_reduce_scatter_base": ("reduce-scatter", 1),
+    "allreduce": ("all-reduce", 0),
+}
+"""Of a process group: the kind of collective, and which argument is the whole tensor."""
+
+
+def count_collectives() -> Counter[str]:
+    """From now on the counter fills: bytes by kind, of what an all-gather ends with and a reduction begins with.
+
+    DDP reduces its buckets without a call from Python: `show_buckets` has it call.
+    """
+    import torch.distributed as dist
+
+    counts: Counter[str] = Counter()
+    for method, (kind, which) in METHODS.items():
+        if hasattr(dist.ProcessGroup, method):
+            setattr(dist.ProcessGroup, method, _counted(getattr(dist.ProcessGroup, method), kind, which, counts))
+    return counts
+
+
+def _counted(original: Any, kind: str, which: int, counts: Counter[str]) -> Any:
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = args[which] if isinstance(args[which], list) else [args[which]]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if num_bytes > SMALL_BYTES:
+            counts[kind] += num_bytes
+        return original(group, *args, **kwargs)
+
+    return call
+
+
+def show_buckets(module: Any) -> None:
+    """Let DDP reduce its buckets through a hook in Python, as it does without one: so `count_collectives` sees the calls."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    module.register_comm_hook(None, allreduce_hook)
+
+
+def per_step(counts: Mapping[str, int], num_steps: int) -> dict[str, float]:
+    """The counts of one of so many equal steps."""
+    return {kind: total / num_steps for kind, total in counts.items()}

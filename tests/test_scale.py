@@ -1,0 +1,310 @@
+"""Memory, traffic, time and failures on many GPUs follow from counts by formulas that can be done by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from test_plan import folder  # noqa: F401 (the fixture: a folder with a recipe and its data)
+from torch import nn
+
+from accel_train.cli import main
+from accel_train.plan import Plan, resolve_plan
+from accel_train.plan_text import format_plan
+from accel_train.recipe import Checkpoint, Parallel
+from accel_train.recipe_file import load_recipe
+from accel_train.scale.estimate import Hardware
+from accel_train.scale.failures import FAILURE_RATES, daly_interval, lost_share, young_interval
+from accel_train.scale.hardware import GPUS, INTERCONNECTS, gpu_facts
+from accel_train.scale.layout import choose_layout
+from accel_train.scale.saving_cost import best_intervals, saving_cost
+from accel_train.scale.step_time import model_step
+from accel_train.scale.traffic import BASE_LATENCY_SECONDS, Ring, collectives, sent_bytes, traffic_of
+from accel_train.scale.weights import group_weights
+
+H100, NDR = GPUS["H100"], INTERCONNECTS["infiniband-ndr"]
+FSDP2 = ("--parallel.strategy", "fsdp2")
+
+
+def plan(*flags: str, world_size: int, gpu: str | None = "H100", **hardware: Any) -> Plan:
+    flags = ("--batch.global_batch_size", str(2 * world_size), *flags)
+    return resolve_plan(load_recipe("r.yaml", arguments=flags), world_size, gpu, Hardware(**hardware))
+
+
+class Block(nn.Linear):
+    """What a model repeats."""
+
+
+class Net(nn.Module):
+    """3 blocks of 100 weights, and 70 of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 10)  # 60
+        self.blocks = nn.ModuleList(Block(9, 10) for _ in range(3))
+        self.last = nn.Linear(10, 1, bias=False)  # 10, in one row
+
+
+# --- how the model is cut -------------------------------------------------------------------------------------------
+
+
+def test_weights_are_grouped_by_block_and_tied_ones_count_once() -> None:
+    model = Net()
+    model.blocks[1].weight = model.blocks[0].weight
+    weights = group_weights(model)
+    assert weights.root.numel == 70
+    assert [block.numel for block in weights.blocks] == [100, 10, 100]
+    assert weights.numel == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parts_are_whole_rows_so_that_more_processes_than_rows_save_nothing() -> None:
+    weights = group_weights(Net())
+    assert weights.part_numel(1) == 370
+    assert weights.part_numel(2) == 3 * 50 + 30 + 10  # the one row of the last layer cannot be divided
+    assert weights.part_numel(10) == weights.part_numel(1000) == 3 * 10 + 6 + 10
+    assert weights.padding(2) == pytest.approx(1 - 370 / (2 * 190))
+
+
+def test_parts_of_frozen_weights_have_no_gradients() -> None:
+    model = Net()
+    model.first.requires_grad_(False)
+    weights = group_weights(model)
+    assert weights.trainable_numel == 310
+    assert weights.part_numel(5, trainable_only=True) == 3 * 20 + 10
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, world_size, gpu, hardware, message",
+    [
+        ((*FSDP2, "--parallel.dp_shard_size", "3"), 8, "H100", {}, "dp_shard_size=3 does not divide the 8 processes of this run; use 1, 2, 4, 8 or auto"),
+        ((*FSDP2, "--parallel.cpu_offload", "true"), 2, None, {}, "cpu_offload=True: the run is on the CPU already"),
+        ((), 12, "H100", {"gpus_per_node": 8}, "--gpus-per-node=8: 12 processes do not fill such nodes; use 6, 4, 3, 2, 1"),
+        ((), 16, "H100", {"gpus_per_node": 0}, "--gpus-per-node=0: must be at least 1"),
+        ((), 16, "H100", {"interconnect": "infiniband"}, "--interconnect=infiniband is not known; did you mean infiniband-"),
+        ((), 16, "H100", {"mfu": 35.0}, "--mfu=35: a share of the peak is above 0 and at most 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_reason(
+    without_cuda: None, flags: tuple[str, ...], world_size: int, gpu: str | None, hardware: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        plan(*flags, world_size=world_size, gpu=gpu, **hardware)
+
+
+def test_a_shard_size_without_sharding_is_refused() -> None:
+    with pytest.raises((ValueError, ValidationError), match=r"dp_shard_size=2 is for parallel\.strategy fsdp2"):
+        Parallel(dp_shard_size=2)
+
+
+def test_processes_fill_their_nodes_unless_it_is_said_otherwise() -> None:
+    sizes = {n: choose_layout(Parallel(), n, "cuda").gpus_per_node for n in (1, 4, 7, 12, 1024)}
+    assert sizes == {1: 1, 4: 4, 7: 7, 12: 6, 1024: 8}
+    assert choose_layout(Parallel(), 64, "cuda", 4).num_nodes == 16
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_shard_is_a_part_of_the_whole_and_what_is_gathered() -> None:
+    whole, spread = ({p.name: p.num_bytes or 0 for p in plan(*f, world_size=8).memory} for f in ((), FSDP2))
+    for name in ("parameters", "gradients", "optimizer"):
+        assert spread[name] == pytest.approx(whole[name] / 8, rel=0.01)
+    weights = group_weights(nn.Module())  # of nothing: nothing
+    assert weights.numel == 0
+    blocks, root = (
+        2 * 49_984,
+        1024 * 64 + 320 * 64 + 2 * 64,
+    )  # of 64-wide GPT-2 blocks; positions, tokens, the last norm
+    assert spread["gathered weights"] == pytest.approx(2 * (blocks + root), rel=0.01)
+    assert whole["DDP buckets"] == 0
+    assert spread["NCCL buffers"] == whole["NCCL buffers"] > 0
+    assert spread["activations"] < whole["activations"]  # autocast keeps no 16-bit copies of weights
+
+
+def test_offloaded_parts_are_in_host_memory() -> None:
+    resolved = plan(*FSDP2, "--parallel.cpu_offload", "true", world_size=8)
+    parts = {part.name: part for part in resolved.memory}
+    assert [parts[name].num_bytes for name in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
+    assert "in host memory" in parts["optimizer"].how
+    assert resolved.train_seconds is None
+    assert "(parallel.cpu_offload) are not modelled" in format_plan(resolved)
+
+
+def test_more_memory_than_the_named_gpu_has_is_said() -> None:
+    text = format_plan(plan("--model.config", "{model_type: gpt2, n_embd: 8192, n_head: 64, n_layer: 8}", world_size=8))
+    assert "MORE than the 79.1 GiB of this GPU" in text
+    assert "or parallel.strategy fsdp2" in text
+
+
+# --- traffic --------------------------------------------------------------------------------------------------------
+
+
+def traffic(world_size: int, micro_batches: int = 1, **parallel: Any) -> dict[str, tuple[int, int, float]]:
+    section = Parallel(**parallel)
+    layout = choose_layout(section, world_size, "cuda")
+    found = traffic_of(collectives(section, layout, group_weights(Net()), 2), micro_batches)
+    return {each.kind: (each.times, each.payload_bytes, each.sent_bytes) for each in found}
+
+
+def test_ddp_reduces_all_gradients_once_a_step() -> None:
+    assert traffic(4, micro_batches=5) == {"all-reduce": (1, 4 * 370, 2 * 4 * 370 * 3 / 4)}
+    assert traffic(1) == {}
+
+
+def test_fsdp2_gathers_weights_twice_and_scatters_gradients_with_each_micro_batch() -> None:
+    padded = 10 * (3 * 10 + 6 + 10)
+    rest, blocks = 10 * (6 + 10), 10 * 3 * 10
+    assert traffic(10, strategy="fsdp2") == {
+        "all-gather": (4 + 3, 2 * (padded + blocks), 2 * (padded + blocks) * 0.9),
+        "reduce-scatter": (4, 4 * padded, 4 * padded * 0.9),
+    }
+    assert rest + blocks == padded
+    kept = traffic(10, micro_batches=3, strategy="fsdp2", reshard_after_forward=False)
+    assert kept["all-gather"][:2] == (3 * 4, 3 * 2 * padded)
+    assert kept["reduce-scatter"][:2] == (3 * 4, 3 * 4 * padded)
+
+
+def test_hsdp_reduces_parts_over_the_copies() -> None:
+    part = 3 * 50 + 30 + 10
+    found = traffic(8, strategy="fsdp2", dp_shard_size=2)
+    assert found["all-reduce"] == (4, 4 * part, 2 * 4 * part * 3 / 4)
+    assert found["reduce-scatter"][1] == 2 * 4 * part
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
+    num_bytes = 10**12  # so many that latency is nothing
+
+    def gb_per_second(ring: Ring, network: str = "infiniband-ndr") -> float:
+        seconds = ring.seconds("all-gather", num_bytes, H100, INTERCONNECTS[network])
+        return sent_bytes("all-gather", num_bytes, ring.size) / seconds / 1e9 / 0.8
+
+    assert gb_per_second(Ring(8, 1, 8)) == pytest.approx(450, rel=0.01)  # NVLink
+    assert gb_per_second(Ring(16, 1, 8)) == pytest.approx(400, rel=0.01)  # 8 adapters of 50 GB/s leave a node
+    assert gb_per_second(Ring(2, 8, 8)) == pytest.approx(50, rel=0.01)  # each of 8 rings has one of them
+    assert gb_per_second(Ring(16, 1, 8), "ethernet-100") == pytest.approx(12.5, rel=0.01)
+    assert gb_per_second(Ring(2, 8, 8), "ethernet-100") == pytest.approx(12.5 / 8, rel=0.01)
+
+
+def test_a_small_collective_costs_its_latency() -> None:
+    ring = Ring(16, 1, 8)
+    assert ring.seconds("all-gather", 16, H100, NDR) == pytest.approx(
+        BASE_LATENCY_SECONDS + 14 * 3.4e-6 + 14e-6, rel=1e-3
+    )
+    tree = 2 * (7 * 4e-6 + math.log2(128) * 14e-6)
+    assert Ring(1024, 1, 8).seconds("all-reduce", 8, H100, NDR) == pytest.approx(BASE_LATENCY_SECONDS + tree, rel=1e-3)
+
+
+def test_communication_hides_behind_computing_and_what_is_longer_is_waited_for() -> None:
+    section = Parallel(strategy="fsdp2")
+    layout = choose_layout(section, 16, "cuda")
+    found = collectives(section, layout, group_weights(Net()), 2)
+
+    def step(compute_seconds: float, overlap: bool = True) -> Any:
+        return model_step(
+            found, compute_seconds=compute_seconds, num_micro_batches=2, optimizer_elements=0, num_moments=2,
+            gpu=H100, network=NDR, overlap=overlap,
+        )  # fmt: skip
+
+    whole, none = step(10.0), step(0.0)
+    assert none.exposed_seconds == pytest.approx(none.communication_seconds)  # nothing to hide behind
+    assert step(10.0, overlap=False).exposed_seconds == pytest.approx(whole.communication_seconds)
+    # Alone: both first gathers, the re-gather of the last block, and both last reductions, of each micro-batch.
+    assert whole.exposed_seconds == pytest.approx(2 * (2 + 1 + 2) / 11 * whole.communication_seconds / 2, rel=0.05)
+    assert whole.efficiency > 0.999
+
+
+def test_the_optimizer_is_as_fast_as_the_memory() -> None:
+    step = model_step((), compute_seconds=1.0, num_micro_batches=1, optimizer_elements=10**9, num_moments=2, gpu=H100, network=NDR)  # fmt: skip
+    assert step.optimizer_seconds == pytest.approx(8 * 4e9 / (3350e9 * 0.8))
+    assert step.seconds == 1.0 + step.optimizer_seconds
+
+
+def test_a_plan_for_a_thousand_gpus_names_what_each_number_is() -> None:
+    text = format_plan(plan(*FSDP2, world_size=1024, interconnect="roce-400", mfu=0.4))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "processes 1,024 on 128 nodes of 8" in lines
+    assert any(line.startswith("between nodes roce-400, 50 GB/s of a GPU") for line in lines)
+    for name, kind in (("all-gather", "arithmetic"), ("parameters", "arithmetic"), ("activations", "estimate"), ("computing", "model"), ("waiting", "model"), ("writing", "estimate")):  # fmt: skip
+        assert any(line.startswith(name) and f" {kind}: " in line for line in lines), name
+    assert "MFU as --mfu says" in text
+    assert any(line.startswith("padding") for line in lines)  # 64 rows do not fill 1,024 processes
+    assert "measured" not in text
+
+
+def test_the_command_takes_the_machine_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--world-size", "16", "--gpu", "A100", "--gpus-per-node", "4", "--interconnect", "ethernet-25"]
+    assert main(["plan", "r.yaml", "--batch.global_batch_size", "32", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "16 on 4 nodes of 4" in out
+    assert "ethernet-25" in out
+    assert main(["plan", "r.yaml", "--mfu", "2", "--gpu", "A100"]) == 2
+    assert "--mfu=2" in capsys.readouterr().err
+
+
+def test_slower_networks_make_slower_steps() -> None:
+    def seconds(name: str) -> float:
+        step = plan(*FSDP2, world_size=64, interconnect=name).scale.step
+        assert step is not None
+        return step.seconds
+
+    fast, middle, slow = map(seconds, ("infiniband-ndr", "ethernet-100", "ethernet-10"))
+    assert fast < middle < slow
+
+
+def test_names_of_gpus_are_read_as_torch_says_them() -> None:
+    assert gpu_facts("NVIDIA H100 80GB HBM3") is GPUS["H100"]
+    assert gpu_facts("NVIDIA A100-SXM4-40GB") is GPUS["A100 40GB"]
+    assert gpu_facts("Acme 1") is None
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_published_failures_are_what_was_published() -> None:
+    llama, clusters = FAILURE_RATES
+    assert llama.per_week(16_384) == pytest.approx(419 / 54 * 7)
+    assert clusters.seconds_between(1024) == pytest.approx(7.9 * 3600)
+    assert clusters.per_week(8) == pytest.approx(clusters.per_week(1024) / 128)
+
+
+def best_of(save_seconds: float, between: float) -> float:
+    """Daly's complete model (2006, equation 20) searched for its least: e^(R/M) (e^((t + d)/M) - 1) M / t a second of work."""
+    lengths = torch.logspace(math.log10(between / 1e4), math.log10(between * 3), 400_000, dtype=torch.float64)
+    cost = torch.expm1((lengths + save_seconds) / between) / lengths
+    return float(lengths[cost.argmin()])
+
+
+@pytest.mark.parametrize("ratio", [1e-4, 1e-2, 0.1, 0.5])
+def test_dalys_interval_is_where_the_complete_model_loses_least(ratio: float) -> None:
+    between = 86_400.0
+    assert daly_interval(ratio * between, between) == pytest.approx(best_of(ratio * between, between), rel=0.02)
+    assert abs(young_interval(ratio * between, between) / best_of(ratio * between, between) - 1) > (
+        0.02 if ratio > 0.05 else 0
+    )
+
+
+def test_saves_longer_than_the_time_between_failures_come_once_in_it() -> None:
+    assert daly_interval(200.0, 100.0) == 100.0
+    assert lost_share(100.0, 200.0, 100.0) == 1.0
+
+
+def test_the_best_interval_loses_less_than_others_and_leaves_the_disk_time() -> None:
+    section = Checkpoint(every_steps=20_000, in_background=False)
+    layout = choose_layout(Parallel(), 1024, "cuda")
+    cost = saving_cost(section, layout, 10**11)
+    assert (cost.num_writers, cost.write_seconds, cost.stall_seconds) == (1, 100.0, 110.0)
+    for best in best_intervals(section, cost, 1024, step_seconds=1.0):
+        assert best.lost_now is not None
+        assert best.lost_at_best < best.lost_now
+        assert best.best_steps == round(max(best.daly_seconds, 1100))
+    never = best_intervals(section.model_copy(update={"every_steps": 0}), cost, 1024, 1.0)
+    assert never[0].lost_now is None
+    spread = saving_cost(section, choose_layout(Parallel(strategy="fsdp2"), 64, "cuda"), 64 * 10**9)
+    assert (spread.num_writers, spread.write_seconds, spread.copy_seconds) == (64, 64 / 20, 0.1)

@@ -1,0 +1,54 @@
+"""What a plan says of several processes, beside what real ones hold and send."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.plan import Plan, resolve_plan
+from accel_train.recipe import Recipe
+from forked import run_forked
+from runs import TINY_MODEL, recipe_dict, write_corpus, write_recipe_file
+
+pytestmark = pytest.mark.usefixtures("without_cuda")
+STEPS = 3
+MODEL = {**TINY_MODEL, "n_layer": 3, "n_embd": 48, "n_head": 3}  # 48 rows: whole for 2 and 4 processes
+
+
+def run_and_plan(folder: Path, world_size: int, **parallel: Any) -> tuple[list[dict[str, Any]], Plan]:
+    """What each of the processes held and sent, and the plan of the same run."""
+    write_corpus(folder)
+    sections: dict[str, Any] = {
+        "task": "held_task:HeldTask",
+        "model": {"config": MODEL},
+        "parallel": parallel,
+        "schedule": {"max_steps": STEPS},
+        "batch": {"global_batch_size": 16, "per_device_batch_size": 16 // world_size // 2},
+        "guard": {"drift_check_steps": 0},
+        "options": {"held": str(folder)},
+    }
+    run_forked(["run", str(write_recipe_file(folder, **sections))], world_size, folder=folder / "out").wait()
+    sections["options"]["planned"] = True
+    plan = resolve_plan(Recipe.model_validate(recipe_dict(folder, **sections)), world_size)
+    return [json.loads((folder / f"held-{rank}.json").read_text()) for rank in range(world_size)], plan
+
+
+@pytest.mark.parametrize(
+    "world_size, parallel",
+    [
+        (2, {"strategy": "fsdp2"}),
+        (4, {"strategy": "fsdp2"}),
+        (4, {"strategy": "fsdp2", "dp_shard_size": 2, "reshard_after_forward": False}),
+    ],
+)
+def test_a_process_holds_and_sends_what_the_plan_says(
+    tmp_path: Path, world_size: int, parallel: dict[str, Any]
+) -> None:
+    held, plan = run_and_plan(tmp_path, world_size, **parallel)
+    planned = {part.name: part.num_bytes for part in plan.memory}
+    for each in held:
+        print(each, planned, [(t.kind, t.payload_bytes) for t in plan.scale.traffic])
+        for name in ("parameters", "gradients", "optimizer"):
+            assert each[name] == pytest.approx(planned[name], rel=0.1)
+        assert each["sent"] == {traffic.kind: traffic.payload_bytes for traffic in plan.scale.traffic}
