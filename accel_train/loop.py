@@ -162,6 +162,8 @@ def use_smaller_micro_batches(run: Run, told: RanOutOfMemory) -> None:
     if smaller is None:
         raise OutOfMemory(f"{held} ({told.said})")
     run.sizes = smaller
+    if run.remembered is not None:
+        run.remembered.write(smaller.per_device_batch_size, f"because {held}")
     run.accelerator.gradient_accumulation_steps = smaller.gradient_accumulation_steps
     run.observer.on_event("out_of_memory", step, f"{held}; going on with {smaller.reason}", ranks=told.ranks)
 

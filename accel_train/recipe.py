@@ -80,9 +80,12 @@ class Batch(Section):
     global_batch_size: PositiveInt | None = None
     """Samples per step over all processes = per_device_batch_size x gradient_accumulation_steps x processes."""
     per_device_batch_size: Auto | PositiveInt = "auto"
-    """Samples one process forwards at once (a micro-batch)."""
+    """Samples one process forwards at once (a micro-batch); auto: what follows from the other two, and where accumulation is
+    auto as well the largest that fits: measured on a GPU (or a CPU with `ulimit -v`) before the first step, and remembered."""
     gradient_accumulation_steps: Auto | PositiveInt = "auto"
-    """Micro-batches per process and step."""
+    """Micro-batches per process and step; auto: what follows from the other two."""
+    memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the device's memory that the search for the largest micro-batch leaves free."""
     per_device_eval_batch_size: Auto | PositiveInt = "auto"
     """Samples one process forwards at once in evaluation; auto: twice the training size."""
 
