@@ -28,6 +28,7 @@ from accel_train.saving import raise_save_error, save_run, saves_finished, tell_
 from accel_train.signals import StopRequest
 from accel_train.state import OutOfMemory, Preempted, Requests, StepResult, TrainingStopped
 from accel_train.step import Agreement, MicroBatch, StepOutcome, seed_step, update_within
+from accel_train.stragglers import StragglerWatch
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,11 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     evaluation, a checkpoint, the end).
     """
     recipe, state, guard, scaler = run.recipe, run.state, run.guard, run.accelerator.scaler
-    agreement = Agreement(run.accelerator)
+    agreement, stragglers = Agreement(run.accelerator), StragglerWatch(run)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []
     sizes, statistics = NewSizes(run.order), RunningStatistics(run.inner, shared=run.is_sharded)
-    for step, micro_batches in batches_from(run, state.step):
+    for step, micro_batches in stragglers.reading(batches_from(run, state.step)):
         seed_step(recipe.seed, step, run.accelerator.process_index, run.accelerator.device)
         learning_rate = run.set_learning_rate(step)
         statistics.keep()
@@ -115,6 +116,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
             between_steps(run, stopping or settled.stop_requested)
             if state.stopped_early:
                 return
+        stragglers.compare(state.step)
         collect_garbage(state.step)
 
 

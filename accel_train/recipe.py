@@ -259,7 +259,15 @@ class Guard(Section):
     """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
     hang_timeout_seconds: PositiveFloat = 600.0
     """Without a step, or an evaluated batch, for so long the run has hung: stacks are written, the process that the others wait
-    for is named, and all end (exit code 5). The first step of a sitting may take three times as long."""
+    for is named, and all end (exit code 5). The first step of a sitting may take three times as long; after it no collective
+    waits for longer than twice this, whatever becomes of the rest."""
+    straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
+    """A process whose own work in a step (reading data, the forward) takes so many times what the median process's takes is
+    named in an event, where that is a tenth of a step at least; none: nobody looks."""
+    straggler_window_steps: Annotated[int, Field(ge=2)] = 50
+    """Steps over which that is averaged, and between two comparisons ..."""
+    straggler_windows: PositiveInt = 3
+    """... of which so many in a row have to find the same process."""
     drift_check_steps: NonNegativeInt = 500
     """Steps between two checks that all processes hold the same weights, which every checkpoint is preceded by as well; 0: never."""
 
