@@ -107,6 +107,8 @@ def search(trials: Trials, share: int) -> Answer:
     try:
         if not trials.accelerator.is_fsdp2:
             with trials.as_in_a_step():
+                if trials.device.type == "cuda":
+                    trials.measure(FIRST_SIZES[0])  # loads kernels and workspaces, which stay and are no part of a line
                 return _largest(trials, share, trials.measure, 0, f"measured on {name}")
         how = f"estimated for {name}: forwards of a model that is spread over processes wait for each other, so none is tried"
         return _largest(trials, share, trials.estimate, trials.bytes_when_spread(), how)

@@ -216,8 +216,9 @@ def _vocabulary(model: nn.Module, data: TaskData) -> tuple[int, int] | None:
 def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, device_type: str) -> Iterator[str]:
     yield from data.facts.get("notes", ())
     if is_open(recipe.batch) and device_type == "cuda" and sizes.per_device_batch_size > 1:
+        finds = "measures" if recipe.parallel.strategy == "ddp" else "estimates"
         yield (
-            f"per_device_batch_size and gradient_accumulation_steps are auto: before its first step a run measures the largest of "
+            f"per_device_batch_size and gradient_accumulation_steps are auto: before its first step a run {finds} the largest of "
             f"{', '.join(map(str, divisors(sizes.per_device_batch_size)))} that leaves {recipe.batch.memory_headroom:.0%} of "
             "each GPU free; the memory above is that of the largest"
         )
