@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from accel_train.batch_record import Remembered, remembered_for
-from accel_train.batch_trial import Trials, room_of
+from accel_train.batch_trial import Cost, Trials, room_of
 from accel_train.batching import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.memory import is_out_of_memory
 from accel_train.state import Choice
@@ -124,13 +124,13 @@ def search(trials: Trials, share: int) -> Answer:
 
 
 def _largest(
-    trials: Trials, share: int, measure: Callable[[int], int | None], num_static_bytes: int, how: str
+    trials: Trials, share: int, measure: Callable[[int], Cost | None], num_static_bytes: int, how: str
 ) -> Answer:
     room = room_of(trials.device)
     assert room is not None, "asked before"
     headroom = math.ceil(trials.recipe.batch.memory_headroom * room.total)
     candidates = divisors(share)
-    size, peak = largest_that_fits(candidates, room.free - num_static_bytes - headroom, measure)
+    size, peak = largest_that_fits(candidates, room.free - num_static_bytes - headroom, measure, headroom)
     told = "" if peak is None else f", {_gib(room.total - room.free + num_static_bytes + peak)}"
     larger = [candidate for candidate in candidates if candidate > size]
     more = f"; {larger[0]} would leave less than {trials.recipe.batch.memory_headroom:.0%} free" if larger else ""
@@ -138,31 +138,32 @@ def _largest(
 
 
 def largest_that_fits(
-    candidates: Sequence[int], room: int, measure: Callable[[int], int | None]
+    candidates: Sequence[int], room: int, measure: Callable[[int], Cost | None], headroom: int = 0
 ) -> tuple[int, int | None]:
-    """The largest candidate whose bytes are within `room`, and its bytes (None where the smallest is left, which nobody tried).
+    """The largest candidate whose tensors are within `room`, and their bytes (None where the smallest is left, which nobody tried).
 
-    `measure` gives the bytes of a size, or None where memory ran out. The line through the two largest sizes that are known
-    says what to try next, and nothing counts that was not tried.
+    `measure` gives the cost of a size, or None where memory ran out; the device has to have `headroom` left at the worst moment.
+    The line through the two largest sizes that are known says what to try next, and nothing counts that was not tried.
     """
     known: dict[int, int] = {}
     low, high = candidates[0], candidates[-1] + 1
+
+    def fits(size: int) -> bool:
+        cost = measure(size)
+        if cost is None:
+            return False
+        known[size] = cost.tensors
+        return cost.tensors <= room and (cost.least_free is None or cost.least_free >= headroom)
+
     for size in FIRST_SIZES:
-        if size < min(high, candidates[-1]):
-            peak = measure(size)
-            if peak is not None:
-                known[size] = peak
-            if peak is None or peak > room:
-                high = size
+        if size < min(high, candidates[-1]) and not fits(size):
+            high = size
     while fitting := [size for size in candidates if low < size < high and predict(known, size) <= room]:
         size = fitting[-1]
-        peak = known[size] if size in known else measure(size)
-        if peak is not None:
-            known[size] = peak
-        if peak is None or peak > room:
-            high = size
-        else:
+        if size in known or fits(size):
             low = size
+        else:
+            high = size
     return low, known.get(low)
 
 

@@ -23,6 +23,15 @@ from accel_train.step import TrainingModule
 from accel_train.task import Task, TaskData
 
 
+class Cost(NamedTuple):
+    """What a trial took, in bytes."""
+
+    tensors: int
+    """All that was alive at the worst moment: it grows in a line with the samples."""
+    least_free: int | None = None
+    """What the device had left then, freed memory that an allocator keeps counted as taken; None where that was not seen."""
+
+
 @dataclass(frozen=True)
 class Trials:
     """A training module as it was just built: on its device, in training mode, neither wrapped nor compiled.
@@ -54,19 +63,25 @@ class Trials:
         batch.pop("num_targets")
         return batch
 
-    def measure(self, count: int) -> int | None:
-        """Bytes that forward and backward of so many samples take beyond what is there; None where memory ran out."""
+    def measure(self, count: int) -> Cost | None:
+        """Forward and backward of so many samples, beyond what is there; None where memory ran out.
+
+        Twice, as with accumulation: memory that the first one has freed is in pieces, and not all of use to the second.
+        """
         batch, device = self.collated(count), self.device
         try:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-                before = torch.cuda.memory_allocated(device)
+                before, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+                free, _ = torch.cuda.mem_get_info(device)
                 self._forward_backward(batch)
-                return torch.cuda.max_memory_allocated(device) - before
-            # What the kernel counts is what the allocator keeps, and its peak cannot be set back: so storages are counted.
-            with PeakTracker(None) as tracker:
                 self._forward_backward(batch)
-            return tracker.peak.total()
+                tensors = torch.cuda.max_memory_allocated(device) - before
+                return Cost(tensors, free + reserved - torch.cuda.max_memory_reserved(device))
+            with PeakTracker(None) as tracker, LeastFree() as seen:
+                self._forward_backward(batch)
+                self._forward_backward(batch)
+            return Cost(tracker.peak.total(), seen.num_bytes)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -80,7 +95,7 @@ class Trials:
             loss_sum = self.inner(there)
         loss_sum.backward()
 
-    def estimate(self, count: int) -> int:
+    def estimate(self, count: int) -> Cost:
         """The same, found by running the model without values.
 
         Raises:
@@ -93,7 +108,7 @@ class Trials:
             mixed_precision=self.accelerator.mixed_precision,
             like_cuda=self.device.type == "cuda",
         )
-        return peak.total()
+        return Cost(peak.total())
 
     @contextmanager
     def as_in_a_step(self) -> Iterator[None]:
@@ -150,7 +165,8 @@ class Room(NamedTuple):
 def room_of(device: torch.device) -> Room | None:
     """What the device has for this process now; None where there is no limit that an allocation could fail at.
 
-    On a CPU that is a limit on the address space (RLIMIT_AS, `ulimit -v`). A container's limit is none: the kernel kills.
+    On a CPU that is a limit on the address space (RLIMIT_AS, `ulimit -v`). A container's limit is none: the kernel kills. The
+    C library keeps what is freed, in pieces, so that there a step may run out where a trial did not; it is then halved.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -162,8 +178,28 @@ def room_of(device: torch.device) -> Room | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
-    pages = int(Path("/proc/self/statm").read_text().split()[0])  # proc(5): the size of the address space
-    return Room(limit, limit - pages * resource.getpagesize())
+    return Room(limit, limit - address_space("VmSize"))
+
+
+def address_space(name: str) -> int:
+    """Bytes of this process's address space, by proc(5): VmSize, or VmPeak, the most it ever had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+class LeastFree:
+    """How much of the address space was left at the worst moment inside, where that was the worst one so far."""
+
+    num_bytes: int | None = None
+
+    def __enter__(self) -> "LeastFree":
+        self._before = 0 if room_of(torch.device("cpu")) is None else address_space("VmPeak")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        room = room_of(torch.device("cpu"))
+        if room is not None and address_space("VmPeak") > self._before:
+            self.num_bytes = room.free + address_space("VmSize") - address_space("VmPeak")
 
 
 def _let_go(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accel_train import Recipe
 from accel_train.batch_record import remembered_for
 from accel_train.batch_search import largest_that_fits
-from accel_train.batch_trial import Trials
+from accel_train.batch_trial import Cost, Trials
 from accel_train.batching import divisors, resolve_batch
 from accel_train.plan import resolve_plan
 from accel_train.step import TrainingModule
@@ -64,14 +64,14 @@ def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memo
     assert "4  (process 1 holds no more; here 8: measured on cpu, " in said
     assert "(32 = 4 per device x 4 accumulation x 2 processes)" in said
     first, second = forwards(corpus, 0), forwards(corpus, 1)
-    assert (first[:3], set(first[3:])) == ([2, 4, 8], {4})
-    assert (second[:2], set(second[2:])) == ([2, 4], {4})
+    assert (first[:6], set(first[6:])) == ([2, 2, 4, 4, 8, 8], {4})
+    assert (second[:4], set(second[4:])) == ([2, 2, 4, 4], {4})
     assert losses(corpus / "searched/run") == pytest.approx(losses(corpus / "without/run"), rel=1e-6)
 
     said = start(corpus, started, "remembered", 2, **sections, options=limited)
     assert "4  (found 20" in said
-    assert forwards(corpus, 0) == first[3:]
-    assert forwards(corpus, 1) == second[2:]
+    assert forwards(corpus, 0) == first[6:]
+    assert forwards(corpus, 1) == second[4:]
     assert losses(corpus / "remembered/run") == losses(corpus / "searched/run")
 
     records = list((corpus / "cache" / "micro_batches").glob("*.json"))
@@ -103,10 +103,10 @@ class Memory:
     def __init__(self, bytes_of: Callable[[int], int], room: int) -> None:
         self.bytes_of, self.room, self.tried = bytes_of, room, list[int]()
 
-    def measure(self, size: int) -> int | None:
+    def measure(self, size: int) -> Cost | None:
         self.tried.append(size)
         needed = self.bytes_of(size)
-        return needed if needed <= 1.1 * self.room else None
+        return Cost(needed) if needed <= 1.1 * self.room else None
 
 
 @pytest.mark.parametrize("share", [2, 3, 4, 12, 64, 97, 720])
@@ -123,6 +123,14 @@ def test_largest_of_all_that_fit_is_found_in_few_trials_where_memory_is_a_line(s
         assert found == 1 or found in memory.tried
         assert len(memory.tried) == len(set(memory.tried))
         assert len(memory.tried) <= 4
+
+
+def test_size_that_leaves_the_device_no_headroom_is_not_taken_though_its_tensors_would_fit() -> None:
+    def in_pieces(size: int) -> Cost:
+        return Cost(10 * size, least_free=1000 - 15 * size)  # a third of what is taken is of no use
+
+    assert largest_that_fits(divisors(64), 900, in_pieces, headroom=100) == (32, 320)
+    assert largest_that_fits(divisors(64), 900, lambda size: Cost(10 * size), headroom=100) == (64, 640)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +199,7 @@ def test_trial_leaves_no_trace_also_where_it_fails(recipe: Recipe, fail: bool) -
     with trials.as_in_a_step():
         assert all(parameter.grad is not None for parameter in parameters)
         assert (trials.measure(4) is None) == fail
-        assert int(trials.inner.model.layers[1].num_batches_tracked) == 1  # type: ignore[union-attr,index]
+        assert int(trials.inner.model.layers[1].num_batches_tracked) == (1 if fail else 2)  # type: ignore[union-attr,index]
     assert all(torch.equal(value, before[name]) for name, value in trials.inner.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == own
