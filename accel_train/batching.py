@@ -25,11 +25,17 @@ class BatchSizes:
     reason: str
 
 
+def is_open(batch: Batch) -> bool:
+    """Whether a recipe leaves it to the run how the global batch is cut into micro-batches."""
+    return batch.per_device_batch_size == "auto" and batch.gradient_accumulation_steps == "auto"
+
+
 def resolve_batch(batch: Batch, world_size: int) -> BatchSizes:
     """Fill in the batch sizes that the recipe leaves open, and refuse those that do not multiply out.
 
     Any two of global_batch_size, per_device_batch_size and gradient_accumulation_steps give the third. One alone:
-    accumulation is 1; without per_device_batch_size, the global size is 32 unless it is said.
+    accumulation is 1 (until a run has looked for the largest micro-batch that fits, `batch_search.py`); without
+    per_device_batch_size, the global size is 32 unless it is said.
 
     Raises:
         ValueError: the sizes contradict each other or do not divide; the text has the nearest ones that do.
@@ -100,7 +106,7 @@ def _per_device_size(total: int, accumulation: int, world_size: int, is_default:
     else:
         parts = f"{_processes(world_size)} x gradient_accumulation_steps {accumulation} = {unit}"
     remedies = [_alternatives(_nearest_multiples(total, unit))]
-    world_sizes = [w for w in _divisors(total) if total % (w * accumulation) == 0]
+    world_sizes = [w for w in divisors(total) if total % (w * accumulation) == 0]
     if world_sizes:
         remedies.append(f"or run on {_alternatives(world_sizes)} processes")
     if accumulation > 1 and total % world_size == 0:
@@ -139,12 +145,13 @@ def _nearest_multiples(number: int, unit: int) -> list[int]:
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
     """The largest divisor below `wanted` and the smallest above it, where there are such."""
-    divisors = _divisors(number)
-    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    all_of_them = divisors(number)
+    below, above = [d for d in all_of_them if d < wanted], [d for d in all_of_them if d > wanted]
     return below[-1:] + above[:1]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

@@ -28,6 +28,7 @@ from accel_train.saving import raise_save_error, save_run, saves_finished, tell_
 from accel_train.signals import StopRequest
 from accel_train.state import OutOfMemory, Preempted, Requests, StepResult, TrainingStopped
 from accel_train.step import Agreement, MicroBatch, StepOutcome, seed_step, update_within
+from accel_train.stragglers import StragglerWatch
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     """
     accelerator, state, guard, seed = run.accelerator, run.state, run.guard, run.recipe.seed
     rank, device, scaler = accelerator.process_index, accelerator.device, accelerator.scaler
-    agreement = Agreement(accelerator)
+    agreement, stragglers = Agreement(accelerator), StragglerWatch(run)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []
     sizes, statistics = NewSizes(run.order), RunningStatistics(run.inner, shared=run.is_sharded)
-    for step, micro_batches in batches_from(run, state.step):
+    for step, micro_batches in stragglers.reading(batches_from(run, state.step)):
         seed_step(seed, step, rank, device)
         learning_rate = run.set_learning_rate(step)
         statistics.keep()
@@ -116,6 +117,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
             between_steps(run, stopping or settled.stop_requested)
             if state.stopped_early:
                 return
+        stragglers.compare(state.step)
         collect_garbage(state.step)
 
 
@@ -163,6 +165,8 @@ def use_smaller_micro_batches(run: Run, told: RanOutOfMemory) -> None:
     if smaller is None:
         raise OutOfMemory(f"{held} ({told.said})")
     run.sizes = smaller
+    if run.remembered is not None:
+        run.remembered.write(smaller.per_device_batch_size, f"because {held}")
     run.accelerator.gradient_accumulation_steps = smaller.gradient_accumulation_steps
     run.observer.on_event("out_of_memory", step, f"{held}; going on with {smaller.reason}", ranks=told.ranks)
 

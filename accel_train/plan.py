@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accel_train.batching import BatchSizes, resolve_batch
+from accel_train.batching import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.checkpoint import checkpoint_folders
 from accel_train.loading import fetch
 from accel_train.memory_estimate import MemoryPart, build_without_weights, estimate_memory, vocabulary_rows
@@ -187,7 +187,7 @@ def resolve_plan(
         num_checkpoints=most_checkpoints(recipe, data.eval is not None),
         peak_flops=peak,
         scale=scale,
-        notes=tuple(_notes(recipe, data, gpu)),
+        notes=tuple(_notes(recipe, data, gpu, sizes, device_type)),
     )
 
 
@@ -247,8 +247,15 @@ def _vocabulary(model: nn.Module, data: TaskData) -> tuple[int, int] | None:
     return None if tokens is None or rows is None else (tokens, rows)
 
 
-def _notes(recipe: Recipe, data: TaskData, gpu: str | None) -> Iterator[str]:
+def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, device_type: str) -> Iterator[str]:
     yield from data.facts.get("notes", ())
+    if is_open(recipe.batch) and device_type == "cuda" and sizes.per_device_batch_size > 1:
+        finds = "measures" if recipe.parallel.strategy == "ddp" else "estimates"
+        yield (
+            f"per_device_batch_size and gradient_accumulation_steps are auto: before its first step a run {finds} the largest of "
+            f"{', '.join(map(str, divisors(sizes.per_device_batch_size)))} that leaves {recipe.batch.memory_headroom:.0%} of "
+            "each GPU free; the memory above is that of the largest"
+        )
     if gpu is not None and peak_flops(gpu, "fp32") is None:
         near = get_close_matches(gpu, PEAK_TFLOPS, n=3, cutoff=0.4)
         yield f"--gpu {gpu} is not among the GPUs whose peak is known" + (

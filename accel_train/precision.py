@@ -18,6 +18,7 @@ from accel_train.signals import heard_while_waiting
 from accel_train.state import Choice
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800
+"""How long a collective may wait while a run is prepared: one process may read, or tokenise, for all of them."""
 
 
 def start_processes(*, offloads: bool = False) -> PartialState:
@@ -34,7 +35,16 @@ def start_processes(*, offloads: bool = False) -> PartialState:
     if processes.distributed_type == DistributedType.FSDP:  # as an earlier run in this process (a notebook) left it
         kind = DistributedType.MULTI_CPU if processes.device.type == "cpu" else DistributedType.MULTI_GPU
         PartialState._shared_state["distributed_type"] = kind
+    if processes.num_processes > 1:
+        limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the watchdog of an earlier run in this process has lowered it
     return processes
+
+
+def limit_collectives(seconds: float) -> None:
+    """From now on let no collective of all processes wait for longer: it raises (gloo), or ends the process (NCCL)."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout  # torch has no public name for it
+
+    _set_pg_timeout(timedelta(seconds=seconds))
 
 
 def _has_accelerator() -> bool:

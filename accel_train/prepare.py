@@ -20,7 +20,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from accel_train.agreement_check import check_agreement
-from accel_train.batching import BatchSizes, resolve_batch
+from accel_train.batch_record import Remembered
+from accel_train.batch_search import fit_micro_batch
+from accel_train.batch_trial import Trials
+from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.compiling import compile_module
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
@@ -133,6 +136,8 @@ class Run:
     """What is let go at the end, however it comes: folder, trackers, progress bar."""
     found: Found
     """What this sitting goes on from."""
+    remembered: Remembered | None = None
+    """Where the size of the micro-batches is kept that was found to fit, if it was looked for."""
     evaluate: Callable[[], Mapping[str, float]] | None = None
     """A program's own evaluation, in place of the task's."""
     requests: Requests | None = None
@@ -330,7 +335,7 @@ def _build(
     data = task.load_data(recipe, progress=accelerator.is_main_process)
     check_agreement(recipe, data, accelerator.num_processes)
     resolved = resolve_run(recipe, data, sizes, extensions.epoch_order)
-    steps, order, peak = resolved.steps, resolved.order, resolved.learning_rate
+    steps, order = resolved.steps, resolved.order
     workers = choose_num_workers(recipe.data.num_workers, data, accelerator.num_processes)
     pin = choose_pin_memory(recipe.data.pin_memory, device)
     identity = run_identity(recipe, data, sizes, steps)
@@ -353,7 +358,13 @@ def _build(
     sharded = is_sharded(accelerator)
     model, weights = build_for_sharding(accelerator, build_model, build_empty) if sharded else (build_model(), None)
     inner = TrainingModule(model, task)
+    if not sharded:
+        inner.model.to(device)
+    fitted = fit_micro_batch(Trials(recipe, task, data, inner, accelerator, build_empty), sizes)
+    sizes = fitted.sizes
+    peak = scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes)
     choices |= changes
+    choices |= fitted.choices
     choices |= {
         "batch": Choice(sizes.global_batch_size, sizes.reason),
         "optimizer.learning_rate": peak,
@@ -367,8 +378,6 @@ def _build(
     accelerator.ddp_handler.broadcast_buffers = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inner.modules()
     )
-    if not sharded:
-        inner.model.to(device)
     build = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
     accelerator.ddp_handler.find_unused_parameters = extensions.find_unused_parameters
     if sharded:
@@ -430,6 +439,7 @@ def _build(
         memory=PeakMemory(device),
         resources=ExitStack(),
         found=found,
+        remembered=fitted.remembered,
         evaluate=extensions.evaluate,
         requests=extensions.requests,
         saving_group=dist.new_group(backend="gloo") if sharded else None,

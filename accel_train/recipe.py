@@ -80,9 +80,12 @@ class Batch(Section):
     global_batch_size: PositiveInt | None = None
     """Samples per step over all processes = per_device_batch_size x gradient_accumulation_steps x processes."""
     per_device_batch_size: Auto | PositiveInt = "auto"
-    """Samples one process forwards at once (a micro-batch)."""
+    """Samples one process forwards at once (a micro-batch); auto: what follows from the other two, and where accumulation is
+    auto as well the largest that fits: measured on a GPU (or a CPU with `ulimit -v`) before the first step, and remembered."""
     gradient_accumulation_steps: Auto | PositiveInt = "auto"
-    """Micro-batches per process and step."""
+    """Micro-batches per process and step; auto: what follows from the other two."""
+    memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the device's memory that the search for the largest micro-batch leaves free."""
     per_device_eval_batch_size: Auto | PositiveInt = "auto"
     """Samples one process forwards at once in evaluation; auto: twice the training size."""
 
@@ -256,7 +259,15 @@ class Guard(Section):
     """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
     hang_timeout_seconds: PositiveFloat = 600.0
     """Without a step, or an evaluated batch, for so long the run has hung: stacks are written, the process that the others wait
-    for is named, and all end (exit code 5). The first step of a sitting may take three times as long."""
+    for is named, and all end (exit code 5). The first step of a sitting may take three times as long; after it no collective
+    waits for longer than twice this, whatever becomes of the rest."""
+    straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
+    """A process whose own work in a step (reading data, the forward) takes so many times what the median process's takes is
+    named in an event, where that is a tenth of a step at least; none: nobody looks."""
+    straggler_window_steps: Annotated[int, Field(ge=2)] = 50
+    """Steps over which that is averaged, and between two comparisons ..."""
+    straggler_windows: PositiveInt = 3
+    """... of which so many in a row have to find the same process."""
     drift_check_steps: NonNegativeInt = 500
     """Steps between two checks that all processes hold the same weights, which every checkpoint is preceded by as well; 0: never."""
 

@@ -27,6 +27,8 @@ STOP_SECONDS = 15.0
 """How long a stop request may wait for a step: launchers kill after 30 seconds."""
 LEFT_SECONDS = 20.0
 """How long to wait where a peer has ended in good order, and this process still has something to do."""
+COLLECTIVE_ALLOWANCE = 2
+"""A collective may wait for so many times as long as a step may take."""
 FIRST_STEPS_ALLOWANCE = 3
 """The first step of a sitting, and what follows the last, may take so many times as long: one compiles, the other writes."""
 AGREED = (TrainingStopped, CheckpointError, Preempted)
@@ -53,12 +55,13 @@ class Watchdog:
         self._first_step: int | None = None
         self._failure: Failure | None = None
         self._halfway: dict[int, Standing] | None = None
-        self._ending = False
+        self._ending = self._is_limited = False
         self._over = threading.Event()
         self._contact = time.monotonic()
 
     def watch_steps(self, progress: Callable[[], tuple[int, int]], phase: Callable[[], str]) -> None:
         """From now on steps are to be done: `progress` counts them, and batches evaluated; `phase` is what is done now."""
+        self._limit_collectives(FIRST_STEPS_ALLOWANCE * self.timeout_seconds)
         self._idle, self._first_step = 0.0, progress()[0]
         self._phase, self._progress = phase, progress
 
@@ -173,8 +176,19 @@ class Watchdog:
             self._idle += elapsed
             return
         if not self._is_first_step:
+            if not self._is_limited:
+                self._limit_collectives(self.timeout_seconds)
+                self._is_limited = True
             self._longest_idle = max(self._longest_idle, self._idle)
         self._last, self._idle, self._halfway = seen, 0.0, None
+
+    def _limit_collectives(self, seconds: float) -> None:
+        """Let none wait for much longer than this watchdog does, which is to come first: it names who is waited for."""
+        if self.peers is not None:
+            from accel_train.precision import limit_collectives
+
+            with suppress(RuntimeError, ValueError):  # the group is gone already
+                limit_collectives(COLLECTIVE_ALLOWANCE * seconds)
 
     @property
     def _is_first_step(self) -> bool:

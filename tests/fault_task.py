@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -42,11 +44,14 @@ class FaultTask(ProbeTask):
     """`options`, beside those of ProbeTask: raise_at / exit_at / sigstop_at / spin_at / flip_at: {step, rank};
 
     seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed or hangs; in_load / in_build:
-    {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written.
+    {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written;
+    slow: {rank, read or step: seconds}, of one process alone (-1: all); timeouts: a folder where each process writes how
+    long a collective may wait, in seconds, at each forward.
     """
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        self.seconds = recipe.options.get("seconds", {})
+        slow = recipe.options.get("slow", {"rank": None})
+        self.seconds = {**recipe.options.get("seconds", {}), **(slow if slow["rank"] in (RANK, -1) else {})}
         time.sleep(self.seconds.get("load", 0))
         data = super().load_data(recipe, progress=progress)
         if recipe.options.get("raise_in_load") == RANK:
@@ -74,6 +79,10 @@ class FaultTask(ProbeTask):
         if not model.training:
             return loss
         time.sleep(self.seconds.get("step", 0))
+        if "timeouts" in self.options:
+            group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+            with Path(self.options["timeouts"], f"rank-{RANK}.txt").open("a") as file:
+                file.write(f"{group.options._timeout.total_seconds():g}\n")
         faults: dict[str, Callable[[], object]] = {
             "raise_at": self._fail,
             "exit_at": lambda: os._exit(0),

@@ -128,3 +128,34 @@ def test_a_process_takes_the_memory_that_was_planned(tmp_path: Path, processes: 
     not_allocated_by_torch = ("CUDA context", "NCCL buffers", "fragmentation")
     planned = sum(part.num_bytes or 0 for part in plan.memory if part.name not in not_allocated_by_torch)
     assert peaks["train"] == pytest.approx(planned, rel=0.1)
+
+
+def test_search_takes_what_leaves_headroom_and_the_losses_stay(tmp_path: Path) -> None:
+    """Most of the GPU is taken by somebody else, so that the whole share of a step does not fit."""
+    write_corpus(tmp_path, 400)
+    sections: dict[str, Any] = {
+        "model": {"config": {**TINY_MODEL, "n_layer": 8, "n_embd": 256, "n_positions": 512}},
+        "data": {"sequence_length": 512},
+        "schedule": {"max_steps": 4},
+        "precision": {"mixed_precision": "no"},
+    }
+    whole = train_steps(tmp_path, batch={"global_batch_size": 64, "per_device_batch_size": 64}, **sections)
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    taken = torch.empty(free - total // 10 - 2 * 2**30, dtype=torch.uint8, device=device)
+    recipe = Recipe.model_validate(
+        recipe_dict(
+            tmp_path, task="causal-lm", output_dir=str(tmp_path / "found"), batch={"global_batch_size": 64}, **sections
+        )
+    )
+    run = prepare_run(recipe)
+    assert 1 < run.sizes.per_device_batch_size < 64, run.choices["batch.per_device_batch_size"]
+    assert "measured on " in run.choices["batch.per_device_batch_size"].reason
+    with run.resources:
+        run_steps(run, StopRequest())
+    assert losses(tmp_path / "found") == pytest.approx(whole, rel=1e-5)
+    again = prepare_run(recipe.model_copy(update={"output_dir": str(tmp_path / "again")}))
+    again.resources.close()
+    assert again.choices["batch.per_device_batch_size"].reason.startswith("found 20")
+    del taken

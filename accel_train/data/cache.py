@@ -27,14 +27,19 @@ from accel_train.recipe_data import Data
 _SETTLED_SECONDS = 2.0
 
 
+def cache_root(data: Data) -> Path:
+    """What is kept from run to run: `data.cache_dir`, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; it may not be there yet."""
+    root = data.cache_dir or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
+    return Path(root).expanduser().absolute()
+
+
 def cache_folder(data: Data) -> Path:
-    """Where token shards are kept: `data.cache_dir`, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train.
+    """Where token shards are kept.
 
     Raises:
         ValueError: the folder cannot be made, or not be written to.
     """
-    root = data.cache_dir or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
-    folder = Path(root).expanduser().absolute() / "text"
+    folder = cache_root(data) / "text"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,12 +1,12 @@
 """Tables whose rows hold or name images: parquet, csv, jsonl and data sets; images are read when they are asked for."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_train.data.cache import cache_root
 from accel_train.data.images import RowImages
 from accel_train.data.sources import Source, SourceFile
 from accel_train.data.tables import class_names, read_rows
@@ -91,7 +91,7 @@ def _parquet(file: SourceFile, data: Data) -> "datasets.Dataset":
 
     try:
         with _no_bars():
-            return datasets.Dataset.from_parquet(str(file.path), cache_dir=str(_cache_folder(data)))
+            return datasets.Dataset.from_parquet(str(file.path), cache_dir=str(cache_root(data) / "images"))
     except Exception as error:  # whatever pyarrow or datasets raise for a damaged file
         reason = (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
         raise ValueError(f"{file.path}: not a parquet file ({reason}); is it complete?") from error
@@ -113,11 +113,6 @@ class _Cells(Sequence[Any]):
 
     def __getitem__(self, row: Any) -> Any:
         return self.dataset[row][self.column]
-
-
-def _cache_folder(data: Data) -> Path:
-    root = data.cache_dir or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
-    return Path(root).expanduser().absolute() / "images"
 
 
 @contextmanager

@@ -1,0 +1,285 @@
+"""The largest micro-batch that fits is found by trying, agreed on, and remembered; and no number of the run depends on it.
+
+The limit is real: on the address space of each process (RLIMIT_AS), where an allocation fails as it does on a GPU.
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train import Recipe
+from accel_train.batch_record import remembered_for
+from accel_train.batch_search import largest_that_fits
+from accel_train.batch_trial import Cost, Trials
+from accel_train.batching import divisors, resolve_batch
+from accel_train.plan import resolve_plan
+from accel_train.step import TrainingModule
+from accel_train.task import TaskData
+from forked import Forked, run_forked
+from runs import events, losses, recipe_dict, write_recipe_file
+
+SECTIONS: dict[str, Any] = {"task": "memory_task:MemoryTask", "schedule": {"max_steps": 4}}
+
+
+def start(folder: Path, started: list[Forked], name: str, processes: int, **sections: Any) -> str:
+    """Run to the end; what the main process has printed."""
+    (folder / name).mkdir()
+    recipe = write_recipe_file(folder, **SECTIONS, output_dir=str(folder / name / "run"), **sections)
+    forked = run_forked(["run", str(recipe)], processes, folder=folder / name)
+    started.append(forked)
+    assert forked.wait(60) == [0] * processes, forked.stderr(0)[-3000:] + forked.stderr(processes - 1)[-3000:]
+    return (folder / name / "rank-0.out").read_text()
+
+
+def forwards(folder: Path, rank: int) -> list[int]:
+    """Rows of each training forward of a process since the last time this was asked."""
+    path = folder / "forwards" / f"rank-{rank}.txt"
+    rows = [int(line) for line in path.read_text().split()]
+    path.unlink()
+    return rows
+
+
+def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memory_is_corrected(
+    corpus: Path, started: list[Forked]
+) -> None:
+    (corpus / "forwards").mkdir()
+    options = {"ragged": True, "mebibytes_a_row": 512, "forwards": str(corpus / "forwards")}
+    limited = {**options, "address_space_gibibytes": [8, 4.5]}
+    sections: dict[str, Any] = {"batch": {"global_batch_size": 32}}
+
+    said = start(corpus, started, "without", 2, **sections, options=options)
+    assert "16  (all of a process's samples at once; not searched, for cpu has no limit on its address space" in said
+    for rank in (0, 1):
+        assert set(forwards(corpus, rank)) == {16}
+
+    said = start(corpus, started, "searched", 2, **sections, options=limited)
+    assert "4  (process 1 holds no more; here 8: measured on cpu, " in said
+    assert "(32 = 4 per device x 4 accumulation x 2 processes)" in said
+    first, second = forwards(corpus, 0), forwards(corpus, 1)
+    assert (first[:6], set(first[6:])) == ([2, 2, 4, 4, 8, 8], {4})
+    assert (second[:4], set(second[4:])) == ([2, 2, 4, 4], {4})
+    assert losses(corpus / "searched/run") == pytest.approx(losses(corpus / "without/run"), rel=1e-6)
+
+    said = start(corpus, started, "remembered", 2, **sections, options=limited)
+    assert "4  (found 20" in said
+    assert forwards(corpus, 0) == first[6:]
+    assert forwards(corpus, 1) == second[4:]
+    assert losses(corpus / "remembered/run") == losses(corpus / "searched/run")
+
+    records = list((corpus / "cache" / "micro_batches").glob("*.json"))
+    assert len(records) == 2  # one for each limit
+    for path in records:
+        path.write_text(path.read_text().replace('"per_device_batch_size": 4', '"per_device_batch_size": 8'))
+    start(corpus, started, "wrong", 2, **sections, options=limited)
+    [told] = events(corpus / "wrong/run", "out_of_memory")
+    assert told["ranks"] == [1]
+    assert "ran out of memory in step 1 with 8 samples per micro-batch" in told["message"]
+    assert losses(corpus / "wrong/run") == pytest.approx(losses(corpus / "without/run"), rel=1e-6)
+    assert {json.loads(path.read_text())["per_device_batch_size"] for path in records} == {4}
+
+
+@pytest.mark.slow
+def test_model_that_is_spread_over_processes_is_not_tried_but_estimated(corpus: Path, started: list[Forked]) -> None:
+    (corpus / "forwards").mkdir()
+    options = {"mebibytes_a_row": 512, "forwards": str(corpus / "forwards"), "address_space_gibibytes": [5, 5]}
+    batch = {"global_batch_size": 32}
+    said = start(corpus, started, "spread", 2, batch=batch, parallel={"strategy": "fsdp2"}, options=options)
+    assert "4  (estimated for cpu: forwards of a model that is spread over processes wait for each other" in said
+    rows = forwards(corpus, 0)
+    assert (rows[:2], set(rows[2:])) == ([2, 4], {4})  # the first two without values
+
+
+class Memory:
+    """So much of it as a curve says; a size that is far above the room runs out, one that is little above it does not."""
+
+    def __init__(self, bytes_of: Callable[[int], int], room: int) -> None:
+        self.bytes_of, self.room, self.tried = bytes_of, room, list[int]()
+
+    def measure(self, size: int) -> Cost | None:
+        self.tried.append(size)
+        needed = self.bytes_of(size)
+        return Cost(needed) if needed <= 1.1 * self.room else None
+
+
+@pytest.mark.parametrize("share", [2, 3, 4, 12, 64, 97, 720])
+def test_largest_of_all_that_fit_is_found_in_few_trials_where_memory_is_a_line(share: int) -> None:
+    choose = random.Random(share)
+    for _ in range(200):
+        base, each = choose.randrange(1000), choose.randrange(1, 100)
+        memory = Memory(
+            lambda size, base=base, each=each: base + each * size, base + each * choose.randrange(2 * share)
+        )  # type: ignore[misc]
+        found, peak = largest_that_fits(divisors(share), memory.room, memory.measure)
+        assert found == max(size for size in divisors(share) if size == 1 or memory.bytes_of(size) <= memory.room)
+        assert peak == (memory.bytes_of(found) if found in memory.tried else None)
+        assert found == 1 or found in memory.tried
+        assert len(memory.tried) == len(set(memory.tried))
+        assert len(memory.tried) <= 4
+
+
+def test_size_that_leaves_the_device_no_headroom_is_not_taken_though_its_tensors_would_fit() -> None:
+    def in_pieces(size: int) -> Cost:
+        return Cost(10 * size, least_free=1000 - 15 * size)  # a third of what is taken is of no use
+
+    assert largest_that_fits(divisors(64), 900, in_pieces, headroom=100) == (32, 320)
+    assert largest_that_fits(divisors(64), 900, lambda size: Cost(10 * size), headroom=100) == (64, 640)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda size: 100 * (1 + size // 10),
+        lambda size: size * size,
+        lambda size: int(1000 * size**0.5),
+        lambda size: max(1000 - 200 * size, 10 * size),  # a first trial that loads what later ones find there
+    ],
+)
+def test_nothing_is_taken_that_was_not_tried_whatever_memory_does(curve: Callable[[int], int]) -> None:
+    for room in (0, 5, 100, 1000, 5000, 10**6):
+        memory = Memory(curve, room)
+        found, peak = largest_that_fits(divisors(240), room, memory.measure)
+        assert found == 1 or (found in memory.tried and peak == curve(found) <= room)
+
+
+class Normalised(nn.Module):
+    """Draws, and keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+class Sums:
+    """A task as far as a trial needs one; with `fail` it draws, and runs out of memory."""
+
+    fail = False
+
+    def loss_sum(self, model: Normalised, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = model.layers(batch["rows"]).sum()
+        random.random()
+        if self.fail:
+            torch.empty(2**62, dtype=torch.uint8)
+        return loss
+
+
+def trials_of(recipe: Recipe, task: Sums, *, num_samples: int = 8) -> Trials:
+    torch.manual_seed(0)
+    rows = torch.randn(num_samples, 4)
+
+    def collate(samples: Any) -> dict[str, Any]:
+        return {"rows": torch.stack(list(samples)), "num_targets": len(samples)}
+
+    data = TaskData(rows, None, collate, "", {})  # type: ignore[arg-type]
+    inner = TrainingModule(Normalised(), task)  # type: ignore[arg-type]
+    return Trials(recipe, task, data, inner, Accelerator(cpu=True), Normalised)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return Recipe.model_validate(recipe_dict(tmp_path, optimizer={"ema_decay": 0.9}))
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_trial_leaves_no_trace_also_where_it_fails(recipe: Recipe, fail: bool) -> None:
+    task = Sums()
+    trials = trials_of(recipe, task)
+    parameters = list(trials.inner.parameters())
+    parameters[0].grad = torch.ones_like(parameters[0])
+    before = {name: value.clone() for name, value in trials.inner.state_dict().items()}
+    state, own = torch.get_rng_state(), random.getstate()
+    task.fail = fail
+    with trials.as_in_a_step():
+        assert all(parameter.grad is not None for parameter in parameters)
+        assert (trials.measure(4) is None) == fail
+        assert int(trials.inner.model.layers[1].num_batches_tracked) == (1 if fail else 2)  # type: ignore[union-attr,index]
+    assert all(torch.equal(value, before[name]) for name, value in trials.inner.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == own
+    assert parameters[0].grad.eq(1).all()
+    assert [parameter.grad for parameter in parameters[1:]] == [None] * (len(parameters) - 1)
+
+
+def test_a_mistake_in_a_forward_is_no_lack_of_memory(recipe: Recipe) -> None:
+    trials = trials_of(recipe, Sums(), num_samples=1)
+    with trials.as_in_a_step(), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        trials.measure(1)
+
+
+def test_what_is_to_come_is_counted(recipe: Recipe) -> None:
+    trials = trials_of(recipe, Sums())
+    weights = sum(4 * parameter.numel() for parameter in trials.inner.parameters())
+    assert trials.bytes_to_come() == 3 * weights  # two moments of AdamW, and the averaged weights
+    spread = SimpleNamespace(num_processes=2)
+    both = Trials(recipe, trials.task, trials.data, trials.inner, spread, Normalised)  # type: ignore[arg-type]
+    assert both.bytes_to_come() == 4 * weights  # and DDP's buckets
+    trials.inner.requires_grad_(False)
+    assert trials.bytes_to_come() == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["optimizer", "precision", "model", "sample", "device_bytes", "world_size", "mixed_precision", "frozen"],
+)
+def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, changed: str) -> None:
+    sample = {"rows": torch.zeros(1, 128)}
+    facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
+    model, sizes = nn.Linear(4, 4), resolve_batch(recipe.batch, 1)
+    one = remembered_for(recipe, model, sizes, sample, **facts)
+    one.write(4, "measured")
+    assert (remembered_for(recipe, model, sizes, sample, **facts).read() or [0])[0] == 4
+    if changed == "optimizer":
+        recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "sgd"})})
+    if changed == "precision":
+        precision = recipe.precision.model_copy(update={"gradient_checkpointing": True})
+        recipe = recipe.model_copy(update={"precision": precision})
+    if changed == "model":
+        model = nn.Linear(4, 5)
+    if changed == "frozen":
+        model.weight.requires_grad_(False)
+    if changed == "sample":
+        sample = {"rows": torch.zeros(1, 256)}
+    if changed == "world_size":
+        sizes = resolve_batch(recipe.batch, 2)
+    facts |= {"device_bytes": {"device_bytes": 2**34}, "mixed_precision": {"mixed_precision": "bf16"}}.get(changed, {})
+    assert remembered_for(recipe, model, sizes, sample, **facts).read() is None
+    assert one.read() is not None
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "5", '{"per_device_batch_size": "4"}'])
+def test_damaged_memory_is_none(recipe: Recipe, damage: str) -> None:
+    facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
+    one = remembered_for(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    assert one.read() is None
+    one.write(4, "measured")
+    whole = json.loads(one.path.read_text())
+    for size in (3, 0, -4, 4.0, True, "4", None):
+        one.path.write_text(json.dumps({**whole, "per_device_batch_size": size}))
+        assert one.read() is None
+    one.path.write_text(damage)
+    assert one.read() is None
+
+
+def test_a_cache_that_cannot_be_written_to_is_said_and_no_error(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, where the folder should be")
+    facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
+    one = remembered_for(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    assert one.write(4, "measured").startswith(f"not remembered: {tmp_path}/cache/micro_batches cannot be written to (")
+
+
+def test_plan_for_a_gpu_says_that_a_run_will_look(corpus: Path, not_launched: None) -> None:
+    def notes(gpu: str | None, **batch: Any) -> str:
+        sections = recipe_dict(corpus, task="causal-lm", batch={"global_batch_size": 8, **batch})
+        return " ".join(resolve_plan(Recipe.model_validate(sections), 1, gpu).notes)
+
+    said = "before its first step a run measures the largest of 1, 2, 4, 8 that leaves 10% of each GPU free"
+    assert said in notes("NVIDIA H200")
+    assert said not in notes("NVIDIA H200", gradient_accumulation_steps=1)
+    assert said not in notes("NVIDIA H200", per_device_batch_size=4)

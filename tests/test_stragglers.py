@@ -1,0 +1,152 @@
+"""A process that keeps the others waiting is named, with what it loses its time on; and no collective waits for ever."""
+
+import itertools
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_train.stragglers import Stopwatch, Work, slow_part, slowest
+from accel_train.watchdog import COLLECTIVE_ALLOWANCE, FIRST_STEPS_ALLOWANCE
+from forked import Forked, run_forked
+from runs import TESTS, environment, events, write_recipe_file
+
+GUARD = {"straggler_window_steps": 4, "straggler_windows": 2, "hang_timeout_seconds": 50}
+
+
+def start(folder: Path, started: list[Forked], processes: int, slow: dict[str, Any], **sections: Any) -> Forked:
+    (folder / "timeouts").mkdir()
+    recipe = write_recipe_file(
+        folder,
+        task="fault_task:FaultTask",
+        guard=GUARD,
+        schedule={"max_steps": 24},
+        options={"slow": slow, "timeouts": str(folder / "timeouts")},
+        **sections,
+    )
+    forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
+    started.append(forked)
+    assert forked.wait(60) == [0] * processes, forked.stderr(0)[-3000:]
+    return forked
+
+
+@pytest.mark.parametrize(
+    ("processes", "rank", "what", "slow"),
+    [(2, 1, "read", "data"), pytest.param(2, 0, "step", "compute", marks=pytest.mark.slow), (3, 2, "step", "compute")],
+)
+def test_slow_process_is_named_once_with_what_is_slow(
+    corpus: Path, started: list[Forked], processes: int, rank: int, what: str, slow: str
+) -> None:
+    batch = {"global_batch_size": 6}
+    forked = start(corpus, started, processes, {"rank": rank, what: 0.1}, batch=batch)
+    [told] = events(corpus / "run", "straggler")
+    assert (told["rank"], told["slow"], told["step"]) == (
+        rank,
+        slow,
+        12,
+    )  # two windows, and one for the figures to arrive
+    assert told["seconds"] == pytest.approx(0.1, abs=0.05)
+    assert told["usual_seconds"] < 0.05
+    part = {"data": "reading data", "compute": "the forward"}[slow]
+    who = f"rank {rank} (process {forked.pids[rank]} on {socket.gethostname()})"
+    assert told["message"].startswith(f"{who} keeps the others waiting: {part} takes it 1")
+    assert told["message"].endswith(" elsewhere (median), in 8 steps up to 8")
+    assert who in (corpus / "processes" / "rank-0.out").read_text()  # a line on the screen as well
+
+
+def test_processes_that_are_all_slow_are_no_stragglers_and_collectives_are_limited_after_the_first_step(
+    corpus: Path, started: list[Forked]
+) -> None:
+    start(corpus, started, 2, {"rank": -1, "read": 0.06, "step": 0.06})
+    assert events(corpus / "run", "straggler") == []
+    for rank in (0, 1):
+        seconds = [float(line) for line in (corpus / "timeouts" / f"rank-{rank}.txt").read_text().split()]
+        limit = COLLECTIVE_ALLOWANCE * GUARD["hang_timeout_seconds"]
+        assert [value for value, _ in itertools.groupby(seconds)] == [FIRST_STEPS_ALLOWANCE * limit, limit]
+
+
+def test_collective_that_a_peer_never_comes_to_ends_at_the_new_limit(tmp_path: Path) -> None:
+    command = [sys.executable, str(TESTS / "collective_program.py")]
+    folder = environment(PYTHONPATH=f"{TESTS.parent}:{TESTS}")
+    begun = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), "2"],
+            env=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said, errors = begun[0].communicate(timeout=60)
+    finally:
+        for process in begun:
+            process.kill()
+            process.communicate()
+    assert said, errors
+    seconds, is_of_a_peer, _ = said.split()
+    assert 1.5 < float(seconds) < 10
+    assert is_of_a_peer == "True"
+
+
+def works(*own: tuple[float, float], whole: float = 1.0) -> list[Work]:
+    return [Work(data, forward, whole) for data, forward in own]
+
+
+@pytest.mark.parametrize(
+    ("figures", "rank"),
+    [
+        (works((0.1, 0.2), (0.1, 0.2)), None),
+        (works((0.1, 0.2), (0.1, 0.4)), 1),
+        (works((0.3, 0.2), (0.1, 0.2)), 0),
+        (works((0.1, 0.2), (0.1, 0.34)), None),  # 1.47 times
+        (works((0.001, 0.002), (0.001, 0.02)), None),  # 7 times, and 2 % of a step
+        (works((0.001, 0.002), (0.001, 0.02), whole=0.03), 1),
+        (works((0.0, 0.2), (0.0, 0.2), (0.0, 0.5), (0.0, 0.2)), 2),
+        (works((0.0, 0.5), (0.0, 0.5), (0.0, 0.5), (0.0, 0.2)), None),  # one that is fast keeps nobody waiting
+        (works((0.0, 0.0), (0.0, 0.0)), None),
+    ],
+)
+def test_straggler_is_far_above_the_median_by_a_part_of_the_step(figures: list[Work], rank: int | None) -> None:
+    assert slowest(figures, 1.5) == rank
+
+
+def test_what_is_slow_is_the_part_that_is_furthest_above_the_usual() -> None:
+    assert slow_part(works((0.1, 0.2), (0.5, 0.3), (0.1, 0.2)), 1) == ("reading data", 0.5, 0.1)
+    assert slow_part(works((0.1, 0.2), (0.2, 0.4), (0.1, 0.2)), 1) == ("the forward", 0.4, 0.2)
+
+
+class Slow(nn.Module):
+    def forward(self, seconds: float) -> torch.Tensor:
+        time.sleep(seconds)
+        return torch.zeros(())
+
+
+def test_stopwatch_counts_reading_and_forwards_of_training_and_nothing_else() -> None:
+    module = Slow()
+    stopwatch = Stopwatch(module, torch.device("cpu"), times_forward=True)
+
+    def batches() -> Any:
+        for _ in range(4):
+            time.sleep(0.02)
+            yield 0.01
+
+    for batch in stopwatch.reading(batches()):
+        module(batch)
+        module(batch)
+        module.eval()(0.03)
+        module.train()
+    work = stopwatch.take()
+    assert work.data == pytest.approx(0.02, rel=0.5)
+    assert work.forward == pytest.approx(0.02, rel=0.5)  # two micro-batches a step
+    assert work.whole > 0.068
+    module(0.01)
+    assert stopwatch.take().own == 0  # nothing is read any more, so nothing is timed
