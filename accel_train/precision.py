@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.batching import BatchSizes
+from accel_train.launch_environment import launched_with
 from accel_train.launcher import stop_with_launcher
 from accel_train.memory import keep_freed_memory
 from accel_train.recipe import Guard, Precision
@@ -23,6 +24,7 @@ COLLECTIVE_TIMEOUT_SECONDS = 1800
 def start_processes() -> PartialState:
     """Join the other processes of the launcher, if any: the world size is known after this and not before."""
     stop_with_launcher()
+    launched_with()  # before anything here changes a variable
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
     with heard_while_waiting():
         return PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
@@ -119,7 +121,8 @@ def start_accelerator(
 ) -> Accelerator:
     """The Accelerator of this run, with nothing left for the environment to change; `plugins` say how a model is spread."""
     AcceleratorState._reset_state()  # a second run in this process (a notebook) may have another precision
-    os.environ["ACCELERATE_USE_FSDP"] = "false"  # read by the Accelerator, and set by it where it is given the plugin
+    # Read by the Accelerator, and set by it where it is given a plugin; the launcher's are in the recipe by now.
+    os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision,
