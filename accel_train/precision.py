@@ -12,7 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.batching import BatchSizes
 from accel_train.launch_environment import launched_with
-from accel_train.launcher import stop_with_launcher
+from accel_train.launcher import stop_with_launcher, store_of_this_start
 from accel_train.memory import keep_freed_memory
 from accel_train.recipe import Guard, Precision
 from accel_train.signals import heard_while_waiting
@@ -27,7 +27,8 @@ def start_processes() -> PartialState:
     launched_with()  # before anything here changes a variable
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
     with heard_while_waiting():
-        return PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+        return PartialState(cpu=not _has_accelerator(), timeout=timeout, **store_of_this_start(timeout))
 
 
 def _has_accelerator() -> bool:

@@ -1,9 +1,9 @@
 """`python -m accel_train.torchrun ...`: torchrun, fit for clusters: it ends with the exit code of the run, and is told to stop by SIGUSR1 too.
 
-The same arguments and PET_* variables as torchrun's. Three things differ. torchrun ends with 1 whatever its processes ended
+The same arguments and PET_* variables as torchrun's. Four things differ. torchrun ends with 1 whatever its processes ended
 with; a scheduler that is to start a preempted run again must see 75. torchrun dies at once of a SIGUSR1, which SLURM sends
 before a time limit, and leaves its processes behind. And torchrun spends its restarts (`--max-restarts`) on a recipe that is
-wrong as well, which no restart mends.
+wrong as well, which no restart mends. And a machine that was lost and is started again can join the others.
 """
 
 import os
@@ -79,8 +79,12 @@ def run(arguments: Sequence[str]) -> int:
                 ended.extend(handler.proc.poll() or 0 for handler in handlers)
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]  # torchrun has no other place to say so
+    arguments = [f"--signals-to-handle={HANDLED}", f"--shutdown-timeout={SHUTDOWN_SECONDS}", *arguments]
+    if torchrun.parse_args(arguments).rdzv_backend == "c10d":
+        # Else a machine that is started again waits for ever: the others keep the store of the first time (torch 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
-        torchrun.main([f"--signals-to-handle={HANDLED}", f"--shutdown-timeout={SHUTDOWN_SECONDS}", *arguments])
+        torchrun.main(arguments)
     except ChildFailedError as error:
         return exit_code_of(_codes(error.failures.values()))
     except SignalException as error:

@@ -1,0 +1,188 @@
+"""Two machines: one of them is lost in mid-run, is started again, joins the other one, and the run goes on as if nothing had been.
+
+A machine here is a launcher with its process: on one address, or in a network namespace with an address and a host name of
+its own, where that is permitted.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from forked import free_port, run_forked
+from runs import command, environment, events, losses, write_corpus, write_recipe_file
+
+pytestmark = pytest.mark.faults
+STEPS = 40
+RUN: dict[str, Any] = {
+    "task": "fault_task:FaultTask",
+    "schedule": {"max_steps": STEPS},
+    "checkpoint": {"every_steps": 5},
+}
+
+
+@dataclass
+class Machines:
+    """Machines by number, each with what comes before its commands, its address, and the name of its network interface."""
+
+    prefixes: Sequence[Sequence[str]]
+    addresses: Sequence[str]
+    interface: str
+    port: int = field(default_factory=free_port)
+    launchers: list[psutil.Popen] = field(default_factory=list)
+
+    def start(self, number: int, recipe: Path, log: Path) -> psutil.Popen:
+        """The same command on each machine, as a user or a scheduler gives it."""
+        torchrun = [
+            "-m",
+            "accel_train.torchrun",
+            "--nnodes=2",
+            "--nproc_per_node=1",
+            "--rdzv_backend=c10d",
+            "--rdzv_id=run",
+        ]
+        torchrun += [f"--rdzv_endpoint={self.addresses[0]}:{self.port}", f"--local_addr={self.addresses[number]}"]
+        words = [
+            *self.prefixes[number],
+            sys.executable,
+            *torchrun,
+            "--max_restarts=3",
+            "-m",
+            "accel_train",
+            "run",
+            str(recipe),
+        ]
+        path = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parent.parent)))
+        variables = environment(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME=self.interface, PYTHONPATH=path)
+        with log.open("ab") as out:
+            launcher = psutil.Popen(words, env=variables, stdout=out, stderr=subprocess.STDOUT)
+        self.launchers.append(launcher)
+        return launcher
+
+    def lose(self, launcher: psutil.Popen) -> None:
+        """A machine without power: nothing of it says a word."""
+        for process in [launcher, *launcher.children(recursive=True)]:
+            process.kill()
+        launcher.wait()
+
+    def end(self) -> None:
+        for launcher in self.launchers:
+            with suppress(psutil.NoSuchProcess):
+                self.lose(launcher)
+
+
+@pytest.fixture
+def one_address() -> Iterator[Machines]:
+    machines = Machines([[], []], ["127.0.0.1"] * 2, "lo")
+    yield machines
+    machines.end()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def two_addresses(tmp_path: Path) -> Iterator[Machines]:
+    """Two network namespaces, joined by a cable (veth)."""
+    names = [f"at-{os.getpid()}-{number}" for number in range(2)]
+    addresses = [f"10.217.{os.getpid() % 250}.{number + 1}" for number in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for name, address in zip(names, addresses, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        remove(names)
+        pytest.skip(f"network namespaces are not permitted here: {getattr(error, 'stderr', error)}")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(map("{} {}\n".format, addresses, names)))
+    inside = [
+        "unshare",
+        "--uts",
+        "--mount",
+        "sh",
+        "-c",
+        f'hostname "$0" && mount --bind {hosts} /etc/hosts && exec "$@"',
+    ]
+    machines = Machines([["ip", "netns", "exec", name, *inside, name] for name in names], addresses, "cable")
+    yield machines
+    machines.end()
+    remove(names)
+
+
+def remove(names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(OSError, subprocess.CalledProcessError):
+            ip("netns", "delete", name)
+
+
+def lose_one_and_start_it_again(folder: Path, machines: Machines) -> None:
+    write_corpus(folder)
+    whole = write_recipe_file(folder, **RUN, output_dir=str(folder / "whole")).rename(folder / "whole.yaml")
+    undisturbed = run_forked(["run", str(whole)], 2, folder=folder / "processes")
+    assert undisturbed.wait() == [0, 0]
+
+    recipe, run = write_recipe_file(folder, **RUN, options={"seconds": {"step": 0.2}}), folder / "run"
+    logs = [folder / f"machine-{number}.log" for number in range(2)]
+    first = machines.start(0, recipe, logs[0])
+    second = machines.start(1, recipe, logs[1])
+    wait_for_step(run, 12, first, logs)
+    machines.lose(second)
+    time.sleep(1)
+    second = machines.start(1, recipe, logs[1])
+    assert first.wait(120) == 0, said(logs)
+    assert second.wait(30) == 0, said(logs)
+
+    assert events(run, "peer_failed") or "peer" in logs[0].read_text() or "rank" in logs[0].read_text()
+    assert [event["step"] for event in events(run, "resume")] == [10]
+    assert list(losses(run)) == list(range(1, STEPS + 1))
+    assert [loss.hex() for loss in losses(run).values()] == [loss.hex() for loss in losses(folder / "whole").values()]
+
+
+def wait_for_step(run: Path, step: int, launcher: psutil.Popen, logs: Sequence[Path]) -> None:
+    deadline = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < step:
+        assert time.monotonic() < deadline, f"the run did not start\n{said(logs)}"
+        assert launcher.poll() is None, said(logs)
+        time.sleep(0.05)
+
+
+def said(logs: Sequence[Path]) -> str:
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
+
+
+def test_machine_that_is_lost_and_started_again_rejoins_and_the_run_ends_as_if_undisturbed(
+    tmp_path: Path, one_address: Machines
+) -> None:
+    lose_one_and_start_it_again(tmp_path, one_address)
+
+
+def test_machine_with_an_address_and_a_name_of_its_own_is_lost_and_rejoins(
+    tmp_path: Path, two_addresses: Machines
+) -> None:
+    lose_one_and_start_it_again(tmp_path, two_addresses)
+
+
+def test_torchrun_itself_starts_killed_processes_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(
+        tmp_path, **{**RUN, "schedule": {"max_steps": 20}}, options={"kill_at": {"step": 12, "rank": 1}}
+    )
+    words = command(recipe, processes=2)
+    words.insert(words.index("--standalone"), "--max_restarts=1")
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [event["step"] for event in events(tmp_path / "run", "resume")] == [10]
+    assert list(losses(tmp_path / "run")) == list(range(1, 21))
