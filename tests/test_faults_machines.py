@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +83,10 @@ class Machines:
             process.kill()
         launcher.wait()
 
+    def cut(self, is_cut: bool) -> None:
+        """The cable between them."""
+        ip("-n", self.prefixes[1][3], "link", "set", self.interface, "down" if is_cut else "up")
+
     def end(self) -> None:
         for launcher in self.launchers:
             with suppress(psutil.NoSuchProcess):
@@ -138,19 +142,26 @@ def remove(names: Sequence[str]) -> None:
             ip("netns", "delete", name)
 
 
-def lose_one_and_start_it_again(folder: Path, machines: Machines) -> None:
+def lose_one_and_start_it_again(folder: Path, machines: Machines, *, silently: bool = False) -> None:
+    """`silently`: as by a power cut, which sends nothing, not even that a connection is over."""
     write_corpus(folder)
     whole = write_recipe_file(folder, **RUN, output_dir=str(folder / "whole")).rename(folder / "whole.yaml")
     undisturbed = run_forked(["run", str(whole)], 2, folder=folder / "processes")
     assert undisturbed.wait() == [0, 0]
 
-    recipe, run = write_recipe_file(folder, **RUN, options={"seconds": {"step": 0.2}}), folder / "run"
+    options = {"options": {"seconds": {"step": 0.2}}, "guard": {"hang_timeout_seconds": 6 if silently else 600}}
+    recipe, run = write_recipe_file(folder, **RUN, **options), folder / "run"
     logs = [folder / f"machine-{number}.log" for number in range(2)]
     first = machines.start(0, recipe, logs[0])
     machines.wait_for_the_first(logs)
     second = machines.start(1, recipe, logs[1])
     wait_for_step(run, 12, first, logs)
+    if silently:
+        machines.cut(True)
     machines.lose(second)
+    if silently:
+        wait_until(lambda: bool(events(run, "hang")), logs)
+        machines.cut(False)
     time.sleep(1)
     second = machines.start(1, recipe, logs[1])
     assert first.wait(120) == 0, said(logs)
@@ -162,10 +173,17 @@ def lose_one_and_start_it_again(folder: Path, machines: Machines) -> None:
 
 
 def wait_for_step(run: Path, step: int, launcher: psutil.Popen, logs: Sequence[Path]) -> None:
-    deadline = time.monotonic() + 90
-    while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < step:
-        assert time.monotonic() < deadline, f"the run did not start\n{said(logs)}"
+    def is_there() -> bool:
         assert launcher.poll() is None, said(logs)
+        return (run / "metrics.jsonl").exists() and max(losses(run), default=0) >= step
+
+    wait_until(is_there, logs)
+
+
+def wait_until(is_so: Callable[[], bool], logs: Sequence[Path]) -> None:
+    deadline = time.monotonic() + 90
+    while not is_so():
+        assert time.monotonic() < deadline, said(logs)
         time.sleep(0.05)
 
 
@@ -183,6 +201,12 @@ def test_machine_with_an_address_and_a_name_of_its_own_is_lost_and_rejoins(
     tmp_path: Path, two_addresses: Machines
 ) -> None:
     lose_one_and_start_it_again(tmp_path, two_addresses)
+
+
+def test_machine_that_falls_silent_is_given_up_after_the_hang_timeout_and_rejoins(
+    tmp_path: Path, two_addresses: Machines
+) -> None:
+    lose_one_and_start_it_again(tmp_path, two_addresses, silently=True)
 
 
 def test_torchrun_itself_starts_killed_processes_again_and_the_run_goes_on(tmp_path: Path) -> None:
