@@ -21,6 +21,7 @@ from accel_train.evaluation import EvaluationLeft, evaluate
 from accel_train.files import private_files
 from accel_train.observe import write_report
 from accel_train.observe.ledger import write_json
+from accel_train.precision import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
 from accel_train.prepare import Run
 from accel_train.recipe import Evaluate
 from accel_train.redaction import redact
@@ -136,6 +137,8 @@ def finish_run(run: Run) -> dict[str, Any]:
     Raises:
         Preempted: the run was asked to stop during an evaluation; all steps are saved.
     """
+    if run.accelerator.num_processes > 1:
+        limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
     if run.can_evaluate:
         evaluate_run(run, whole=True)
         is_wanted = run.recipe.checkpoint.load_best_model_at_end and run.state.best_step not in (None, run.state.step)

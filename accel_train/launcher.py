@@ -1,10 +1,12 @@
-"""The launcher that started this process: it must not be outlived for long."""
+"""The launcher that started this process: it must not be outlived for long, and it may have started others before."""
 
 import ctypes
 import os
 import signal
 import sys
 from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -27,3 +29,21 @@ def stop_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()
+
+
+def store_of_this_start(timeout: timedelta) -> dict[str, Any]:
+    """Arguments of `init_process_group` for processes that torchrun has started again; none for others.
+
+    torchrun's store outlives the processes, and in it what those of before have said: the addresses where gloo and NCCL
+    would look for them, and that one of them failed (torch 2.13 gives each start the same names in it).
+    """
+    environment = os.environ
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    from torch.distributed import PrefixStore, TCPStore
+
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    return {"store": PrefixStore(f"start-{restarts}", store), "rank": rank, "world_size": world_size}

@@ -13,6 +13,7 @@ from torch import nn
 
 from accel_train.batching import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.checkpoint import checkpoint_folders
+from accel_train.launch_environment import with_launch_environment
 from accel_train.loading import fetch
 from accel_train.memory_estimate import MemoryPart, build_without_weights, estimate_memory, vocabulary_rows
 from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
@@ -115,6 +116,7 @@ def resolve_plan(
     Raises:
         ValueError: what a run would refuse, in the words of the run; or `hardware` is no machine.
     """
+    recipe = with_launch_environment(recipe)
     task = check_recipe(recipe)
     processes = (
         world_size or int(os.environ.get("WORLD_SIZE") or 0) or (1 if gpu else max(1, torch.cuda.device_count()))

@@ -11,14 +11,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.batching import BatchSizes
-from accel_train.launcher import stop_with_launcher
+from accel_train.launch_environment import launched_with
+from accel_train.launcher import stop_with_launcher, store_of_this_start
 from accel_train.memory import keep_freed_memory
 from accel_train.recipe import Guard, Precision
 from accel_train.signals import heard_while_waiting
 from accel_train.state import Choice
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800
-"""How long a collective may wait while a run is prepared: one process may read, or tokenise, for all of them."""
+"""How long a collective may wait while a run begins or ends: one process may tokenise, or write, for all of them."""
 
 
 def start_processes(*, offloads: bool = False) -> PartialState:
@@ -27,11 +28,13 @@ def start_processes(*, offloads: bool = False) -> PartialState:
     A run that `offloads` its weights to the host has collectives there as well as on the GPUs.
     """
     stop_with_launcher()
+    launched_with()  # before anything here changes a variable
     if offloads:  # Accelerate's own way to be told of it; `start_accelerator` takes it back
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
     with heard_while_waiting():
-        processes = PartialState(cpu=not _has_accelerator(), timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+        processes = PartialState(cpu=not _has_accelerator(), timeout=timeout, **store_of_this_start(timeout))
     if processes.distributed_type == DistributedType.FSDP:  # as an earlier run in this process (a notebook) left it
         kind = DistributedType.MULTI_CPU if processes.device.type == "cpu" else DistributedType.MULTI_GPU
         PartialState._shared_state["distributed_type"] = kind
@@ -138,7 +141,8 @@ def start_accelerator(
 ) -> Accelerator:
     """The Accelerator of this run, with nothing left for the environment to change; `plugins` say how a model is spread."""
     AcceleratorState._reset_state()  # a second run in this process (a notebook) may have another precision
-    os.environ["ACCELERATE_USE_FSDP"] = "false"  # read by the Accelerator, and set by it where it is given the plugin
+    # Read by the Accelerator, and set by it where it is given a plugin; the launcher's are in the recipe by now.
+    os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision,

@@ -30,6 +30,7 @@ from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, learning_rate_factor
 from accel_train.health import Health
 from accel_train.identity import run_identity
+from accel_train.launch_environment import with_launch_environment
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.memory import PeakMemory
 from accel_train.memory_estimate import build_without_weights
@@ -280,6 +281,7 @@ def prepare_run(
 
 def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: StopRequest) -> Run:
     remember_secrets(recipe.model_dump())
+    recipe = with_launch_environment(recipe)
     if task is None:
         task = check_recipe(recipe)
     processes = start_processes(offloads=recipe.parallel.cpu_offload)

@@ -389,6 +389,10 @@ class Recipe(Section):
         """Who set a leaf, by its dotted name: `recipe.origin("optimizer.learning_rate")`."""
         return self._origins.get(leaf, Origin("default"))
 
+    def origins(self) -> Mapping[str, Origin]:
+        """Who set which leaf, for all that is not a default."""
+        return dict(self._origins)
+
     def with_origins(self, origins: Mapping[str, Origin]) -> "Recipe":
         """The same recipe, knowing who set which leaf."""
         copy = self.model_copy()

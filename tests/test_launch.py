@@ -5,13 +5,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+from accel_train.launch_environment import with_launch_environment
+from accel_train.recipe import Parallel, Recipe
+from runs import environment, losses, recipe_dict, write_recipe_file
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
-CONFIGS = sorted(LAUNCH.glob("*.yaml"))
+CONFIGS = sorted(path for path in LAUNCH.glob("*.yaml") if "\ncompute_environment:" in path.read_text())
 KEYS_THAT_SAY_WHERE = {
     "compute_environment",
     "distributed_type",
@@ -24,7 +31,10 @@ KEYS_THAT_SAY_WHERE = {
     "rdzv_backend",
     "same_network",
     "main_training_function",
+    "fsdp_config",
+    "parallelism_config",
 }
+FSDP_KEYS = {"fsdp_version", "fsdp_reshard_after_forward", "fsdp_offload_params"}
 PRINT_ENVIRONMENT = """
 import json, os, pathlib
 pathlib.Path(os.environ["SEEN"], os.environ.get("RANK", "0")).write_text(json.dumps(dict(os.environ)))
@@ -33,22 +43,80 @@ pathlib.Path(os.environ["SEEN"], os.environ.get("RANK", "0")).write_text(json.du
 configs = pytest.mark.parametrize("path", CONFIGS, ids=[path.name for path in CONFIGS])
 
 
-def test_there_is_a_launch_file_for_one_gpu_for_several_and_for_two_machines() -> None:
-    loaded = {path.name: load_config_from_file(str(path)) for path in CONFIGS}
-    assert loaded["one_gpu.yaml"].num_processes == 1
-    assert loaded["ddp.yaml"].num_processes > loaded["ddp.yaml"].num_machines == 1
-    assert loaded["two_machines.yaml"].num_machines == 2
-    assert loaded["two_machines.yaml"].num_processes % 2 == 0
+def environment_of(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, str]:
+    """What `accelerate launch` adds to the environment of the processes, by its own code."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
+        monkeypatch.delenv(name)
+    words = ["--config_file", str(path), "--main_process_port", "0", *flags, "-m", "accel_train", "run", "x.yaml"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    prepare = prepare_multi_gpu_env if arguments.multi_gpu or arguments.use_fsdp else prepare_simple_launcher_cmd_env
+    prepared = prepare(arguments)
+    exported = prepared if isinstance(prepared, dict) else prepared[1]
+    processes = arguments.num_processes
+    assert processes == int(getattr(arguments, "nproc_per_node", 1)) * arguments.num_machines
+    return {**{name: value for name, value in exported.items() if name not in os.environ}, "WORLD_SIZE": str(processes)}
+
+
+def test_there_is_a_launch_file_for_one_gpu_one_machine_and_several_plain_and_sharded() -> None:
+    machines = {path.name: load_config_from_file(str(path)).num_machines for path in CONFIGS}
+    assert machines == {
+        "one_gpu.yaml": 1, "ddp.yaml": 1, "fsdp2.yaml": 1, "two_machines.yaml": 2, "hsdp.yaml": 4, "many_machines.yaml": 32,
+    }  # fmt: skip
+    assert load_config_from_file(str(LAUNCH / "one_gpu.yaml")).num_processes == 1
 
 
 @configs
-def test_accelerate_reads_the_file_and_finds_no_word_on_how_to_train(path: Path) -> None:
+def test_accelerate_reads_the_file_and_finds_no_word_on_how_to_train(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config_from_file(str(path))
     assert isinstance(config, ClusterConfig)
     assert config.mixed_precision is None
-    plugins = (config.deepspeed_config, config.fsdp_config, config.megatron_lm_config, config.dynamo_config)
-    assert plugins == ({}, {}, {}, {})
+    assert (config.deepspeed_config, config.megatron_lm_config, config.dynamo_config, config.fp8_config) == (
+        {},
+        {},
+        {},
+        {},
+    )
     assert set(yaml.safe_load(path.read_text())) <= KEYS_THAT_SAY_WHERE
+    assert set(config.fsdp_config) <= FSDP_KEYS
+    exported = environment_of(path, monkeypatch)
+    # Exported always, and "no" stands for nothing said: the program passes its own.
+    assert exported["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert exported["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "USE_DEEPSPEED", "USE_MEGATRON_LM"):
+        assert f"ACCELERATE_{name}" not in exported
+    assert exported.get("FSDP_ACTIVATION_CHECKPOINTING", "false") == "false"
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("one_gpu.yaml", {}),
+        ("ddp.yaml", {}),
+        ("two_machines.yaml", {}),
+        ("many_machines.yaml", {}),
+        ("fsdp2.yaml", {"strategy": "fsdp2"}),
+        ("hsdp.yaml", {"strategy": "fsdp2", "dp_shard_size": 8}),
+    ],
+)
+def test_what_a_file_makes_of_a_recipe_that_says_nothing_of_it_is_what_it_is_named_for(
+    name: str, parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe.model_validate(recipe_dict(Path("somewhere")))
+    launched = with_launch_environment(recipe, environment_of(LAUNCH / name, monkeypatch))
+    assert launched.parallel == Parallel(**parallel)
+    assert {**launched.model_dump(), "parallel": None} == {**recipe.model_dump(), "parallel": None}
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_the_fsdp2_file_trains_a_sharded_model(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 3})
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "fsdp2.yaml")]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "accel_train", "run", str(recipe)]
+    subprocess.run(command, env=environment(ACCELERATE_USE_CPU="true"), check=True, timeout=240)
+    assert list(losses(corpus / "run")) == [1, 2, 3]
+    assert "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in (corpus / "run" / "recipe.yaml").read_text()
 
 
 @pytest.mark.parametrize(("name", "num_processes"), [("one_gpu.yaml", 1), ("ddp.yaml", 2)])
@@ -67,13 +135,13 @@ def test_accelerate_launch_starts_the_processes_and_changes_no_training(
 
     environments = [json.loads((seen / str(rank)).read_text()) for rank in range(num_processes)]
     assert len(list(seen.iterdir())) == num_processes
-    for environment in environments:
-        assert environment.get("WORLD_SIZE", "1") == str(num_processes)
-        assert environment["ACCELERATE_MIXED_PRECISION"] == "no"  # exported always; the program passes its own
-        assert environment["ACCELERATE_DYNAMO_BACKEND"] == "NO"
-        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in environment
-        assert "ACCELERATE_USE_DEEPSPEED" not in environment
-        assert "ACCELERATE_USE_FSDP" not in environment
+    for seen_by_one in environments:
+        assert seen_by_one.get("WORLD_SIZE", "1") == str(num_processes)
+        assert seen_by_one["ACCELERATE_MIXED_PRECISION"] == "no"  # exported always; the program passes its own
+        assert seen_by_one["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in seen_by_one
+        assert "ACCELERATE_USE_DEEPSPEED" not in seen_by_one
+        assert "ACCELERATE_USE_FSDP" not in seen_by_one
 
 
 def test_the_cpu_script_starts_the_program_in_two_processes(tmp_path: Path) -> None:
@@ -86,14 +154,14 @@ def test_the_cpu_script_starts_the_program_in_two_processes(tmp_path: Path) -> N
     )
     seen = tmp_path / "seen"
     seen.mkdir()
-    environment = {
+    variables = {
         **os.environ,
         "SEEN": str(seen),
         "PYTHONPATH": str(tmp_path),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     script = LAUNCH / "cpu_two_processes.sh"
-    subprocess.run([str(script), "run", "x.yaml"], env=environment, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([str(script), "run", "x.yaml"], env=variables, cwd=tmp_path, check=True, timeout=120)
     started = [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
     assert [process["LOCAL_RANK"] for process in started] == ["0", "1"]
     assert all(process["ACCELERATE_USE_CPU"] == "true" for process in started)

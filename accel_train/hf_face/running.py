@@ -20,6 +20,7 @@ from accel_train.hf_face.flow import Flow, check_callbacks, may_ask
 from accel_train.hf_face.inputs import epoch_order, is_stream, readable
 from accel_train.hf_face.optimizers import ScheduledRates
 from accel_train.hf_face.task import HFTask
+from accel_train.launch_environment import refuse_sharded_launch
 from accel_train.loop import train_run
 from accel_train.precision import choose_mixed_precision, start_accelerator, start_processes
 from accel_train.prepare import Extensions, prepare_run
@@ -40,6 +41,7 @@ def run_training(
     """
     args = trainer.args
     check_callbacks(trainer.callback_handler.callbacks)
+    refuse_sharded_launch()
     loader = trainer.get_train_dataloader() if is_overridden(trainer, "get_train_dataloader") else None
     if loader is None and trainer.train_dataset is None:
         raise ValueError("training needs a train_dataset")

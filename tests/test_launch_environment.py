@@ -1,0 +1,167 @@
+"""What `accelerate launch` says of FSDP sets the recipe's `parallel` section where the recipe leaves it open, and nowhere else."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.launch_environment import launched_with, refuse_sharded_launch, with_launch_environment
+from accel_train.plan import format_plan, resolve_plan
+from accel_train.recipe import Recipe
+from accel_train.recipe_file import load_recipe
+from accel_train.rehearse import rehearse_recipe
+from forked import run_forked
+from runs import losses, recipe_dict, write_corpus, write_recipe_file
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "false",
+    "FSDP_OFFLOAD_PARAMS": "true",
+}
+HSDP = {
+    **FSDP,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8",
+    "PARALLELISM_CONFIG_TP_SIZE": "1",
+    "WORLD_SIZE": "32",
+}
+
+
+def recipe_with(**parallel: Any) -> Recipe:
+    return Recipe.model_validate(recipe_dict(Path("somewhere"), **({"parallel": parallel} if parallel else {})))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A process whose variables were read by nobody yet."""
+    launched_with.cache_clear()
+    yield monkeypatch
+    launched_with.cache_clear()
+
+
+def test_without_a_word_of_the_launcher_the_recipe_is_as_it_was() -> None:
+    recipe = recipe_with()
+    assert with_launch_environment(recipe, {}) is recipe
+    assert with_launch_environment(recipe, {"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "1"}) is recipe
+
+
+def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it() -> None:
+    recipe = with_launch_environment(recipe_with(), HSDP)
+    assert recipe.parallel.model_dump() == {
+        "strategy": "fsdp2",
+        "dp_shard_size": 8,
+        "reshard_after_forward": False,
+        "cpu_offload": True,
+    }
+    assert recipe.origin("parallel.strategy").kind == "environment"
+    assert str(recipe.origin("parallel.dp_shard_size")) == "PARALLELISM_CONFIG_DP_SHARD_SIZE of the launch"
+    assert recipe.origin("optimizer.learning_rate").kind == "default"  # as of a recipe that was built in Python
+    assert with_launch_environment(recipe, HSDP).parallel == recipe.parallel
+
+
+def test_without_parallelism_config_all_processes_share_one_copy() -> None:
+    assert with_launch_environment(recipe_with(), FSDP).parallel.dp_shard_size == "auto"
+
+
+def test_who_set_the_rest_of_the_recipe_is_kept(tmp_path: Path) -> None:
+    path = write_recipe_file(tmp_path)
+    recipe = with_launch_environment(load_recipe(path, arguments=["--seed", "3"]), FSDP)
+    assert str(recipe.origin("seed")) == "--seed"
+    assert recipe.origin("optimizer.learning_rate").where.startswith(f"{path}:")
+
+
+def test_recipe_that_says_the_same_keeps_its_word() -> None:
+    said = recipe_with(strategy="fsdp2", cpu_offload=True, reshard_after_forward=False)
+    assert with_launch_environment(said, FSDP).parallel == said.parallel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "named"),
+    [
+        (["--parallel.strategy", "ddp"], FSDP, ["parallel.strategy=ddp (--parallel.strategy)", "ACCELERATE_USE_FSDP=fsdp2"]),
+        (["--parallel.strategy=fsdp2", "--parallel.dp_shard_size=4"], HSDP, ["parallel.dp_shard_size=4 (--parallel.dp_shard_size)", "PARALLELISM_CONFIG_DP_SHARD_SIZE=8"]),
+        (["--parallel.strategy=fsdp2", "--parallel.cpu_offload=false"], FSDP, ["parallel.cpu_offload=false (--parallel.cpu_offload)", "FSDP_OFFLOAD_PARAMS=True"]),
+    ],
+)  # fmt: skip
+def test_recipe_that_says_otherwise_is_refused_with_both_named(
+    tmp_path: Path, arguments: list[str], variables: dict[str, str], named: list[str]
+) -> None:
+    recipe = load_recipe(write_recipe_file(tmp_path), arguments=arguments)
+    with pytest.raises(ValueError, match="the launch says") as caught:
+        with_launch_environment(recipe, variables)
+    assert "\n" not in str(caught.value)
+    for words in named:
+        assert words.lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault", "remedy"),
+    [
+        ({"FSDP_VERSION": "1"}, "FSDP_VERSION=1", "fsdp_version: 2"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "for the recipe to say", "precision.gradient_checkpointing"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed", "launch/fsdp2.yaml"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported", "launch/fsdp2.yaml"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "TP_SIZE=2: tensor parallelism", "leave its size at 1"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "leave its size at 1"),
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "SP_SIZE=2: sequence parallelism", "leave its size at 1"),
+        ({"WORLD_SIZE": "16"}, "4 x PARALLELISM_CONFIG_DP_SHARD_SIZE=8 is not the number of processes, 16", "multiply"),
+        ({"FSDP_OFFLOAD_PARAMS": "cpu"}, "FSDP_OFFLOAD_PARAMS=cpu", "true or false"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE=-1", "whole number"),
+    ],
+)  # fmt: skip
+def test_launch_that_cannot_be_honoured_is_refused_by_name(changed: dict[str, str], fault: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fault)) as caught:
+        with_launch_environment(recipe_with(), {**HSDP, **changed})
+    assert remedy in str(caught.value)
+
+
+def test_trainer_of_the_hf_face_refuses_a_sharded_launch() -> None:
+    refuse_sharded_launch({})
+    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP, and accel_train\.Trainer trains data-parallel only"):
+        refuse_sharded_launch(FSDP)
+
+
+def test_plan_shows_that_the_launcher_set_it(corpus: Path, launched: pytest.MonkeyPatch) -> None:
+    for name, value in FSDP.items():
+        launched.setenv(name, value)
+    plan = resolve_plan(Recipe.model_validate(recipe_dict(corpus)), 2)
+    lines = [line for line in format_plan(plan).splitlines() if line.split()[:1] == ["strategy"]]
+    assert [line.split() for line in lines] == [
+        ["strategy", "fsdp2", "<-", "ACCELERATE_USE_FSDP", "of", "the", "launch"]
+    ]
+
+
+def test_rehearsal_refuses_what_the_run_would_before_it_starts_one(corpus: Path, launched: pytest.MonkeyPatch) -> None:
+    launched.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for name in ("WORLD_SIZE", "RANK"):
+        launched.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="DeepSpeed is not supported"):
+        rehearse_recipe(str(write_recipe_file(corpus)), (), say=print)
+
+
+def test_run_of_two_processes_is_sharded_because_the_launcher_said_so(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    variables = {**FSDP, "FSDP_OFFLOAD_PARAMS": "false"}
+    recipe = write_recipe_file(tmp_path, schedule={"max_steps": 3})
+    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes", **variables)
+    assert forked.wait() == [0, 0], forked.stderr(0)
+    written = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in written
+    assert "reshard_after_forward: false  # FSDP_RESHARD_AFTER_FORWARD of the launch" in written
+    assert list(losses(tmp_path / "run")) == [1, 2, 3]
+    assert "parallel:  # 2 (fsdp2: weights, gradients and optimizer spread over 2 processes)" in written
+
+
+def test_run_that_the_launcher_contradicts_ends_with_exit_code_2_and_one_line(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path)
+    arguments = ["run", str(recipe), "--parallel.strategy", "ddp"]
+    forked = run_forked(arguments, 1, folder=tmp_path / "processes", **FSDP)
+    assert forked.wait() == [2]
+    (line,) = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
+    assert "parallel.strategy=ddp (--parallel.strategy), but the launch says ACCELERATE_USE_FSDP=fsdp2" in line
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,158 @@
+"""docs/scaling.md and the launch files' own words: every file they name is there, and every command is one that its program takes."""
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from torch.distributed.run import get_args_parser
+
+from accel_train.batching import resolve_batch
+from accel_train.flags import RECIPE_COMMANDS, build_parser, split_settings
+from accel_train.launch_environment import REFUSED_BACKENDS, REFUSED_SIZES
+from accel_train.recipe import Parallel
+from accel_train.recipe_file import load_recipe
+from accel_train.torchrun import FINAL, PEER, PREEMPTED, SHUTDOWN_SECONDS
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCALING = (REPOSITORY / "docs" / "scaling.md").read_text()
+STAND_INS = {
+    "RECIPE": "recipes/gpt2_124m.yaml",
+    "IP": "10.0.0.1",
+    "HOST": "host",
+    "NAME": "name",
+    "FILE": "launch/ddp.yaml",
+}
+SBATCH = {"--nodes", "--gpus-per-node", "--time", "--export"}
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """What stands in backticks, or indented in a comment, and begins with a program's name; placeholders filled in."""
+    text = re.sub(r" \\\n#\s+", " ", text)
+    quoted = re.findall(r"`([^`]+)`", text) + re.findall(r"^#   (\S.*)$", text, flags=re.MULTILINE)
+    programs = (
+        "torchrun ",
+        "accelerate launch --config",
+        "accel-train ",
+        "python -m ",
+        "sbatch ",
+        "kubectl ",
+        "sky ",
+        "launch/cpu",
+    )
+    found = [shlex.split(words, comments=True) for words in quoted if words.startswith(programs)]
+    return [
+        [STAND_INS.get(word, word.replace("=RECIPE", f"={STAND_INS['RECIPE']}")) for word in words] for words in found
+    ]
+
+
+def is_taken_by_program(words: list[str]) -> None:
+    """`run RECIPE --section.field VALUE` and its like."""
+    arguments, settings = (
+        split_settings(words, RECIPE_COMMANDS[words[0]]) if words[0] in RECIPE_COMMANDS else (words, [])
+    )
+    parsed = build_parser().parse_args(arguments)
+    if "recipe" in parsed:
+        load_recipe(parsed.recipe, arguments=settings)
+
+
+def is_taken(words: list[str]) -> None:
+    """By the program that the first words name; an error of its parser is an exit."""
+    files = [word for word in words if word.startswith(("launch/", "recipes/"))]
+    assert [file for file in files if not (REPOSITORY / file).exists()] == []
+    if words == ["python", "-m", "accel_train.torchrun"]:
+        assert find_spec(words[-1])
+    elif words[0] == "torchrun" or words[:3] == ["python", "-m", "accel_train.torchrun"]:
+        parsed = get_args_parser().parse_args(words[1 if words[0] == "torchrun" else 3 :])
+        assert (parsed.module, parsed.training_script) == (True, "accel_train")
+        is_taken_by_program(parsed.training_script_args)
+    elif words[:2] == ["accelerate", "launch"]:
+        parsed, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2:]))
+        assert (parsed.module, parsed.training_script) == (True, "accel_train")
+        is_taken_by_program(parsed.training_script_args)
+    elif words[0] == "sbatch":
+        script = words.index("launch/slurm.sh")
+        assert {word.partition("=")[0] for word in words[1:script]} <= SBATCH
+        is_taken_by_program(words[script + 1 :])
+    elif words[0] in ("accel-train", "launch/cpu_two_processes.sh"):
+        is_taken_by_program(words[1:])
+    else:
+        assert words[0] in ("kubectl", "sky"), words
+        assert files or words == ["sky", "volumes", "apply"], words
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "docs/scaling.md", "launch/README.md", "launch/slurm.sh", "launch/cpu_two_processes.sh",
+        *sorted(f"launch/{path.name}" for path in (REPOSITORY / "launch").glob("*.yaml")),
+    ],
+)  # fmt: skip
+def test_commands_are_taken_by_the_programs_that_they_name(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    commands = commands_of((REPOSITORY / path).read_text())
+    assert commands, "nothing was found to check"
+    for words in commands:
+        is_taken(words)
+
+
+def test_check_of_the_commands_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    (misspelt,) = commands_of("`torchrun --standalone --proc_per_node 8 -m accel_train run RECIPE`")
+    with pytest.raises(SystemExit):
+        is_taken(misspelt)
+    (absent,) = commands_of("`accelerate launch --config_file launch/tpu.yaml -m accel_train run RECIPE`")
+    with pytest.raises(AssertionError, match=r"launch/tpu\.yaml"):
+        is_taken(absent)
+
+
+def test_every_launch_file_is_named_and_every_link_and_file_is_there() -> None:
+    readme = (REPOSITORY / "launch" / "README.md").read_text()
+    for path in (REPOSITORY / "launch").iterdir():
+        assert path.name == "README.md" or f"]({path.name})" in readme, f"{path.name} is not in launch/README.md"
+        assert path.name in ("README.md", "one_gpu.yaml") or f"launch/{path.name}" in SCALING
+    for base, text in {"launch": readme, "docs": SCALING}.items():
+        links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+        assert [link for link in links if not (REPOSITORY / base / link).exists()] == []
+    assert [name for name in re.findall(r"launch/\w+\.\w+", SCALING) if not (REPOSITORY / name).exists()] == []
+
+
+def test_what_scaling_says_of_settings_codes_and_times_is_so() -> None:
+    def says(text: str) -> bool:
+        return text in " ".join(SCALING.split())
+
+    (section,) = re.findall(r"`(parallel: {.*?})`", SCALING)
+    assert Parallel(**yaml.safe_load(section)["parallel"], dp_shard_size=8).strategy == "fsdp2"
+    assert says("`dp_shard_size: 8`")
+    assert says(f"| {', '.join(map(str, FINAL))} |")
+    assert says(f"runs again after {PEER} and {PREEMPTED}")
+    for name in (*REFUSED_BACKENDS.values(), *(kind.partition(" ")[0] for kind in REFUSED_SIZES.values())):
+        assert name in SCALING
+    slurm = (REPOSITORY / "launch" / "slurm.sh").read_text()
+    (signal,) = re.findall(r"^#SBATCH (--signal=\S+)$", slurm, flags=re.MULTILINE)
+    assert says(f"5 minutes before its time is over (`{signal}`)")
+    assert signal.endswith("@300")
+    assert says("again in place, 3 times")
+    assert "${MAX_RESTARTS:-3}" in slurm
+    runtime: dict[str, Any] = next(yaml.safe_load_all((REPOSITORY / "launch" / "kubernetes.yaml").read_text()))
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 300 <= SHUTDOWN_SECONDS
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((REPOSITORY / "launch").glob("*.yaml")) if "num_processes" in path.read_text()],
+    ids=lambda path: path.name,
+)
+def test_recipe_that_a_launch_file_names_as_its_example_divides_among_its_processes(path: Path) -> None:
+    text = path.read_text()
+    processes = yaml.safe_load(text)["num_processes"]
+    for words in commands_of(text):
+        _, settings = split_settings(words[words.index("accel_train") + 1 :], RECIPE_COMMANDS["run"])
+        (recipe,) = [word for word in words if word.startswith("recipes/")]
+        sizes = resolve_batch(load_recipe(REPOSITORY / recipe, arguments=settings).batch, processes)
+        assert sizes.per_device_batch_size * sizes.gradient_accumulation_steps * processes == sizes.global_batch_size

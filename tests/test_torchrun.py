@@ -1,0 +1,147 @@
+"""torchrun with the run's own exit code: the processes here are small scripts that end as they are told."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from accel_train.torchrun import exit_code_of, exit_code_when_stopped
+from runs import environment
+
+WORKER = """
+import os, signal, sys, time
+rank, attempt, folder = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], sys.argv[1]
+open(f"{folder}/started", "a").write(f"{rank}:{attempt} ")
+code = sys.argv[2].split("/")[int(attempt)].split(",")[int(rank)]
+if code == "stop":
+    def save(*_):
+        time.sleep(1.0)
+        open(f"{folder}/saved", "a").write(rank)
+        os._exit(75)
+    signal.signal(signal.SIGUSR1, save)
+    open(f"{folder}/ready", "a").write(rank)
+    time.sleep(60)
+if code.startswith("-"):
+    os.kill(os.getpid(), -int(code))
+time.sleep(0.2 if code == "0" else 0)
+os._exit(int(code))
+"""
+DRIVER = """
+import sys
+from accel_train.torchrun import run
+for codes in sys.argv[3:]:
+    restarts = codes.count("/")
+    print("ended with", run(["--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}", *sys.argv[1:3], codes]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([0, 75], 75),
+        ([75, 2], 2),  # the one that was wrong first; torchrun ended the other
+        ([5, 3], 3),
+        ([5, 5, 4], 4),
+        ([-15, 6], 6),
+        ([5, -9], 5),
+        ([75, -9], 5),
+        ([-9], 5),
+        ([5, 1], 1),
+    ],
+)
+def test_code_that_says_most_about_why_is_that_of_the_job(codes: Sequence[int], code: int) -> None:
+    assert exit_code_of(codes) == code
+    assert exit_code_of(codes[::-1]) == code
+
+
+@pytest.mark.parametrize(
+    ("number", "codes", "code"),
+    [
+        (signal.SIGTERM, [75, 75], 75),
+        (signal.SIGUSR1, [-9, 75], 75),  # killed while it saved: the checkpoint before is there to go on from
+        (signal.SIGTERM, [5, 75], 75),
+        (signal.SIGTERM, [0, 0], 0),
+        (signal.SIGTERM, [3, 3], 3),
+        (signal.SIGTERM, [], 75),
+        (signal.SIGINT, [130, 130], 130),
+        (signal.SIGINT, [75, 75], 130),
+    ],
+)
+def test_job_that_was_asked_to_stop_says_run_it_again_unless_that_is_of_no_use(
+    number: int, codes: Sequence[int], code: int
+) -> None:
+    assert exit_code_when_stopped(number, codes) == code
+
+
+def test_restarts_are_for_what_they_can_mend_and_the_exit_code_is_the_runs_own(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    plans = ["75,75", "-9,5/0,0", "2,2/0,0/0,0", "0,0"]
+    command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "worker.py"), str(tmp_path), *plans]
+    repository = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        command, env=environment(PYTHONPATH=repository), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line for line in done.stdout.splitlines() if line.startswith("ended")] == [
+        "ended with 75",
+        "ended with 0",  # after a restart
+        "ended with 2",  # without one
+        "ended with 0",
+    ]
+    started = (tmp_path / "started").read_text().split()
+    assert [started.count(f"0:{attempt}") for attempt in range(3)] == [4, 1, 0]
+
+
+def test_stop_signal_reaches_the_processes_once_and_they_may_take_their_time(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    torchrun = ["-m", "accel_train.torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=3"]
+    launcher = psutil.Popen(
+        [sys.executable, *torchrun, str(tmp_path / "worker.py"), str(tmp_path), "stop,stop"],
+        env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+    )
+    try:
+        wait_until(lambda: (tmp_path / "ready").exists() and len((tmp_path / "ready").read_text()) == 2)
+        launcher.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        launcher.send_signal(signal.SIGTERM)  # again, from someone who is in a hurry, while they save
+        assert launcher.wait(30) == 75
+        assert sorted((tmp_path / "saved").read_text()) == ["0", "1"]
+        assert (tmp_path / "started").read_text().split().count("0:0") == 1
+        assert "0:1" not in (tmp_path / "started").read_text()
+    finally:
+        for process in (*launcher.children(recursive=True), launcher) if launcher.is_running() else ():
+            process.kill()
+
+
+def test_signal_before_there_are_processes_says_run_it_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accel_train.torchrun", "--nnodes=2", "--node_rank=1", "--master_addr=127.0.0.1"]
+    command += ["--master_port=1", "--nproc_per_node=1", str(tmp_path / "none.py")]
+    launcher = psutil.Popen(command, env=environment(PYTHONPATH=str(Path(__file__).parent.parent)))
+    try:
+        wait_until(lambda: catches(launcher.pid, signal.SIGUSR1))
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(10) == 75
+    finally:
+        if launcher.is_running():
+            launcher.kill()
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal (proc(5))."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
