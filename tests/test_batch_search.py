@@ -47,6 +47,7 @@ def forwards(folder: Path, rank: int) -> list[int]:
     return rows
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memory_is_corrected(
     corpus: Path, started: list[Forked]
 ) -> None:

@@ -35,6 +35,7 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
     assert not different
 
 
+@pytest.mark.slow
 def test_world_size_and_accumulation_change_neither_losses_nor_samples(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     cuts = {"1x32": (1, 32), "4x8": (1, 8), "8x4": (1, 4), "2 processes": (2, 16), "4 processes": (4, 2)}
@@ -73,7 +74,7 @@ def test_world_size_and_accumulation_change_neither_losses_nor_samples(tmp_path:
             assert loss == pytest.approx(reference[step], rel=1e-6), f"{name} at step {step}"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_a_random_step_and_run_again_equals_the_uninterrupted_run_to_the_bit(
     tmp_path: Path, processes: int
 ) -> None:
@@ -126,6 +127,7 @@ def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(tmp_path: Path, fault:
     assert [event["step"] for event in events(folder, "skip")] == [4]
 
 
+@pytest.mark.slow
 def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_checkpoint(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(
@@ -155,7 +157,7 @@ def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_check
     assert "step 3: not finite" in done.stderr
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_asked_to_stop_on_one_rank_all_save_the_same_step_and_the_run_goes_on_to_the_bit(
     tmp_path: Path, processes: int
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from accel_train.launch_environment import launched_with, refuse_sharded_launch, with_launch_environment
-from accel_train.plan import format_plan, resolve_plan
+from accel_train.plan import resolve_plan
+from accel_train.plan_text import format_plan
 from accel_train.recipe import Recipe
 from accel_train.recipe_file import load_recipe
 from accel_train.rehearse import rehearse_recipe
@@ -128,7 +129,7 @@ def test_trainer_of_the_hf_face_refuses_a_sharded_launch() -> None:
 def test_plan_shows_that_the_launcher_set_it(corpus: Path, launched: pytest.MonkeyPatch) -> None:
     for name, value in FSDP.items():
         launched.setenv(name, value)
-    plan = resolve_plan(Recipe.model_validate(recipe_dict(corpus)), 2)
+    plan = resolve_plan(Recipe.model_validate(recipe_dict(corpus)), 2, gpu="H100")
     lines = [line for line in format_plan(plan).splitlines() if line.split()[:1] == ["strategy"]]
     assert [line.split() for line in lines] == [
         ["strategy", "fsdp2", "<-", "ACCELERATE_USE_FSDP", "of", "the", "launch"]
@@ -143,6 +144,7 @@ def test_rehearsal_refuses_what_the_run_would_before_it_starts_one(corpus: Path,
         rehearse_recipe(str(write_recipe_file(corpus)), (), say=print)
 
 
+@pytest.mark.slow
 def test_run_of_two_processes_is_sharded_because_the_launcher_said_so(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     variables = {**FSDP, "FSDP_OFFLOAD_PARAMS": "false"}

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from accel_train.cli import main
 from accel_train.same_bits import Compared, _compare_tensors, same_bits
+from accel_train.sharded_checkpoint import Stored
 from accel_train.sitting import OF_A_LAUNCHER, Sitting
 from runs import TESTS, TINY_MODEL, recipe_dict, write_corpus
 
@@ -52,6 +53,7 @@ def children_that_train() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "accel_train" in " ".join(child.cmdline())]
 
 
+@pytest.mark.slow
 def test_rehearsal_of_a_sound_recipe_passes_and_tells_what_everything_took(
     write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,10 +178,12 @@ def test_the_tensor_that_differs_most_is_named(tmp_path: Path) -> None:
     left = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.tensor(4)}
     right = {**left, "a": torch.tensor([1.0, 1.0, 1.25]), "b": torch.full((2, 2), 1.5)}
     for name, tensors in (("left", left), ("right", right)):
-        save_file(tensors, tmp_path / name)
-    found = _compare_tensors("weights", tmp_path / "left", tmp_path / "right")
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    ours, theirs = (Stored(tmp_path / name, "model") for name in ("left", "right"))
+    found = _compare_tensors("weights", ours, theirs)
     assert found == Compared("weights", "3 tensors, 8 numbers", "2 of 3 tensors differ, most of all b, by 0.5")
-    assert _compare_tensors("weights", tmp_path / "left", tmp_path / "left").difference is None
+    assert _compare_tensors("weights", ours, ours).difference is None
 
 
 def test_no_launcher_of_the_environment_reaches_the_children() -> None:

@@ -203,7 +203,7 @@ def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
     assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "missing"])
+@pytest.mark.parametrize("damage", ["flipped", pytest.param("missing", marks=pytest.mark.slow)])
 def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, damage: str) -> None:
     run = train("run", 2, parallel=FSDP2, **TEXT)
     whole = losses(run)
@@ -257,6 +257,7 @@ def test_killed_in_a_save_the_checkpoint_before_stands_and_the_run_is_the_same(
     assert not list(root.glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_no_process_holds_more_than_its_part_of_weights_gradients_and_moments(train: Train) -> None:
     run = train("run", 2, parallel=FSDP2, **TEXT)
     sizes = [path.stat().st_size for path in sorted((run / "checkpoints" / "step-00000008").glob("shard-*"))]
