@@ -4,11 +4,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from accel_train.checkpoint import GivenUp, Writer, publish
-from accel_train.sharded_checkpoint import Parts
 from accel_train.state import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_train.sharded_checkpoint import Parts
 
 GIVE_UP_SECONDS = 2.0
 """How long a save that is abandoned may take to notice."""
@@ -46,7 +48,7 @@ class Saver:
         return self._failures_in_a_row > 1
 
     def save(
-        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: Parts | None = None
+        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "Parts | None" = None
     ) -> None:
         """Publish a checkpoint and then call `then`; waits first for the one that is being written, if any.
 
@@ -89,7 +91,9 @@ class Saver:
         ended, self._ended = self._ended, []
         return ended
 
-    def _write(self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: Parts | None) -> None:
+    def _write(
+        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "Parts | None"
+    ) -> None:
         """In the thread: no exception leaves it, since nobody would hear of it."""
         try:
             if parts is None:

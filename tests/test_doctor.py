@@ -67,10 +67,8 @@ def test_a_configuration_file_that_asks_for_two_processes_and_gets_one_is_refuse
 
 
 def test_what_the_refusal_recommends_passes(tmp_path: Path) -> None:
-    assert (
-        launch(tmp_path, *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
-        == "passed\npassed\n"
-    )
+    told = launch(tmp_path, *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    assert told.replace("\n", "") == "passedpassed", "two processes write at once, so line ends may come together"
 
 
 def test_one_process_that_was_asked_for_passes(tmp_path: Path) -> None:

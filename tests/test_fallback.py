@@ -66,6 +66,7 @@ def evaluation_losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder, "eval")]
 
 
+@pytest.mark.slow
 def test_care_for_the_first_steps_changes_no_bit(tmp_path: Path) -> None:
     """Stopped at step 3 and resumed: steps 4 and 5 are then the first ones of a sitting. Four processes, whose sums are rounded by place."""
     sections: dict[str, Any] = {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 3}}

@@ -215,6 +215,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(tmp_path: Pa
     assert losses(folder) == whole
 
 
+@pytest.mark.slow
 def test_another_recipe_in_the_same_folder_is_refused_and_named(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     run(write_recipe_file(tmp_path))

@@ -99,6 +99,7 @@ def killed_and_resumed(folder: Path, processes: int, **options: Any) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_killed_right_after_the_record_the_run_goes_on_on_the_new_branch_to_the_bit(
     tmp_path: Path, undisturbed: Path
 ) -> None:
