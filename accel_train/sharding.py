@@ -119,18 +119,17 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
     plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
     plugin.transformer_cls_names_to_wrap = kinds or None
     tied, is_empty = _tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
-    fsdp2_prepare_model(
-        accelerator, inner
-    )  # `prepare` would map the optimizer's weights by address, and empty ones have none
+    # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
+    fsdp2_prepare_model(accelerator, inner)
     if is_empty:
         _fill(accelerator, inner, weights, tied)
     if accelerator.mixed_precision != "no":
         inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
+    begun = "" if is_empty else "; every process began with the whole model, which cannot be built without its weights"
     if not blocks:
-        return Choice("as a whole", "the model repeats no block, so all its weights are gathered at once")
-    return Choice(
-        ", ".join(kinds), f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
-    )
+        return Choice("as a whole", f"the model repeats no block, so all its weights are gathered at once{begun}")
+    gathered = f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
+    return Choice(", ".join(kinds), gathered + begun)
 
 
 def _tied_names(module: nn.Module) -> list[list[str]]:
