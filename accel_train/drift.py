@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_train.prepare import Run
 from accel_train.rollback import RollBack
+from accel_train.run import Run
 from accel_train.state import TrainingStopped
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

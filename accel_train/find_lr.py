@@ -16,9 +16,10 @@ from accel_train.batching import scale_learning_rate
 from accel_train.loop import run_steps
 from accel_train.memory import garbage_collected_at_steps
 from accel_train.observe import NoObserver
-from accel_train.prepare import Extensions, Run, prepare_run
+from accel_train.prepare import Extensions, prepare_run
 from accel_train.range_test import FIRST_STEPS, Array, RangeTest, rates_of_test, suggest
 from accel_train.recipe import Recipe
+from accel_train.run import Run
 from accel_train.signals import StopRequest
 from accel_train.state import StepResult
 

@@ -22,10 +22,10 @@ from accel_train.files import private_files
 from accel_train.observe import write_report
 from accel_train.observe.ledger import write_json
 from accel_train.precision import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
-from accel_train.prepare import Run
 from accel_train.recipe import Evaluate
 from accel_train.redaction import redact
 from accel_train.resolve import change_model
+from accel_train.run import Run
 from accel_train.running_statistics import share_running_statistics
 from accel_train.snapshot import load_model_tensors, model_tensors, restore_weights
 from accel_train.state import Preempted, RecipeError

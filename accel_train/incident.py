@@ -30,9 +30,9 @@ from accel_train.observe.incident_record import (
     next_actions,
     summarise_incident,
 )
-from accel_train.prepare import Run
 from accel_train.redaction import redact
 from accel_train.rerun import RandomState
+from accel_train.run import Run
 from accel_train.state import JsonRecord, StepResult
 from accel_train.step import MicroBatch
 

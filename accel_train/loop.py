@@ -20,9 +20,10 @@ from accel_train.guard import is_passed_over
 from accel_train.incident import look_into
 from accel_train.loading import step_batches
 from accel_train.memory import collect_garbage, garbage_collected_at_steps
-from accel_train.prepare import Run, prepare_run
+from accel_train.prepare import prepare_run
 from accel_train.recipe import Recipe
 from accel_train.rollback import RollBack, roll_back
+from accel_train.run import Run
 from accel_train.running_statistics import RunningStatistics
 from accel_train.saving import raise_save_error, save_run, saves_finished, tell_of_saves
 from accel_train.signals import StopRequest

@@ -9,8 +9,8 @@ from accelerate.utils import broadcast_object_list
 from accel_train.checkpoint import check, folder_of
 from accel_train.guard import plan_rollback
 from accel_train.health import healthy_steps
-from accel_train.prepare import Run
 from accel_train.rollback_record import describe, remove_abandoned, take_up, write_rollbacks
+from accel_train.run import Run
 from accel_train.saving import tell_of_saves
 from accel_train.snapshot import restore
 from accel_train.state import CheckpointError, Rollback, TrainingStopped

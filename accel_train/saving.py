@@ -14,8 +14,8 @@ from accelerate.utils import broadcast_object_list
 from accel_train.checkpoint import rotate
 from accel_train.health import steps_to_spare
 from accel_train.identity import identity_origins
-from accel_train.prepare import Run
 from accel_train.recipe import Recipe
+from accel_train.run import Run
 from accel_train.snapshot import model_tensors, optimizer_tensors, snapshot_parts, snapshot_writers
 from accel_train.state import CheckpointError, Preempted, TrainingStopped
 from accel_train.tensor_parts import local_part

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_train.prepare import Run
+from accel_train.run import Run
 
 T = TypeVar("T")
 

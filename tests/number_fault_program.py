@@ -19,8 +19,9 @@ from torch import Tensor
 from accel_train.loop import run_steps
 from accel_train.observe import NoObserver
 from accel_train.precision import FlooredGradScaler
-from accel_train.prepare import Extensions, Run, prepare_run
+from accel_train.prepare import Extensions, prepare_run
 from accel_train.recipe import Recipe
+from accel_train.run import Run
 from accel_train.signals import StopRequest
 from accel_train.snapshot import model_tensors, optimizer_tensors
 from accel_train.state import Rollback, StepResult

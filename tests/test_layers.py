@@ -27,6 +27,8 @@ LAYERS = (
     ("loop",),
     ("finish", "saving", "rollback", "incident", "drift", "stragglers"),
     ("prepare",),
+    ("introduction",),
+    ("run",),
     ("tasks",),
     ("services",),
     ("schedule", "guard", "batching", "sampling"),

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_train import Recipe, train
 from accel_train.evaluation import evaluate
 from accel_train.loop import run_steps
-from accel_train.prepare import Run, prepare_run
+from accel_train.prepare import prepare_run
+from accel_train.run import Run
 from accel_train.signals import StopRequest
 from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
 

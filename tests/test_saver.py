@@ -17,7 +17,8 @@ from accel_train import Recipe
 from accel_train.checkpoint import check, checkpoint_folders, publish, step_of
 from accel_train.health import healthy_steps
 from accel_train.loop import run_steps, train_run
-from accel_train.prepare import Run, prepare_run
+from accel_train.prepare import prepare_run
+from accel_train.run import Run
 from accel_train.saver import Saver
 from accel_train.saving import save_run, saves_finished
 from accel_train.signals import StopRequest

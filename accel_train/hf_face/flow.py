@@ -34,7 +34,7 @@ from accel_train.state import Requests, StepResult
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
-    from accel_train.prepare import Run
+    from accel_train.run import Run
 
 TRAINER_STATE = "trainer_state.json"
 CLOCKS = ("runtime", "_per_second", "epoch")
