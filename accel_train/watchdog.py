@@ -239,6 +239,8 @@ class Watchdog:
             return
         self._since_stop += elapsed
         if self.peers is not None and (why := within(1.0, self.peers.given_up)) is not None:
+            if self._progress is not None:
+                self._write_stacks(aloud=False)
             self._end(75, why)
         self._since_insisted += elapsed if self.stop.insisted else 0.0
         if self._since_insisted > GRACE_SECONDS:
