@@ -1,17 +1,22 @@
 """Running out of memory: all processes hear of it, and go on with smaller micro-batches and the same global batch."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.batching import BatchSizes
 from accel_train.memory import is_out_of_memory
+from accel_train.run import Run
 from accel_train.sampling import DataOrder
+from accel_train.state import OutOfMemory, StepResult
 from accel_train.step import Agreement, MicroBatch, forward_backward
 
 CAREFUL_STEPS = 2
@@ -46,47 +51,108 @@ class NewSizes:
 
 
 def forward_backward_or_run_out(
-    accelerator: Accelerator,
-    module: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    agreement: Agreement,
-    step: int,
-    sizes: NewSizes,
+    run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreement, step: int, sizes: NewSizes
 ) -> Tensor | RanOutOfMemory:
     """As `forward_backward`; where memory ran out on any process, what all processes then raise.
 
     A process that fails within DDP's backward pass would leave the others waiting in a collective. So in a 0-based step of new
     `sizes` each process keeps its gradients to itself, then they agree, and only then gradients are reduced: at the price of
     one more collective, and of one micro-batch forwarded again (with no weight, and by DDP's own buckets, so that the sum is
-    the same to the bit as without this care). Other steps cost nothing; running out in one of them ends its process.
+    the same to the bit as without this care). Other steps, which need what others needed before them, cost nothing: what
+    runs out there all the same (another program took the memory, or it is in pieces) hands in NaN.
     """
-    is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
-    if accelerator.is_fsdp2 or not (
-        is_alone or carefully
-    ):  # FSDP's forward is full of collectives: nobody can stay behind
+    accelerator, module = run.accelerator, run.module
+    if accelerator.is_fsdp2:  # its forward is full of collectives: nobody can stay behind
         return forward_backward(accelerator, module, micro_batches, agreement)
+    is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
+    if not is_alone and not carefully:
+        return _or_hand_in_nan(run, micro_batches, agreement)
     loss_sum, said = None, ""
     try:
         loss_sum = forward_backward(accelerator, module, micro_batches, agreement, reduce=is_alone)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        said = str(error).partition("\n")[0]  # not the error itself: it would keep the tensors of its frames alive
+        said = _said_of_memory(error)  # not the error itself: it would keep the tensors of its frames alive
+    if is_alone and loss_sum is not None:
+        return loss_sum
+    agreement.share_of_a_target()  # the first forward may have failed before what came of the last step was received
     if is_alone:
-        if loss_sum is None:
-            agreement.share_of_a_target()  # the first forward may have failed before what came of the last step was received
-        return RanOutOfMemory([0], said) if loss_sum is None else loss_sum
-    agreement.share_of_a_target()
-    failed = torch.zeros(accelerator.num_processes, device=accelerator.device)
-    failed[accelerator.process_index] = loss_sum is None
-    dist.all_reduce(failed)
-    ranks = [rank for rank, has_failed in enumerate(failed.tolist()) if has_failed]
+        return RanOutOfMemory([0], said)
+    ranks = _who(accelerator, loss_sum is None)
     if loss_sum is None or ranks:
         return RanOutOfMemory(ranks, said or "another process ran out of memory")
     if sizes.num_seen == 1:
         _settle_buckets(module, micro_batches[-1])
     _reduce_gradients(module, micro_batches[-1])
     return loss_sum
+
+
+def _said_of_memory(error: Exception) -> str:
+    if not is_out_of_memory(error):
+        raise error
+    return str(error).partition("\n")[0]
+
+
+def _who(accelerator: Accelerator, has_failed: bool) -> list[int]:
+    """The processes that have; asked of all of them."""
+    failed = torch.zeros(accelerator.num_processes, device=accelerator.device)
+    failed[accelerator.process_index] = has_failed
+    dist.all_reduce(failed)
+    return [rank for rank, of_rank in enumerate(failed.tolist()) if of_rank]
+
+
+def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreement) -> Tensor:
+    """As `forward_backward`, where DDP reduces each bucket of gradients as soon as it is full.
+
+    A process that runs out of memory owes the others the buckets that it has not come to. It hands in NaN for them: so their
+    step ends, none of them applies an update, and all hear of the reason with its outcome (`nothing_done`).
+    """
+    accelerator, module, before = run.accelerator, _reducing(run), _num_collectives()
+    try:
+        return forward_backward(accelerator, module, micro_batches, agreement)
+    except (RuntimeError, MemoryError) as error:
+        run.no_room = _said_of_memory(error)
+    agreement.share_of_a_target()
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    buckets = _bytes_of_buckets(module)[_num_collectives() - before :]
+    if len({parameter.dtype for parameter in parameters}) > 1 or module.find_unused_parameters or not buckets:
+        raise OutOfMemory(f"process {accelerator.process_index} ran out of memory ({run.no_room})")
+    free_memory(run.optimizer, accelerator.device)
+    dtype = parameters[0].dtype
+    for num_bytes in buckets:
+        dist.all_reduce(torch.full((num_bytes // dtype.itemsize,), math.nan, dtype=dtype, device=accelerator.device))
+    reducer: Any = module.reducer
+    reducer._reset_state()  # of the backward pass that did not end
+    smallest = min(parameters, key=torch.numel)
+    smallest.grad = torch.full_like(smallest, math.nan)
+    return torch.full((), math.nan, device=accelerator.device)
+
+
+def _reducing(run: Run) -> DistributedDataParallel:
+    assert isinstance(run.module, DistributedDataParallel), "several processes that each hold the whole model"
+    return run.module
+
+
+def _num_collectives() -> int:
+    """So many has this process begun, DDP's own among them."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    return int(group._get_sequence_number_for_group())
+
+
+def _bytes_of_buckets(module: DistributedDataParallel) -> list[int]:
+    """The sizes of DDP's buckets, in the order in which it reduces them (torch/csrc/distributed/c10d/logger.cpp)."""
+    facts = module._get_ddp_logging_data()
+    return [int(size) for size in (facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]).split(",")]
+
+
+def nothing_done(run: Run, result: StepResult) -> RanOutOfMemory:
+    """After a step that some process had no memory for, and none applied: what all of them raise, to do it again."""
+    said, run.no_room = run.no_room, ""
+    run.step_back(result.step - 1)
+    if result.loss_scale is not None:
+        run.accelerator.scaler.update(result.loss_scale)  # NaN was handed in: no overflow that should lower it
+    module = _reducing(run)
+    module._update_process_group(module.process_group)  # lays its buckets out anew, on all processes
+    return RanOutOfMemory(_who(run.accelerator, bool(said)), said or "another process ran out of memory")
 
 
 def _reduce_gradients(module: nn.Module, micro_batch: MicroBatch) -> None:

@@ -13,6 +13,7 @@ from accel_train.fallback import (
     RanOutOfMemory,
     forward_backward_or_run_out,
     free_memory,
+    nothing_done,
     smaller_micro_batches,
 )
 from accel_train.finish import evaluate_run, finish_run
@@ -96,7 +97,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
         statistics.keep()
         # One collective a step, under way while the first forward runs.
         agreement.begin(run.wishes(stop.requested, micro_batches), last)
-        loss_sum = forward_backward_or_run_out(accelerator, run.module, micro_batches, agreement, step, sizes)
+        loss_sum = forward_backward_or_run_out(run, micro_batches, agreement, step, sizes)
         previous = agreement.read_last()
         if previous is not None:
             account(run, previous, last_batches)
@@ -109,7 +110,16 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
         if run.average is not None:
             run.average.update(step, skipped)
         state.step = step + 1
-        last = agreement.outcome(state.step, learning_rate, loss_sum, grad_norm, skipped, loss_scale, limits.clip)
+        last = agreement.outcome(
+            state.step,
+            learning_rate,
+            loss_sum,
+            grad_norm,
+            skipped,
+            loss_scale,
+            limits.clip,
+            ran_out_of_memory=bool(run.no_room),
+        )
         last_batches = micro_batches
         stopping = previous is not None and previous.stop_requested
         if stopping or run.pause_due():
@@ -128,10 +138,13 @@ def account(run: Run, result: StepResult, micro_batches: list[MicroBatch]) -> St
     All processes judge the same numbers, so they all take the same branch.
 
     Raises:
+        RanOutOfMemory: the step was not done, and is to be done again.
         RollBack: the run goes on from an earlier checkpoint.
         TrainingStopped: the guard's budget is spent.
         CheckpointError: a checkpoint could not be written in the background, and not a second time either.
     """
+    if result.ran_out_of_memory:
+        raise nothing_done(run, result)
     verdict = run.guard.judge(result)
     run.state.num_targets_seen += result.num_targets
     run.observer.on_step(result, result.learning_rate)

@@ -89,6 +89,8 @@ class Run:
     """Whether the run was asked to stop."""
     watchdog: Watchdog | None = None
     """Ends this process where it would wait for ever; none where it is alone, and not there for this run alone."""
+    no_room: str = ""
+    """What the allocator of this process said in the last step, if that ran out of memory; the others have yet to hear of it."""
     batches_evaluated: int = 0
     _quiet_until: int = 0
     """Nothing is due after steps before this one."""
@@ -158,6 +160,10 @@ class Run:
             return step + 1
         intervals = (evaluate.every_steps, self.recipe.checkpoint.every_steps, self.recipe.guard.drift_check_steps)
         return min([self.max_steps, *((step // every + 1) * every for every in intervals if every)])
+
+    def step_back(self, step: int) -> None:
+        """Go on from an earlier step, whose weights are still those of now: what came since was not applied."""
+        self.state.step, self._quiet_until = step, 0
 
     def is_evaluation_over(self) -> bool:
         """Between two batches of an evaluation: whether it is left, because the run was asked to stop."""

@@ -62,6 +62,8 @@ class StepResult:
     """Some process was asked to stop (SIGTERM, Ctrl-C) before this step."""
     save_failed: bool = False
     """A checkpoint that was being written in the background could not be written."""
+    ran_out_of_memory: bool = False
+    """Some process had no room for its gradients: no process applied the update, and the step is done again."""
     learning_rate: float = 0.0
     """What the step was made with."""
     max_grad_norm: float = 0.0

@@ -63,6 +63,8 @@ class StepOutcome:
     """[targets, stop requests, ...] over all processes: on the device, or known to the host where it is alone."""
     has_loss_scale: bool
     max_grad_norm: float
+    ran_out_of_memory: bool = False
+    """This process has no gradients of it, and has handed in NaN."""
 
 
 class Wishes(NamedTuple):
@@ -100,13 +102,14 @@ class Agreement:
         self._here, self._last = here, last
         if self.world_size == 1:
             return
-        packed = torch.tensor([*here, 0.0, 0.0, 0.0], dtype=self.dtype)
+        ran_out = last is not None and last.ran_out_of_memory
+        packed = torch.tensor([*here, ran_out, 0.0, 0.0, 0.0], dtype=self.dtype)
         if self.device.type == "cuda":
             packed = packed.pin_memory()
         self._sums = packed.to(self.device, non_blocking=True)
         if last is not None:
             assert isinstance(last.numbers, Tensor), "several processes send tensors"
-            self._sums[len(here) :] = last.numbers[:3]
+            self._sums[-3:] = last.numbers[:3]
         self._work = dist.all_reduce(self._sums, async_op=True)
 
     def share_of_a_target(self) -> Tensor:
@@ -136,7 +139,9 @@ class Agreement:
             assert self._sums is not None, "counts come from a collective"
             wishes = len(self._here)
             own_loss_sum, scale = numbers[:1].to(self.dtype), numbers[3:].to(self.dtype)
-            numbers = torch.cat((self._sums[wishes:], scale, last.counts[:wishes], own_loss_sum))
+            numbers = torch.cat(
+                (self._sums[-3:], scale, last.counts[:wishes], own_loss_sum, self._sums[wishes : wishes + 1])
+            )
         if self.device.type != "cuda":
             self._unread = (last, numbers.cpu().tolist(), None)
             return
@@ -155,6 +160,8 @@ class Agreement:
         skipped: Tensor,
         loss_scale: Tensor | None,
         max_grad_norm: float,
+        *,
+        ran_out_of_memory: bool = False,
     ) -> StepOutcome:
         """What the step that began with `begin` left behind, to be given to the next `begin`."""
         scale = skipped if loss_scale is None else loss_scale
@@ -164,7 +171,9 @@ class Agreement:
             seen = [float(part.float().numpy()) for part in parts]
             return StepOutcome(step, learning_rate, seen, counts, loss_scale is not None, max_grad_norm)
         numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])  # offloaded: from the host
-        return StepOutcome(step, learning_rate, numbers, counts, loss_scale is not None, max_grad_norm)
+        return StepOutcome(
+            step, learning_rate, numbers, counts, loss_scale is not None, max_grad_norm, ran_out_of_memory
+        )
 
     def read_last(self) -> StepResult | None:
         """The outcome of the step before the one that runs: its device work is over, so this is no wait in the steady state."""
@@ -175,7 +184,7 @@ class Agreement:
         if event is not None:
             event.synchronize()
         loss_sum, norms, skips, scale, *agreed = host.numpy().tolist() if isinstance(host, Tensor) else host
-        loss_sum_here = agreed.pop() if agreed else loss_sum
+        *agreed, loss_sum_here, ran_out = agreed or (loss_sum, 0.0)
         wishes = Wishes(*agreed) if agreed else last.counts
         assert isinstance(wishes, Wishes), "known to the host, or sent with the sums"
         grad_norm = norms / self.world_size
@@ -190,6 +199,7 @@ class Agreement:
             stop_requested=bool(wishes.stop),
             save_failed=bool(wishes.save_failed),
             max_grad_norm=last.max_grad_norm,
+            ran_out_of_memory=bool(ran_out),
             agreed=skips in (0, self.world_size),
             loss_sum_here=loss_sum_here,
         )

@@ -26,8 +26,10 @@ from accel_train.signals import StopRequest
 from accel_train.snapshot import model_tensors, optimizer_tensors
 from accel_train.state import Rollback, StepResult
 from number_fault_task import Fault, FaultyLanguageModel, FaultyRegression
+from probe_task import ProbeTask
 
 TASKS = {
+    "probe_task:ProbeTask": ProbeTask,
     "number_fault_task:FaultyRegression": FaultyRegression,
     "number_fault_task:FaultyLanguageModel": FaultyLanguageModel,
 }
@@ -110,7 +112,8 @@ def train_with_faults(plan: dict[str, Any]) -> tuple[Run, Digests, list[int]]:
     ]
     if faults:
         task.put_in(faults, run.inner.model, run.data)
-    task.ignored = {sample_of(run, place) for place in plan.get("ignored", ())}  # type: ignore[attr-defined]
+    if "ignored" in plan:
+        task.ignored = {sample_of(run, place) for place in plan["ignored"]}  # type: ignore[attr-defined]
     if "never_applied" in plan:
         run.state.rollbacks = [
             Rollback(number, step, step - 1, step, step) for number, step in enumerate(plan["never_applied"], start=1)
@@ -131,6 +134,7 @@ def main() -> None:
         "skipped": watching.skipped,
         "losses": watching.losses,
         "samples": samples,
+        "loss_scale": run.accelerator.scaler and run.accelerator.scaler.get_scale(),
     }
     (Path(plan["out"]) / f"rank-{run.accelerator.process_index}.json").write_text(json.dumps(seen))
     if torch.distributed.is_initialized():

@@ -53,7 +53,7 @@ class RecordingDataset(Dataset[Any]):
 
 class ProbeTask(CausalLM):
     """`options`: record (folder), ragged (bool), nan_at / inf_at / kill_at / term_at / hang_at: {step, rank}, nan_from: step;
-    no_room: {rank, rows, where: forward or backward}: out of memory with more rows in a micro-batch, in training;
+    no_room: {rank, rows, where: forward or backward, from_step}: out of memory with more rows in a micro-batch, in training;
     no_room_to_evaluate: rows."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -77,7 +77,9 @@ class ProbeTask(CausalLM):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         rows, limit = len(batch["labels"]), self.options.get("no_room", {"rank": -1})
-        has_room = not model.training or limit["rank"] != RANK or rows <= limit["rows"]
+        calls = self.accumulation_calls + (batch is not self.last_batch)
+        is_early = calls < limit.get("from_step", 1)
+        has_room = not model.training or limit["rank"] != RANK or rows <= limit["rows"] or is_early
         if not has_room and limit["where"] == "forward":
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         loss = super().loss_sum(model, batch)

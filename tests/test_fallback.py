@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_faults_numbers import launch
 
 from accel_train.batching import resolve_batch
 from accel_train.fallback import CAREFUL_STEPS, NewSizes, smaller_micro_batches
 from accel_train.recipe import Batch
 from accel_train.sampling import DataOrder
-from runs import checkpoint, events, losses, metrics, run, write_corpus, write_recipe_file
+from runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
 
 
 def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) -> str:
@@ -43,6 +44,49 @@ def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_
         in told[0]["message"]
     )
     assert "8 = 2 per device" in told[-1]["message"]
+
+
+@pytest.mark.parametrize(("where", "rank"), [("forward", 0), ("backward", 1)])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}},
+    ],
+    ids=["plain", "due after that step"],
+)
+def test_memory_that_runs_out_late_on_one_of_several_processes_costs_no_step(
+    tmp_path: Path, where: str, rank: int, sections: dict[str, Any]
+) -> None:
+    """In step 4, whose like there was before: the others are in the backward pass, and wait for this process's buckets."""
+    sections = {"schedule": {"max_steps": 8}, **sections}
+    run_in(tmp_path / "clean", processes=2, options={"ragged": True}, **sections)
+    no_room = {"rank": rank, "rows": 2, "where": where, "from_step": 4}
+    run_in(tmp_path / "tight", processes=2, options={"ragged": True, "no_room": no_room}, **sections)
+    clean, tight = losses(tmp_path / "clean/run"), losses(tmp_path / "tight/run")
+    assert tight == pytest.approx(clean, rel=1e-6)
+    [told] = events(tmp_path / "tight/run", "out_of_memory")
+    assert (told["step"], told["ranks"]) == (4, [rank])
+    assert "8 = 2 per device x 2 accumulation x 2" in told["message"]
+    assert not events(tmp_path / "tight/run", "skip")
+
+
+def test_fp16_keeps_its_loss_scale_where_memory_ran_out(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    seen = {}
+    for name, options in (
+        ("clean", {}),
+        ("tight", {"no_room": {"rank": 1, "rows": 2, "where": "backward", "from_step": 4}}),
+    ):
+        recipe = recipe_dict(tmp_path, output_dir=str(tmp_path / name), options=options, schedule={"max_steps": 6})
+        (tmp_path / f"seen {name}").mkdir()
+        plan = {"recipe": recipe, "out": str(tmp_path / f"seen {name}"), "fp16_scale": 1024.0}
+        seen[name] = launch(plan, processes=2)
+    for clean, tight in zip(seen["clean"], seen["tight"], strict=True):
+        assert clean["loss_scale"] == tight["loss_scale"] == 1024.0
+        assert list(tight["losses"].values()) == pytest.approx(list(clean["losses"].values()), rel=1e-3)
+        assert tight["skipped"] == []
+    assert events(tmp_path / "tight", "out_of_memory")
 
 
 def test_one_sample_that_does_not_fit_ends_the_run_with_exit_code_6_and_advice(tmp_path: Path) -> None:
