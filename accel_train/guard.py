@@ -6,6 +6,7 @@ time in one region the learning rate is lowered; and after `max_rollbacks` the r
 """
 
 import math
+import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,6 +23,8 @@ LARGEST = 3.4028234663852886e38
 """The largest fp32 number: a limit that every finite gradient norm keeps, and neither NaN nor Inf does."""
 LOG_LARGEST = 88.7
 """Its logarithm, rounded down."""
+NO_LIMIT = sys.float_info.max
+"""Every finite number keeps it, and neither NaN nor Inf does."""
 SMALLEST_NORM_SPREAD, SMALLEST_LOSS_SPREAD = 0.2, 0.02
 """Of log gradient norms; and of losses, as a part of their median: steps differ by as much without meaning anything."""
 
@@ -57,23 +60,16 @@ class Window:
     distribution, and which neither outliers nor what lies below can inflate.
     """
 
-    def __init__(self, values: list[float], size: int, smallest_spread: float, *, relative: bool) -> None:
+    __slots__ = ("_relative", "_size", "_smallest_spread", "_sorted", "_z", "limit", "values")
+
+    def __init__(self, values: list[float], size: int, z: float, smallest_spread: float, *, relative: bool) -> None:
         self.values = values
         """Oldest first; kept by the train state, so that a checkpoint has it."""
-        self._size, self._smallest_spread, self._relative = size, smallest_spread, relative
+        self.limit = NO_LIMIT
+        """What lies `z` spreads above the median, from when there is half of `size` values to judge by."""
+        self._size, self._z, self._smallest_spread, self._relative = size, z, smallest_spread, relative
         self._sorted = sorted(values)
-
-    @property
-    def armed(self) -> bool:
-        """Whether enough has been seen to judge by."""
-        return 2 * len(self.values) >= self._size
-
-    def limit(self, z: float) -> float:
-        """What lies `z` spreads above the median."""
-        last = len(self._sorted) - 1
-        median, upper = self._sorted[last // 2], self._sorted[math.ceil(last * 0.8413)]
-        smallest = self._smallest_spread * (abs(median) if self._relative else 1.0)
-        return median + z * max(upper - median, smallest)
+        self._measure()
 
     def add(self, value: float) -> None:
         """Take note of an accepted value; the oldest one falls out."""
@@ -81,11 +77,24 @@ class Window:
         insort(self._sorted, value)
         if len(self.values) > self._size:
             del self._sorted[bisect_left(self._sorted, self.values.pop(0))]
+        self._measure()
 
     def forget(self) -> None:
         """Begin anew: what was measured holds no longer."""
         self.values.clear()
         self._sorted.clear()
+        self._measure()
+
+    def _measure(self) -> None:
+        values = self._sorted
+        if 2 * len(values) < self._size:
+            self.limit = NO_LIMIT
+            return
+        last = len(values) - 1
+        median = values[last // 2]
+        spread = values[math.ceil(last * 0.8413)] - median
+        smallest = self._smallest_spread * (abs(median) if self._relative else 1.0)
+        self.limit = median + self._z * (spread if spread > smallest else smallest)
 
 
 class Ladder:
@@ -96,17 +105,28 @@ class Ladder:
 
     def __init__(self, guard: Guard, state: TrainState, *, max_grad_norm: float, warmup_steps: int) -> None:
         self.guard, self.state = guard, state
-        self._max_grad_norm, self._warmup_steps = max_grad_norm, warmup_steps
-        size = guard.spike_window_steps
-        self._losses = Window(state.losses, size, SMALLEST_LOSS_SPREAD, relative=True)
-        self._log_norms = Window(state.grad_norms, size, SMALLEST_NORM_SPREAD, relative=False)
+        self._max_grad_norm, self._warmup_steps, self._on_spike = max_grad_norm, warmup_steps, guard.on_spike
+        size, z = guard.spike_window_steps, guard.spike_threshold
+        self._losses = Window(state.losses, size, z, SMALLEST_LOSS_SPREAD, relative=True)
+        self._log_norms = Window(state.grad_norms, size, z, SMALLEST_NORM_SPREAD, relative=False)
         self.limits = Limits(max_grad_norm)
         """What the next update is held to."""
+        self._loss_limit = self._norm_limit = NO_LIMIT
         self._measure()
 
     def judge(self, result: StepResult) -> Verdict:
         """The verdict on one step."""
         state = self.state
+        if (
+            result.loss <= self._loss_limit
+            and result.grad_norm <= self._norm_limit
+            and result.agreed
+            and not result.skipped
+        ):
+            self._learn(result)
+            state.consecutive_skips = state.consecutive_spikes = 0
+            state.first_bad_step = None
+            return GO_ON
         if not result.agreed:
             return self._go_back(
                 f"step {result.step}: the processes computed different gradient norms: their weights differ"
@@ -125,6 +145,16 @@ class Ladder:
         said = f"step {result.step}: not finite ({what}); the update was not applied on any process"
         return self._count_skip(result, said, stop_at_once=self.guard.on_nonfinite == "stop")
 
+    def _learn(self, result: StepResult) -> None:
+        """Take note of what an accepted step came to; of one that is far above the others, that it is as far as allowed."""
+        if result.step > self._warmup_steps and self._on_spike != "off":
+            loss, norm = result.loss, result.grad_norm
+            self._losses.add(loss if loss < self._loss_limit else self._loss_limit)
+            self._log_norms.add(
+                math.log(norm if 1e-30 < norm < self._norm_limit else min(max(norm, 1e-30), self._norm_limit))
+            )
+            self._measure()
+
     def judge_drift(self, said: str) -> Verdict:
         """The verdict on weights that differ between processes; `said` is where and how."""
         return self._go_back(said)
@@ -133,14 +163,8 @@ class Ladder:
         state, guard = self.state, self.guard
         limits, loss_limit, norm_limit = self.limits, self._loss_limit, self._norm_limit
         is_loss_spike, is_norm_spike = result.loss > loss_limit, result.grad_norm > norm_limit
-        if not result.skipped and result.step > self._warmup_steps and guard.on_spike != "off":
-            self._losses.add(min(result.loss, loss_limit))
-            self._log_norms.add(math.log(min(max(result.grad_norm, 1e-30), norm_limit)))
-            self._measure()
-        if not (is_loss_spike or is_norm_spike or result.skipped):
-            state.consecutive_skips = state.consecutive_spikes = 0
-            state.first_bad_step = None
-            return GO_ON
+        if not result.skipped:
+            self._learn(result)
         found = [f"loss={result.loss:.4g}, and {loss_limit:.4g} was expected at most"] if is_loss_spike else []
         if is_norm_spike or result.skipped:
             found.append(
@@ -206,20 +230,19 @@ class Ladder:
 
     def _measure(self) -> None:
         """What is far too large from now on, and what the next update is held to."""
-        guard, clip = self.guard, self._max_grad_norm
-        self._loss_limit, self._norm_limit = math.inf, math.inf
-        if guard.on_spike == "off":
+        clip, skip = self._max_grad_norm, LARGEST
+        if self._on_spike == "off":
             return
-        if self._losses.armed:
-            self._loss_limit = self._losses.limit(guard.spike_threshold)
-        if not self._log_norms.armed:
-            self.limits = Limits(clip)
-            return
-        norm_limit = self._norm_limit = math.exp(min(self._log_norms.limit(guard.spike_threshold), LOG_LARGEST))
-        if guard.on_spike == "clip":
-            self.limits = Limits(min(clip, norm_limit) if clip else norm_limit)
-        else:
-            self.limits = Limits(clip, norm_limit)
+        self._loss_limit, log_limit = self._losses.limit, self._log_norms.limit
+        self._norm_limit = NO_LIMIT
+        if log_limit < NO_LIMIT:
+            limit = self._norm_limit = math.exp(log_limit if log_limit < LOG_LARGEST else LOG_LARGEST)
+            if self._on_spike != "clip":
+                skip = limit
+            elif not clip or limit < clip:
+                clip = limit
+        if self.limits.clip != clip or self.limits.skip != skip:
+            self.limits = Limits(clip, skip)
 
 
 def plan_rollback(

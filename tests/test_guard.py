@@ -133,26 +133,26 @@ def test_an_incident_is_looked_into_once() -> None:
 
 def test_limit_of_a_window_is_that_of_a_normal_distribution_and_outliers_do_not_move_it() -> None:
     draw = random.Random(1)
-    window = Window([], 1000, 1e-6, relative=False)
+    window = Window([], 1000, 6.0, 1e-6, relative=False)
     for _ in range(1000):
         window.add(draw.gauss(5, 2))
-    assert window.limit(6.0) == pytest.approx(5 + 6 * 2, rel=0.1)
-    before = window.limit(6.0)
+    assert window.limit == pytest.approx(5 + 6 * 2, rel=0.1)
+    before = window.limit
     for _ in range(20):
         window.add(1e9)
-    assert window.limit(6.0) == pytest.approx(before, rel=0.1)
+    assert window.limit == pytest.approx(before, rel=0.1)
 
 
 def test_window_holds_the_newest_values_sorted_as_a_plain_sort_would() -> None:
     draw = random.Random(2)
-    window = Window([], 16, 1e-6, relative=False)
+    window = Window([], 16, 1.0, 1e-6, relative=False)
     seen = []
     for _ in range(100):
         seen.append(draw.choice([1.0, 2.0, 3.5, draw.random()]))
         window.add(seen[-1])
     assert window.values == seen[-16:]
     ordered = sorted(seen[-16:])
-    assert window.limit(1.0) == max(ordered[math.ceil(15 * 0.8413)], ordered[7] + 1e-6)
+    assert window.limit == max(ordered[math.ceil(15 * 0.8413)], ordered[7] + 1e-6)
     assert ordered[7] == statistics.median_low(ordered)
 
 
