@@ -106,23 +106,21 @@ def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Ag
     A process that runs out of memory owes the others the buckets that it has not come to. It hands in NaN for them: so their
     step ends, none of them applies an update, and all hear of the reason with its outcome (`nothing_done`).
     """
-    accelerator, module, before = run.accelerator, _reducing(run), _num_collectives()
+    accelerator, module, reduction = run.accelerator, _reducing(run), run.reduction
+    assert reduction is not None, "of several processes"
+    reduction.begin()
     try:
         return forward_backward(accelerator, module, micro_batches, agreement)
     except (RuntimeError, MemoryError) as error:
         run.no_room = _said_of_memory(error)
     agreement.share_of_a_target()
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    buckets = _bytes_of_buckets(module)[_num_collectives() - before :]
-    if len({parameter.dtype for parameter in parameters}) > 1 or module.find_unused_parameters or not buckets:
-        raise OutOfMemory(f"process {accelerator.process_index} ran out of memory ({run.no_room})")
     free_memory(run.optimizer, accelerator.device)
-    dtype = parameters[0].dtype
-    for num_bytes in buckets:
-        dist.all_reduce(torch.full((num_bytes // dtype.itemsize,), math.nan, dtype=dtype, device=accelerator.device))
+    # With unused parameters DDP says in one more collective which they are.
+    if module.find_unused_parameters or not reduction.hand_in_rest(math.nan, accelerator.device):
+        raise OutOfMemory(f"process {accelerator.process_index} ran out of memory ({run.no_room})")
     reducer: Any = module.reducer
     reducer._reset_state()  # of the backward pass that did not end
-    smallest = min(parameters, key=torch.numel)
+    smallest = min((each for each in module.parameters() if each.requires_grad), key=torch.numel)
     smallest.grad = torch.full_like(smallest, math.nan)
     return torch.full((), math.nan, device=accelerator.device)
 
@@ -130,18 +128,6 @@ def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Ag
 def _reducing(run: Run) -> DistributedDataParallel:
     assert isinstance(run.module, DistributedDataParallel), "several processes that each hold the whole model"
     return run.module
-
-
-def _num_collectives() -> int:
-    """So many has this process begun, DDP's own among them."""
-    group: Any = dist.distributed_c10d._get_default_group()
-    return int(group._get_sequence_number_for_group())
-
-
-def _bytes_of_buckets(module: DistributedDataParallel) -> list[int]:
-    """The sizes of DDP's buckets, in the order in which it reduces them (torch/csrc/distributed/c10d/logger.cpp)."""
-    facts = module._get_ddp_logging_data()
-    return [int(size) for size in (facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]).split(",")]
 
 
 def nothing_done(run: Run, result: StepResult) -> RanOutOfMemory:

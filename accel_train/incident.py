@@ -28,6 +28,7 @@ from accel_train.observe.incident_record import (
     heaviest_sample,
     incident_folders,
     next_actions,
+    not_finite_then,
     summarise_incident,
 )
 from accel_train.redaction import redact
@@ -127,6 +128,7 @@ def _as_record(run: Run, finding: Finding, result: StepResult) -> JsonRecord:
     return {
         **asdict(finding),
         "loss_sum_then": result.loss_sum_here,
+        "gradients_finite_then": math.isfinite(result.gradient_sum_here),
         "unit": "sample" if has_indices else "row",
         "origins": origins,
         "host": socket.gethostname(),
@@ -184,7 +186,7 @@ def _ranks_to_keep(record: JsonRecord) -> list[int]:
         return [heaviest[0]["rank"]]
     again = [each["rank"] for each in findings if each["happens_again"]]
     failed = [each["rank"] for each in findings if each["error"]]
-    then = [each["rank"] for each in findings if not math.isfinite(each["loss_sum_then"])]
+    then = [each["rank"] for each in not_finite_then(findings)]
     bad = sorted({*again, *failed}) if again else then or failed
     return (bad or [each["rank"] for each in findings if len(findings) == 1])[:MAX_BATCHES]
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.agreement_check import check_agreement
 from accel_train.batch_search import fit_micro_batch
@@ -45,6 +46,7 @@ from accel_train.peers import open_peers
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
 from accel_train.redaction import remember_secrets
+from accel_train.reduction import Reduction
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.resume import agree_on_checkpoint
 from accel_train.rollback_record import take_up
@@ -272,6 +274,7 @@ def _build(
         evaluate=extensions.evaluate,
         requests=extensions.requests,
         saving_group=dist.new_group(backend="gloo") if sharded else None,
+        reduction=Reduction(module) if isinstance(module, DistributedDataParallel) else None,
     )
     return run
 

@@ -21,6 +21,7 @@ from accel_train.observe import (
     Observer,
 )
 from accel_train.recipe import Recipe
+from accel_train.reduction import Reduction
 from accel_train.resume import Found
 from accel_train.sampling import DataOrder
 from accel_train.saver import Saver
@@ -89,6 +90,8 @@ class Run:
     """Whether the run was asked to stop."""
     watchdog: Watchdog | None = None
     """Ends this process where it would wait for ever; none where it is alone, and not there for this run alone."""
+    reduction: Reduction | None = None
+    """Sums the gradients of several processes that each hold the whole model."""
     no_room: str = ""
     """What the allocator of this process said in the last step, if that ran out of memory; the others have yet to hear of it."""
     batches_evaluated: int = 0

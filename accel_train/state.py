@@ -72,6 +72,8 @@ class StepResult:
     """All processes computed the same gradient norm, and all applied the update or none did."""
     loss_sum_here: float = 0.0
     """Of this process's own share. Nothing is decided by it: it tells which process a fault was on."""
+    gradient_sum_here: float = 0.0
+    """The same of its own gradients, scaled as they were: finite where all of them were, or where nobody looked."""
 
     @property
     def finite(self) -> bool:

@@ -57,8 +57,8 @@ class StepOutcome:
     step: int
     learning_rate: float
     numbers: Tensor | list[float]
-    """[loss sum of this process, gradient norm, 1 where skipped, loss scale]; all but the first are shared. On the device, or,
-    of a process that is alone on a CPU, where they can be seen."""
+    """[loss sum of this process, gradient norm, 1 where skipped, loss scale, gradient sum of this process]; all but the first and
+    the last are shared. On the device, or, of a process that is alone on a CPU, where they can be seen."""
     counts: "Tensor | Wishes"
     """[targets, stop requests, ...] over all processes: on the device, or known to the host where it is alone."""
     has_loss_scale: bool
@@ -138,10 +138,8 @@ class Agreement:
         if isinstance(last.counts, Tensor):
             assert self._sums is not None, "counts come from a collective"
             wishes = len(self._here)
-            own_loss_sum, scale = numbers[:1].to(self.dtype), numbers[3:].to(self.dtype)
-            numbers = torch.cat(
-                (self._sums[-3:], scale, last.counts[:wishes], own_loss_sum, self._sums[wishes : wishes + 1])
-            )
+            own = numbers.to(self.dtype)
+            numbers = torch.cat((self._sums[-3:], own[3:], last.counts[:wishes], own[:1], self._sums[wishes:-3]))
         if self.device.type != "cuda":
             self._unread = (last, numbers.cpu().tolist(), None)
             return
@@ -161,12 +159,15 @@ class Agreement:
         loss_scale: Tensor | None,
         max_grad_norm: float,
         *,
+        gradient_sum: Tensor | None = None,
         ran_out_of_memory: bool = False,
     ) -> StepOutcome:
         """What the step that began with `begin` left behind, to be given to the next `begin`."""
         scale = skipped if loss_scale is None else loss_scale
         counts = self._here if self._sums is None else self._sums
-        parts = (loss_sum, grad_norm, skipped, scale)
+        if gradient_sum is None:
+            gradient_sum = grad_norm if self.world_size == 1 else torch.zeros_like(grad_norm)
+        parts = (loss_sum, grad_norm, skipped, scale, gradient_sum)
         if self.world_size == 1 and self.device.type == "cpu":
             seen = [float(part.float().numpy()) for part in parts]
             return StepOutcome(step, learning_rate, seen, counts, loss_scale is not None, max_grad_norm)
@@ -183,7 +184,7 @@ class Agreement:
         self._unread = None
         if event is not None:
             event.synchronize()
-        loss_sum, norms, skips, scale, *agreed = host.numpy().tolist() if isinstance(host, Tensor) else host
+        loss_sum, norms, skips, scale, gradients, *agreed = host.numpy().tolist() if isinstance(host, Tensor) else host
         *agreed, loss_sum_here, ran_out = agreed or (loss_sum, 0.0)
         wishes = Wishes(*agreed) if agreed else last.counts
         assert isinstance(wishes, Wishes), "known to the host, or sent with the sums"
@@ -202,6 +203,7 @@ class Agreement:
             ran_out_of_memory=bool(ran_out),
             agreed=skips in (0, self.world_size),
             loss_sum_here=loss_sum_here,
+            gradient_sum_here=gradients,
         )
 
     def settle(self, here: Wishes, last: StepOutcome) -> StepResult:

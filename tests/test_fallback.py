@@ -51,7 +51,7 @@ def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_
     "sections",
     [
         {},
-        {"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}},
+        pytest.param({"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}}, marks=pytest.mark.slow),
     ],
     ids=["plain", "due after that step"],
 )

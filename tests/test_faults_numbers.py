@@ -149,12 +149,14 @@ def assert_named(found: Mapping[str, Any], fault: Mapping[str, Any], sample: int
 
 
 def assert_transient(found: Mapping[str, Any], fault: Mapping[str, Any]) -> None:
-    """The incident says that the fault is gone, and on which process it was where its loss tells."""
+    """The incident says that the fault is gone, and on which process it was."""
     assert found["classification"] == "transient", found["sentence"]
     assert not any(finding["happens_again"] for finding in found["processes"])
+    processes = found["processes"]
     if fault["place"] in ("forward", "loss"):
-        there = [each["rank"] for each in found["processes"] if not math.isfinite(each["loss_sum_then"])]
-        assert there == [fault["rank"]]
+        assert [each["rank"] for each in processes if not math.isfinite(each["loss_sum_then"])] == [fault["rank"]]
+    if len(processes) > 1:
+        assert [each["rank"] for each in processes if not each["gradients_finite_then"]] == [fault["rank"]]
         assert f"on process {fault['rank']} (cpu" in found["sentence"]
 
 

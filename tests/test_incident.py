@@ -302,6 +302,11 @@ def finding_of(rank: int, **changes: Any) -> dict[str, Any]:
     "findings, expected, said",
     [
         ([finding_of(0), finding_of(1, loss_sum_then=math.nan)], "transient", "process 1 (cuda:1 (GPU), host n3)"),
+        (
+            [finding_of(0), finding_of(1, gradients_finite_then=False)],
+            "transient",
+            "gradients were not on process 1 (cuda:1 (GPU), host n3)",
+        ),
         ([finding_of(0), finding_of(1)], "transient", "which one it was cannot be said"),
         (
             [finding_of(0), finding_of(1, happens_again=None, error="OutOfMemoryError: no")],

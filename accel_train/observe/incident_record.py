@@ -81,19 +81,22 @@ def summarise_incident(record: Mapping[str, Any]) -> str:
         blamed = [_blame(finding) for finding in bad[:3]]
         more = f"; and so on {len(bad) - 3} more processes" if len(bad) > 3 else ""
         return f"Deterministic: {'; '.join(blamed)}{more}"
-    there = [finding for finding in findings if not math.isfinite(finding["loss_sum_then"])]
+    there = not_finite_then(findings)
     if there:
         where = _listed([f"process {each['rank']} ({each['device']}, host {each['host']})" for each in there])
-        return f"Transient: computed again the step is finite; its loss was not finite on {where}"
-    if len(findings) == 1:
-        where = f"{findings[0]['device']}, host {findings[0]['host']}"
-        return (
-            f"Transient: computed again the step is finite; its loss was, too, and its gradients were not, on {where}"
-        )
+        had_loss = all(math.isfinite(each["loss_sum_then"]) for each in there)
+        what = "every loss was, too, and gradients were not" if had_loss else "its loss was not finite"
+        return f"Transient: computed again the step is finite; {what} on {where}"
     return (
         "Transient: computed again the step is finite on all processes; every loss was, too, and gradients are summed over "
         "all processes before anything looks at them, so which one it was cannot be said"
     )
+
+
+def not_finite_then(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the processes of a bad step, those whose own loss was not finite in it; or, where every loss was, whose gradients."""
+    losses = [each for each in findings if not math.isfinite(each["loss_sum_then"])]
+    return losses or [each for each in findings if not each.get("gradients_finite_then", True)]
 
 
 def _blame(finding: Mapping[str, Any]) -> str:
