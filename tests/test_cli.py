@@ -123,7 +123,7 @@ def test_a_mistake_that_only_another_process_sees_is_still_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr("accel_train.cli.WAIT_FOR_RANK_0_SECONDS", 0.0)
+    monkeypatch.setattr("accel_train.ending.WAIT_FOR_RANK_0_SECONDS", 0.0)
     assert main(["run", "nowhere.yaml"]) == 2
     assert capsys.readouterr().err.startswith("error: rank 3: nowhere.yaml")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from accel_train.checkpoint import newest_valid
-from accel_train.cli import exit_code
+from accel_train.ending import exit_code
 from accel_train.observe import NoObserver
 from accel_train.observe.ledger import read_json
 from accel_train.saving import save_run, weights_problem

@@ -25,7 +25,7 @@ LAYERS = (
     ("hf",),
     ("hf_face", "rehearse", "find_lr"),
     ("loop",),
-    ("finish", "saving", "rollback", "incident", "drift", "stragglers"),
+    ("finish", "saving", "rollback", "incident", "drift", "stragglers", "fallback"),
     ("prepare",),
     ("introduction",),
     ("run",),
