@@ -137,7 +137,30 @@ def test_offloaded_parts_are_in_host_memory() -> None:
 def test_more_memory_than_the_named_gpu_has_is_said() -> None:
     text = format_plan(plan("--model.config", "{model_type: gpt2, n_embd: 8192, n_head: 64, n_layer: 8}", world_size=8))
     assert "MORE than the 79.1 GiB of this GPU" in text
-    assert "or parallel.strategy fsdp2" in text
+    assert "GPU: lower batch.per_device_batch_size, set precision.gradient_checkpointing, set parallel.strategy" in text
+    flags = ("--precision.gradient_checkpointing", "true", "--batch.per_device_batch_size", "1")
+    config = "{model_type: gpt2, n_embd: 16384, n_head: 64, n_layer: 16}"
+    text = format_plan(plan("--model.config", config, *flags, *FSDP2, world_size=2))
+    assert (
+        "of this GPU: set parallel.cpu_offload or take GPUs with more memory" in text
+    )  # and nothing that is so already
+
+
+def test_a_model_that_repeats_no_block_is_gathered_as_a_whole() -> None:
+    whole = {part.name: part for part in plan("--model.config.n_layer", "1", *FSDP2, world_size=2).memory}
+    assert whole["gathered weights"].how == "all of them, for the model repeats no block, 2 bytes each"
+    assert (whole["gathered weights"].num_bytes or 0) == pytest.approx((whole["parameters"].num_bytes or 0), rel=0.01)
+    assert whole["collectives"].how.startswith("the model's weights as they arrive")
+
+
+def test_averaged_weights_are_in_memory_and_in_checkpoints() -> None:
+    kept = ("--optimizer.ema_decay", "0.99")
+    for flags in ((), FSDP2):
+        plain, averaged = plan(*flags, world_size=8), plan(*flags, *kept, world_size=8)
+        parts = {part.name: part.num_bytes for part in averaged.memory}
+        assert parts["averaged weights"] == parts["parameters"]
+        assert (averaged.memory_bytes or 0) - (plain.memory_bytes or 0) == parts["parameters"]
+        assert averaged.checkpoint_bytes - plain.checkpoint_bytes == 4 * plain.num_parameters
 
 
 # --- traffic --------------------------------------------------------------------------------------------------------
