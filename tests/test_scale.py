@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from test_plan import folder  # noqa: F401 (the fixture: a folder with a recipe and its data)
 from torch import nn
@@ -16,7 +17,7 @@ from accel_train.recipe import Checkpoint, Parallel
 from accel_train.recipe_file import load_recipe
 from accel_train.scale.estimate import Hardware
 from accel_train.scale.failures import FAILURE_RATES, daly_interval, lost_share, young_interval
-from accel_train.scale.hardware import GPUS, INTERCONNECTS, gpu_facts
+from accel_train.scale.hardware import GPUS, INTERCONNECTS, choose_interconnect, gpu_facts
 from accel_train.scale.layout import choose_layout
 from accel_train.scale.saving_cost import best_intervals, saving_cost
 from accel_train.scale.step_time import model_step
@@ -178,6 +179,25 @@ def test_ddp_reduces_all_gradients_once_a_step() -> None:
     assert traffic(1) == {}
 
 
+def test_ddp_reduces_whole_weights_in_buckets_as_torch_makes_them_and_waits_for_that_of_the_embedding() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.embedding = nn.Embedding(50_304, 768)
+        model.blocks = nn.ModuleList(Block(768, rows) for rows in (3072, 3072, 16_384))
+        model.norm = nn.LayerNorm(768)
+    named = dict(model.named_parameters())
+    as_they_come = [*(named[f"blocks.{n}.{kind}"] for n in (2, 1, 0) for kind in ("bias", "weight"))]
+    as_they_come += [named["norm.bias"], named["norm.weight"], named["embedding.weight"]]
+    buckets, _ = dist._compute_bucket_assignment_by_size(
+        [torch.empty(each.shape) for each in as_they_come], [25 * 2**20]
+    )
+    sizes = [sum(4 * as_they_come[index].numel() for index in bucket) for bucket in buckets]
+    found = collectives(Parallel(), choose_layout(Parallel(), 8, "cuda"), group_weights(model), 2)
+    assert [each.num_bytes for each in found] == sizes
+    assert len(sizes) == 2
+    assert [each.is_hidden for each in found] == [True, False]
+
+
 def test_fsdp2_gathers_weights_twice_and_scatters_gradients_with_each_micro_batch() -> None:
     padded = 10 * (3 * 10 + 6 + 10)
     rest, blocks = 10 * (6 + 10), 10 * 3 * 10
@@ -213,6 +233,26 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     assert gb_per_second(Ring(2, 8, 8)) == pytest.approx(50, rel=0.01)  # each of 8 rings has one of them
     assert gb_per_second(Ring(16, 1, 8), "ethernet-100") == pytest.approx(12.5, rel=0.01)
     assert gb_per_second(Ring(2, 8, 8), "ethernet-100") == pytest.approx(12.5 / 8, rel=0.01)
+
+
+def test_rings_that_do_not_end_where_nodes_do_share_networks_and_wait_for_the_smallest_part() -> None:
+    three, twelve = (
+        Ring(3, 1, 8),
+        Ring(12, 1, 8),
+    )  # processes 6, 7 | 8; and 0 ... 7 | 8 ... 11, beside 12 ... 15 | 16 ... 23
+    assert [(ring.num_nodes, ring.size_in_node) for ring in (three, twelve)] == [(2, 3), (2, 8)]
+    assert [ring.leaves_node(NDR) / 50e9 for ring in (three, twelve)] == [1, 4]
+    assert [ring.leaves_node(INTERCONNECTS["ethernet-100"]) / 12.5e9 for ring in (three, twelve)] == [1 / 2, 1 / 2]
+    assert Ring(8, 3, 8).num_nodes == 3
+    assert Ring(4, 1, 8).seconds("all-gather", 10**9, H100, NDR) < three.seconds("all-gather", 10**9, H100, NDR)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("H100", "infiniband-ndr"), ("H800", "infiniband-ndr"), ("MI300X", "infiniband-ndr"), ("A800", "infiniband-hdr"), ("L40S", "ethernet-100"), (None, "ethernet-100")],
+)  # fmt: skip
+def test_assumed_network_is_what_such_gpus_mostly_come_with(gpu: str | None, name: str) -> None:
+    assert choose_interconnect(None, None if gpu is None else GPUS[gpu]).value.name == name
 
 
 def test_a_small_collective_costs_its_latency() -> None:
