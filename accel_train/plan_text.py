@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from accel_train.batching import is_open
 from accel_train.observe.progress import format_seconds
 from accel_train.plan import Plan
 from accel_train.recipe_names import recipe_names
@@ -110,6 +111,8 @@ def _time(plan: Plan) -> str:
 def _room(plan: Plan, needed: int, device_bytes: int) -> str:
     if needed <= device_bytes:
         return f", of {size(device_bytes).strip()}"
+    if is_open(plan.recipe.batch) and plan.sizes.per_device_batch_size > 1:
+        return f", MORE than the {size(device_bytes).strip()} of this GPU: a run cuts its samples into smaller micro-batches (Notes)"
     ways = list(_ways_to_less(plan))
     remedy = " or ".join(filter(None, [", ".join(ways[:-1]), *ways[-1:]]))
     return f", MORE than the {size(device_bytes).strip()} of this GPU: {remedy}"

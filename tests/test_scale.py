@@ -136,7 +136,8 @@ def test_offloaded_parts_are_in_host_memory() -> None:
 
 
 def test_more_memory_than_the_named_gpu_has_is_said() -> None:
-    text = format_plan(plan("--model.config", "{model_type: gpt2, n_embd: 8192, n_head: 64, n_layer: 8}", world_size=8))
+    config = "{model_type: gpt2, n_embd: 8192, n_head: 64, n_layer: 8}"
+    text = format_plan(plan("--model.config", config, world_size=8))
     assert "MORE than the 79.1 GiB of this GPU" in text
     assert "GPU: lower batch.per_device_batch_size, set precision.gradient_checkpointing, set parallel.strategy" in text
     flags = ("--precision.gradient_checkpointing", "true", "--batch.per_device_batch_size", "1")
