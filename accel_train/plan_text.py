@@ -68,7 +68,7 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     targets_per_step = plan.num_targets / plan.steps.max_steps
     yield "Time", list(run_rows(scale, plan.steps.max_steps, targets_per_step, plan.targets))
     if plan.world_size > 1:
-        yield "Failures and checkpoints", list(failure_rows(scale, section))
+        yield "Failures and checkpoints", list(failure_rows(scale, section, plan.steps.max_steps))
 
 
 def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:

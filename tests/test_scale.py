@@ -359,6 +359,14 @@ def test_saves_longer_than_the_time_between_failures_come_once_in_it() -> None:
     assert lost_share(100.0, 200.0, 100.0) == 1.0
 
 
+def test_best_interval_is_none_longer_than_the_run() -> None:
+    short = format_plan(plan(world_size=8))
+    assert "all 10 steps of this run, whose end is saved: at 0.17 failures a week it would be" in short
+    long = format_plan(plan("--schedule.max_steps", "100000000", world_size=8))
+    assert "of this run, whose end is saved" not in long
+    assert "Daly " in long
+
+
 def test_the_best_interval_loses_less_than_others_and_leaves_the_disk_time() -> None:
     section = Checkpoint(every_steps=20_000, in_background=False)
     layout = choose_layout(Parallel(), 1024, "cuda")
