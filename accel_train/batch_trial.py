@@ -13,10 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.compiling import repeated_blocks
-from accel_train.loading import Drawn, fetch
 from accel_train.memory import is_out_of_memory
-from accel_train.memory_estimate import PeakTracker, simulate_step
-from accel_train.plan import longest_samples
+from accel_train.memory_estimate import PeakTracker, is_averaged, largest_samples, num_moments, simulate_step
 from accel_train.recipe import Recipe
 from accel_train.rerun import undisturbed
 from accel_train.step import TrainingModule
@@ -53,13 +51,8 @@ class Trials:
         return self.accelerator.device
 
     def collated(self, count: int) -> dict[str, Any]:
-        """The micro-batch that takes the most memory: the longest samples, augmented where training augments them."""
-        if self.data.draw is not None and self.data.lengths is None:
-            drawn = Drawn(self.data.draw, self.recipe.seed, len(self.data.train))  # type: ignore[arg-type]
-            samples = fetch(drawn, [number % drawn.num_samples for number in range(count)])
-        else:
-            samples = longest_samples(self.data, count)
-        batch = self.data.collate(samples)
+        """The micro-batch that takes the most memory."""
+        batch = self.data.collate(largest_samples(self.data, self.recipe.seed, count))
         batch.pop("num_targets")
         return batch
 
@@ -128,29 +121,27 @@ class Trials:
                 _let_go(self.device)
 
     def bytes_to_come(self) -> int:
-        """Of what a step finds and a model that was just built has not: moments, DDP's buckets, averaged weights."""
+        """Of what a step finds and a model that was just built has not: moments, averaged weights. DDP adds nothing, for its
+        buckets are the gradients (gradient_as_bucket_view)."""
+        section = self.recipe.optimizer
         trainable = sum(p.numel() * p.element_size() for p in self.inner.parameters() if p.requires_grad)
-        is_reduced, is_averaged = self.accelerator.num_processes > 1, self.recipe.optimizer.ema_decay is not None
-        return (num_moments(self.recipe) + is_reduced + is_averaged) * trainable
+        return (num_moments(section) + is_averaged(section)) * trainable
 
     def bytes_when_spread(self) -> int:
-        """Of a process's part of a model that FSDP2 spreads: weights, gradients and moments, and what of it is whole at a time."""
+        """Of a process's part of a model that FSDP2 spreads: weights, gradients, moments and averages, and what of it is whole at
+        a time."""
         model = self.build_empty()
         section = self.recipe.parallel
         count = sum(parameter.numel() for parameter in model.parameters())
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        copies = 1 + num_moments(self.recipe.optimizer) + is_averaged(self.recipe.optimizer)
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(model)]
         num_parts = self.accelerator.num_processes if section.dp_shard_size == "auto" else section.dp_shard_size
-        part = 0 if section.cpu_offload else 4 * count * (2 + num_moments(self.recipe)) // num_parts
+        part = 0 if section.cpu_offload else 4 * (count + copies * trainable) // num_parts
         # A block is gathered while the one before it computes; the rest of the model stays gathered.
         at_a_time = count - sum(blocks) + 2 * max(blocks, default=0)
         gathered = at_a_time if section.reshard_after_forward else count
         return part + 4 * gathered + 4 * at_a_time
-
-
-def num_moments(recipe: Recipe) -> int:
-    """Tensors that the optimizer keeps beside each weight."""
-    section = recipe.optimizer
-    return (1 if section.momentum else 0) if section.name == "sgd" else 2
 
 
 class Room(NamedTuple):

@@ -27,6 +27,7 @@ from accel_train.state import CheckpointError, Preempted, TrainingStopped
 if TYPE_CHECKING:
     from accel_train.recipe import Recipe
     from accel_train.rehearsal import Rehearsal
+    from accel_train.trained import TrainedRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,6 +146,7 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         from accel_train.evaluating import format_measured, measure, open_for_evaluation, write_evaluation
 
         run = open_for_evaluation(Path(arguments.run), arguments.data, settings)
+        _say_what_was_left_out(run)
     measured = measure(run)
     if run.accelerator.is_main_process:
         print(format_measured(measured))
@@ -158,13 +160,17 @@ def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         from accel_train.predicting import open_for_prediction, predict
 
         run, out = open_for_prediction(Path(arguments.run), arguments.data, arguments.out, settings)
-        if run.why_unlabelled is not None and run.accelerator.is_main_process:
-            print(f"no true labels, because with labels it cannot be read: {run.why_unlabelled}", file=sys.stderr)
+        _say_what_was_left_out(run)
     written = predict(run, out)
     if written is not None:
         print(written)
     leave_the_other_processes(run.inner)
     return 0
+
+
+def _say_what_was_left_out(run: "TrainedRun") -> None:
+    for note in run.notes if run.accelerator.is_main_process else ():
+        print(note, file=sys.stderr)
 
 
 def _export(arguments: argparse.Namespace, _: Sequence[str]) -> int:

@@ -80,6 +80,18 @@ class Finding:
     """Why it ended early."""
 
 
+@dataclass(frozen=True)
+class _Search:
+    """A process's share of a step, computed again until the deadline, and what is known of it so far."""
+
+    rerun: Rerun
+    micro_batches: Sequence[MicroBatch]
+    question: Question
+    finding: Finding
+    states: list[RandomState]
+    deadline: float
+
+
 def examine(
     inner: TrainingModule, micro_batches: Sequence[MicroBatch], question: Question, device: torch.device
 ) -> tuple[Finding, list[RandomState]]:
@@ -99,7 +111,7 @@ def examine(
                 loss_scale=question.loss_scale,
                 device=device,
             )
-            _examine(rerun, micro_batches, question, finding, states, began + question.seconds)
+            _examine(_Search(rerun, micro_batches, question, finding, states, began + question.seconds))
     except Exception as error:  # a fault of the search must not become one of the run
         finding.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     finding.seconds = round(time.monotonic() - began, 3)
@@ -114,14 +126,9 @@ def not_examined(question: Question, device: torch.device) -> Finding:
     return finding
 
 
-def _examine(
-    rerun: Rerun,
-    micro_batches: Sequence[MicroBatch],
-    question: Question,
-    finding: Finding,
-    states: list[RandomState],
-    deadline: float,
-) -> None:
+def _examine(search: _Search) -> None:
+    rerun, micro_batches, question = search.rerun, search.micro_batches, search.question
+    finding, states = search.finding, search.states
     finding.weights_not_finite = weights_not_finite(rerun.inner.model)[:MAX_LISTED]
     finding.columns = describe_columns(micro_batches[0][0])
     finding.suspects = [sample for share in question.samples or [] for sample in share]
@@ -139,7 +146,7 @@ def _examine(
             bad = number
             break
     if question.is_spike:
-        _find_heaviest(rerun, micro_batches, question, finding, states, deadline)
+        _find_heaviest(search)
         return
     finding.happens_again = bad is not None
     if bad is None:
@@ -148,7 +155,7 @@ def _examine(
     finding.columns = describe_columns(micro_batches[bad][0])
     samples = SamplesOf(micro_batches[bad], None if question.samples is None else question.samples[bad])
     finding.suspects = samples.indices
-    rows = [] if finding.weights_not_finite else _bad_rows(rerun, samples, states[bad], deadline)
+    rows = [] if finding.weights_not_finite else _bad_rows(rerun, samples, states[bad], search.deadline)
     finding.num_samples = len(rows)
     finding.samples = [samples.indices[row] for row in rows[:MAX_LISTED]]
     _name_place(rerun, samples, rows, states[bad], finding)
@@ -242,29 +249,23 @@ def _name_place(rerun: Rerun, samples: SamplesOf, rows: list[int], state: Random
         finding.module_kind = type(parts[finding.module]).__name__ if finding.module in parts else None
 
 
-def _find_heaviest(
-    rerun: Rerun,
-    micro_batches: Sequence[MicroBatch],
-    question: Question,
-    finding: Finding,
-    states: list[RandomState],
-    deadline: float,
-) -> None:
+def _find_heaviest(search: _Search) -> None:
     """Loss and gradient norm of single samples, in the order of the step, as many as there is time for."""
+    finding, indices = search.finding, search.question.samples
     measured = []
-    for number, micro_batch in enumerate(micro_batches):
-        samples = SamplesOf(micro_batch, None if question.samples is None else question.samples[number])
+    for number, micro_batch in enumerate(search.micro_batches):
+        samples = SamplesOf(micro_batch, None if indices is None else indices[number])
         for row in range(samples.num_rows if samples.can_be_cut else 0):
-            if time.monotonic() > deadline:
+            if time.monotonic() > search.deadline:
                 break
-            alone = rerun.compute_apart(samples.part([row]), states[number])
+            alone = search.rerun.compute_apart(samples.part([row]), search.states[number])
             facts = {"sample": samples.indices[row], "micro_batch": number}
             measured.append({**facts, "loss": alone.loss, "gradient_norm": alone.total})
     measured.sort(key=lambda each: _with_nan_on_top(each["gradient_norm"]), reverse=True)
     finding.heaviest = measured[:TOP]
     if measured:
         finding.micro_batch = int(measured[0]["micro_batch"])
-        finding.columns = describe_columns(micro_batches[finding.micro_batch][0])
+        finding.columns = describe_columns(search.micro_batches[finding.micro_batch][0])
 
 
 def weights_not_finite(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
+
+from accel_train.redaction import redact_words
 
 DISTRIBUTION = "accel-train"
 LEAST_FREE_DISK_BYTES = 5 * 2**30
@@ -80,12 +83,20 @@ def check_launcher(num_processes_seen: int) -> None:
         raise ValueError(
             f"`accelerate launch` was asked for {asked} processes and started {num_processes_seen} (with --cpu it starts "
             f"one, without a word); start with `{_torchrun(asked)}`, or `accelerate launch --multi_gpu "
-            f"--num_processes {asked} -m accel_train run RECIPE`"
+            f"--num_processes {asked} {_own_command()}`"
         )
 
 
 def _torchrun(num_processes: int) -> str:
-    return f"torchrun --nproc_per_node {num_processes} -m accel_train run RECIPE"
+    return f"torchrun --nproc_per_node {num_processes} {_own_command()}"
+
+
+def _own_command() -> str:
+    """What this process was started with, as it stands behind a launcher; without secrets."""
+    program = Path(sys.argv[0])
+    is_ours = program.name == "accel-train" or (program.name, program.parent.name) == ("__main__.py", "accel_train")
+    words = ["-m", "accel_train", *sys.argv[1:]] if is_ours else sys.argv
+    return shlex.join(redact_words(words))
 
 
 def _accelerate_launch_arguments() -> list[str] | None:

@@ -7,11 +7,12 @@ mode. It holds for any model and loss, with and without gradient checkpointing.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,8 +20,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from accel_train.loading import Drawn, fetch
 from accel_train.model_check import pretrained_config
-from accel_train.recipe import Recipe
+from accel_train.recipe import Optimizer, Recipe
 from accel_train.task import TASKS, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -35,6 +37,27 @@ class MemoryPart:
     num_bytes: int | None
     kind: Literal["arithmetic", "estimate"]
     how: str
+
+
+def num_moments(section: Optimizer) -> int:
+    """Tensors that the optimizer keeps beside each weight."""
+    return (1 if section.momentum else 0) if section.name == "sgd" else 2
+
+
+def is_averaged(section: Optimizer) -> bool:
+    """Whether there is one more copy of the trained weights: their moving average."""
+    return section.ema_decay is not None
+
+
+def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
+    """The samples of the micro-batch that takes the most memory: as training draws them, the longest where they differ in length."""
+    num_samples = len(data.train)  # type: ignore[arg-type]
+    if data.lengths is not None:
+        longest = np.argsort(data.lengths)[::-1][:count].tolist()
+        indices = (longest * count)[:count]
+    else:
+        indices = [0] * count if data.draw is None else [number % num_samples for number in range(count)]
+    return fetch(data.train if data.draw is None else Drawn(data.draw, seed, num_samples), indices)
 
 
 def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Module:
@@ -73,16 +96,17 @@ def estimate_memory(
     """
     count = sum(parameter.numel() for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    section = recipe.optimizer
-    num_moments = (1 if section.momentum else 0) if section.name == "sgd" else 2
+    section, moments = recipe.optimizer, num_moments(recipe.optimizer)
     shape = " x ".join(map(str, next(iter(batch.values())).shape))
     eager = f"a micro-batch of {shape}, eager, mixed_precision {mixed_precision}"
     eager += ", checkpointed" if recipe.precision.gradient_checkpointing else ""
     parts = [
         MemoryPart("parameters", 4 * count, "arithmetic", "4 bytes each (fp32)"),
         MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
-        MemoryPart("optimizer", 4 * num_moments * trainable, "arithmetic", f"{section.name}: {num_moments} x 4 bytes each"),
+        MemoryPart("optimizer", 4 * moments * trainable, "arithmetic", f"{section.name}: {moments} x 4 bytes each"),
     ]  # fmt: skip
+    if is_averaged(section):
+        parts.append(MemoryPart("averaged weights", 4 * trainable, "arithmetic", "ema_decay: 4 bytes each (fp32)"))
     try:
         like_cuda = device_type == "cuda"
         peak = simulate_step(

@@ -1,33 +1,35 @@
 """Everything that a run will be, before it costs anything: resolved like a run, with a model that has no weights."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from accel_train.batching import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.checkpoint import checkpoint_folders
 from accel_train.launch_environment import with_launch_environment
-from accel_train.loading import fetch
-from accel_train.memory_estimate import MemoryPart, build_without_weights, estimate_memory, vocabulary_rows
+from accel_train.memory_estimate import (
+    MemoryPart,
+    build_without_weights,
+    estimate_memory,
+    is_averaged,
+    largest_samples,
+    num_moments,
+    vocabulary_rows,
+)
 from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
-from accel_train.precision import choose_mixed_precision
-from accel_train.recipe import Precision, Recipe
+from accel_train.plan_place import Place, choose_place, count_processes
+from accel_train.recipe import Recipe
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.scale.estimate import Hardware, Scale, estimate_scale
-from accel_train.scale.hardware import gpu_facts
-from accel_train.scale.layout import choose_layout
 from accel_train.scale.memory import spread_memory
-from accel_train.scale.weights import group_weights
+from accel_train.scale.weights import ModelWeights, group_weights
 from accel_train.schedule import StepPlan
 from accel_train.state import Choice
-from accel_train.task import TARGET_UNITS, TaskData
+from accel_train.task import TARGET_UNITS, Task, TaskData
 
 
 @dataclass(frozen=True)
@@ -118,79 +120,87 @@ def resolve_plan(
     """
     recipe = with_launch_environment(recipe)
     task = check_recipe(recipe)
-    processes = (
-        world_size or int(os.environ.get("WORLD_SIZE") or 0) or (1 if gpu else max(1, torch.cuda.device_count()))
-    )
-    sizes = resolve_batch(recipe.batch, processes)
-    device, device_bytes = _device(gpu)
-    device_type = "cpu" if device == "cpu" else "cuda"
-    hardware = hardware or Hardware()
-    layout = choose_layout(recipe.parallel, processes, device_type, hardware.gpus_per_node)
-    precision = (
-        _precision_on(recipe.precision, gpu) if gpu else choose_mixed_precision(recipe.precision, _local_device())
-    )
+    sizes = resolve_batch(recipe.batch, count_processes(world_size, gpu))
+    place = choose_place(recipe, sizes.world_size, gpu, hardware or Hardware())
     data = task.load_data(recipe, progress=progress)
-    num_samples = len(data.train)  # type: ignore[arg-type]
     resolved = resolve_run(recipe, data, sizes)
-    steps = resolved.steps
-    model, _ = change_model(recipe, build_without_weights(recipe, task, data))
-    parameters = list(model.parameters())
-    num_parameters, num_trainable = (
-        sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad])
-    )
-    flops_per_target, vocabulary = task.flops_per_target(recipe, model), _vocabulary(model, data)
-    micro_batch = data.collate(longest_samples(data, sizes.per_device_batch_size))
-    num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
-    weights = group_weights(model)
-    memory = estimate_memory(
-        recipe, task, model, micro_batch,
-        mixed_precision=precision.value, device_type=device_type, gathered=layout.shard_size > 1,
-    )  # fmt: skip
-    moments = next(part.num_bytes or 0 for part in memory if part.name == "optimizer")
-    num_targets_per_epoch = (
-        data.facts.get("train_targets")
-        or max(data.facts.get("train_tokens", 0) - 1, 0)
-        or round(num_targets_per_sample * num_samples)
-    )
-    peak, checkpoint_bytes = (
-        peak_flops(device, _peak_dtype(recipe.precision, precision.value)),
-        4 * num_parameters + moments,
-    )
-    targets_per_step = round(steps.num_epochs * num_targets_per_epoch) / steps.max_steps
-    scale = estimate_scale(
-        recipe, layout, weights, hardware,
-        device=device,
-        mixed_precision=precision.value,
-        num_micro_batches=sizes.gradient_accumulation_steps,
-        num_moments=moments // (4 * num_trainable) if num_trainable else 0,
-        flops_per_step=None if flops_per_target is None else flops_per_target * targets_per_step,
-        peak_flops=peak,
-        checkpoint_bytes=checkpoint_bytes,
-    )  # fmt: skip
-    compute_bytes = 4 if precision.value == "no" else 2
+    model = _look_at_model(recipe, task, data, sizes, place)
+    weights, checkpoint_bytes = model.weights, _checkpoint_bytes(recipe, model.weights)
     return Plan(
         recipe=recipe,
-        world_size=processes,
-        device=device,
-        device_bytes=device_bytes,
-        precision=precision,
+        world_size=sizes.world_size,
+        device=place.device,
+        device_bytes=place.device_bytes,
+        precision=place.precision,
         sizes=sizes,
-        steps=steps,
+        steps=resolved.steps,
         learning_rate=resolved.learning_rate,
-        num_samples=num_samples,
-        num_targets_per_epoch=num_targets_per_epoch,
+        num_samples=len(data.train),  # type: ignore[arg-type]
+        num_targets_per_epoch=model.num_targets_per_epoch,
         data_facts=data.facts,
-        num_parameters=num_parameters,
-        num_trainable=num_trainable,
-        vocabulary=vocabulary,
-        flops_per_target=flops_per_target,
-        memory=spread_memory(memory, recipe.parallel, layout, weights, compute_bytes, device_type),
+        num_parameters=weights.numel,
+        num_trainable=weights.trainable_numel,
+        vocabulary=model.vocabulary,
+        flops_per_target=model.flops_per_target,
+        memory=spread_memory(
+            model.memory, recipe.parallel, place.layout, weights, place.compute_bytes, place.device_type
+        ),
         checkpoint_bytes=checkpoint_bytes,
         num_checkpoints=most_checkpoints(recipe, data.eval is not None),
-        peak_flops=peak,
-        scale=scale,
-        notes=tuple(_notes(recipe, data, gpu, sizes, device_type)),
+        peak_flops=place.peak_flops,
+        scale=_scale(recipe, place, sizes, resolved.steps, model, checkpoint_bytes),
+        notes=tuple(_notes(recipe, data, gpu, sizes, place.device_type)),
     )
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What a model without weights says of one with them."""
+
+    weights: ModelWeights
+    vocabulary: tuple[int, int] | None
+    flops_per_target: float | None
+    num_targets_per_epoch: int
+    memory: Sequence[MemoryPart]
+    """Of a process that holds all of it."""
+
+
+def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
+    model, _ = change_model(recipe, build_without_weights(recipe, task, data))
+    weights, vocabulary, flops = group_weights(model), _vocabulary(model, data), task.flops_per_target(recipe, model)
+    micro_batch = data.collate(largest_samples(data, recipe.seed, sizes.per_device_batch_size))
+    num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
+    num_targets = (
+        data.facts.get("train_targets")
+        or max(data.facts.get("train_tokens", 0) - 1, 0)
+        or round(num_targets_per_sample * len(data.train))  # type: ignore[arg-type]
+    )
+    memory = estimate_memory(
+        recipe, task, model, micro_batch,
+        mixed_precision=place.precision.value, device_type=place.device_type, gathered=place.layout.shard_size > 1,
+    )  # fmt: skip
+    return _Model(weights, vocabulary, flops, num_targets, memory)
+
+
+def _checkpoint_bytes(recipe: Recipe, weights: ModelWeights) -> int:
+    copies = num_moments(recipe.optimizer) + is_averaged(recipe.optimizer)
+    return 4 * (weights.numel + copies * weights.trainable_numel)
+
+
+def _scale(
+    recipe: Recipe, place: Place, sizes: BatchSizes, steps: StepPlan, model: _Model, checkpoint_bytes: int
+) -> Scale:
+    flops, targets = model.flops_per_target, round(steps.num_epochs * model.num_targets_per_epoch)
+    return estimate_scale(
+        recipe, place.layout, model.weights, place.hardware,
+        device=place.device,
+        compute_bytes=place.compute_bytes,
+        num_micro_batches=sizes.gradient_accumulation_steps,
+        num_moments=num_moments(recipe.optimizer),
+        flops_per_step=None if flops is None else flops * targets / steps.max_steps,
+        peak_flops=place.peak_flops,
+        checkpoint_bytes=checkpoint_bytes,
+    )  # fmt: skip
 
 
 def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
@@ -200,47 +210,6 @@ def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
     oldest_kept_steps = (section.keep - 1) * section.every_steps
     too_young = bool(guard.max_rollbacks and section.every_steps and oldest_kept_steps < guard.healthy_after_steps)
     return section.keep + 1 + (section.keep_best and evaluates) + 2 * too_young
-
-
-def longest_samples(data: TaskData, count: int) -> Sequence[Any]:
-    """The samples of the micro-batch that takes the most memory: the longest ones, where samples differ in length."""
-    if data.lengths is None:
-        return fetch(data.train, [0] * count)
-    longest = np.argsort(data.lengths)[::-1][:count].tolist()
-    return fetch(data.train, (longest * count)[:count])
-
-
-def _local_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _device(gpu: str | None) -> tuple[str, int | None]:
-    if gpu is not None:
-        facts = gpu_facts(gpu)
-        return gpu, None if facts is None else round(facts.memory_gib * 2**30)
-    if not torch.cuda.is_available():
-        return "cpu", None
-    properties = torch.cuda.get_device_properties(0)
-    return properties.name, properties.total_memory
-
-
-def _precision_on(section: Precision, gpu: str) -> Choice[str]:
-    """As `precision.choose_mixed_precision`, for a GPU that is not here: decided by the table of peaks."""
-    asked = section.mixed_precision
-    is_known, has_bf16 = peak_flops(gpu, "fp32") is not None, peak_flops(gpu, "bf16") is not None
-    if asked == "bf16" and is_known and not has_bf16:
-        raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {gpu}; use fp16 or auto")
-    if asked != "auto":
-        return Choice(asked, "as the recipe says")
-    if is_known:
-        return Choice("bf16", f"{gpu} computes bf16") if has_bf16 else Choice("fp16", f"{gpu} has no bf16")
-    return Choice("bf16", f"assumed: {gpu} is not among the known GPUs")
-
-
-def _peak_dtype(section: Precision, mixed_precision: str) -> str:
-    if mixed_precision == "no":
-        return "tf32" if section.tf32 is True else "fp32"
-    return "bf16" if mixed_precision == "bf16" else "fp16"
 
 
 def _vocabulary(model: nn.Module, data: TaskData) -> tuple[int, int] | None:

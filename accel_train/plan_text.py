@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from accel_train.batching import is_open
 from accel_train.observe.progress import format_seconds
 from accel_train.plan import Plan
 from accel_train.recipe_names import recipe_names
@@ -67,7 +68,7 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     targets_per_step = plan.num_targets / plan.steps.max_steps
     yield "Time", list(run_rows(scale, plan.steps.max_steps, targets_per_step, plan.targets))
     if plan.world_size > 1:
-        yield "Failures and checkpoints", list(failure_rows(scale, section))
+        yield "Failures and checkpoints", list(failure_rows(scale, section, plan.steps.max_steps))
 
 
 def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -110,8 +111,29 @@ def _time(plan: Plan) -> str:
 def _room(plan: Plan, needed: int, device_bytes: int) -> str:
     if needed <= device_bytes:
         return f", of {size(device_bytes).strip()}"
-    spread = ", or parallel.strategy fsdp2" if plan.scale.layout.shard_size == 1 and plan.world_size > 1 else ""
-    return f", MORE than the {size(device_bytes).strip()} of this GPU: lower per_device_batch_size, or set gradient_checkpointing{spread}"
+    if is_open(plan.recipe.batch) and plan.sizes.per_device_batch_size > 1:
+        return f", MORE than the {size(device_bytes).strip()} of this GPU: a run cuts its samples into smaller micro-batches (Notes)"
+    ways = list(_ways_to_less(plan))
+    remedy = " or ".join(filter(None, [", ".join(ways[:-1]), *ways[-1:]]))
+    return f", MORE than the {size(device_bytes).strip()} of this GPU: {remedy}"
+
+
+def _ways_to_less(plan: Plan) -> Iterator[str]:
+    """What still can be changed so that each process needs less memory."""
+    parallel, spread = plan.recipe.parallel, plan.scale.layout.shard_size
+    if plan.sizes.per_device_batch_size > 1:
+        yield "lower batch.per_device_batch_size"
+    if not plan.recipe.precision.gradient_checkpointing:
+        yield "set precision.gradient_checkpointing"
+    if spread == 1 and plan.world_size > 1:
+        yield "set parallel.strategy fsdp2"
+    if 1 < spread < plan.world_size:
+        yield "raise parallel.dp_shard_size"
+    if spread > 1 and not parallel.reshard_after_forward:
+        yield "set parallel.reshard_after_forward"
+    if spread > 1 and not parallel.cpu_offload:
+        yield "set parallel.cpu_offload"
+    yield "take GPUs with more memory"
 
 
 def _count(number: float) -> str:

@@ -22,7 +22,7 @@ from accel_train.trained import TrainedRun, check_finished, open_run, recipe_of_
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 MAX_SCORE_COLUMNS = 20
-"""Up to this many classes a table has a column for the score of each."""
+"""Up to this many classes a table has a column for the score of each; of more classes they are not kept."""
 IGNORED_LABEL = -100
 _PALETTE_SEED = 7
 
@@ -48,7 +48,7 @@ def open_for_prediction(
         raise ValueError(
             f"{folder} is a language model, which has no label for a sample; `accel-train generate {folder}` writes text"
         )
-    run = open_run(folder, data=data, settings=settings, labels_optional=data is not None)
+    run = open_run(folder, data=data, settings=settings, labels_optional=True)
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to predict; name some: accel-train predict {folder} DATA")
     return run, table
@@ -82,6 +82,8 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
                 break
             elif (labels := batch.get("labels")) is not None:
                 found["truth"] = labels
+            if "scores" in found and found["scores"].shape[1] > MAX_SCORE_COLUMNS:
+                del found["scores"]
             for name, value in {"index": torch.tensor(index), **found}.items():
                 rows.setdefault(name, []).append(value.cpu())
     gathered = rows_in_order(run.accelerator, rows)

@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -85,6 +85,20 @@ def redact_text(text: str) -> str:
     for pattern in _SECRETS_IN_TEXT:
         text = pattern.sub(lambda found: (found.group(1) if found.lastindex else "") + REDACTED, text)
     return text
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """A command line without its secrets: neither `--options.hub_token VALUE` nor `--options.hub_token=VALUE` shows them."""
+    shown = []
+    for before, word in zip(["", *words], words):
+        name, equals, _ = word.partition("=")
+        if word.startswith("--") and equals and is_secret(name):
+            shown.append(f"{name}={REDACTED}")
+        elif before.startswith("--") and "=" not in before and is_secret(before):
+            shown.append(REDACTED)
+        else:
+            shown.append(redact_text(word))
+    return shown
 
 
 def print_traceback(error: BaseException) -> None:

@@ -113,8 +113,8 @@ class Task(Protocol):
     def predict_batch(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
         """What `accel-train predict` writes for each sample of a batch, by column: tensors with a row a sample.
 
-        `label` (an index into `data.source.label_names`, where there are such), `score` ...; empty for a task that
-        predicts nothing for a sample.
+        `label` (an index into `data.source.label_names`, where there are such), `score`, `scores` (one for each class, in
+        their order) ...; empty for a task that predicts nothing for a sample.
         """
         ...
 

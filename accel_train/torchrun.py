@@ -2,21 +2,22 @@
 
 The same arguments and PET_* variables as torchrun's. Four things differ. torchrun ends with 1 whatever its processes ended
 with; a scheduler that is to start a preempted run again must see 75. torchrun dies at once of a SIGUSR1, which SLURM sends
-before a time limit, and leaves its processes behind. And torchrun spends its restarts (`--max-restarts`) on a recipe that is
-wrong as well, which no restart mends. And a machine that was lost and is started again can join the others.
+before a time limit, and leaves its processes behind. torchrun spends its restarts (`--max-restarts`) on a recipe that is wrong
+as well, which no restart mends. And here a machine that was lost and is started again can join the others.
 """
 
 import os
 import signal
 import sys
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+STOPS = (signal.SIGTERM, signal.SIGUSR1)
 SHUTDOWN_SECONDS = 600
 """How long processes that were asked to stop may save; torchrun's own 30 s are short for a large model. A run ends by itself
 where nothing moves, and a scheduler that waits no longer kills sooner."""
@@ -50,6 +51,20 @@ def exit_code_when_stopped(number: int, codes: Collection[int]) -> int:
     return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
+@contextmanager
+def heard_afterwards() -> Iterator[None]:
+    """A signal to stop that comes inside is handled at the end: processes are stopped there, and others may be started next."""
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda each, _: came.append(each)) for number in STOPS}
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Start the processes as torchrun would, and wait for them; returns the exit code of the run."""
     from torch.distributed import run as torchrun
@@ -69,8 +84,12 @@ def run(arguments: Sequence[str]) -> int:
                 self._remaining_restarts = 0
             return result
 
+        def _stop_workers(self, worker_group: WorkerGroup) -> None:
+            with heard_afterwards():
+                super()._shutdown()
+
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-            for number in (signal.SIGTERM, signal.SIGUSR1):  # asked once is enough: they are saving
+            for number in STOPS:  # asked once is enough: they are saving
                 with suppress(ValueError):
                     signal.signal(number, signal.SIG_IGN)
             super()._shutdown(death_sig, timeout)
@@ -101,7 +120,7 @@ def _codes(failures: "Collection[ProcessFailure]") -> list[int]:
 
 def main() -> None:
     """The command; a signal before there are any processes ends it as it would end them."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in STOPS:
         signal.signal(number, lambda *_: os._exit(PREEMPTED))
     sys.exit(run(sys.argv[1:]))
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from accel_train.batching import BatchSizes, resolve_batch
 from accel_train.compiling import compile_module
+from accel_train.data.tables import MissingColumn
 from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_summary
@@ -53,8 +54,8 @@ class TrainedRun:
     pin_memory: bool
     steps: int | None
     """What the run was trained for."""
-    why_unlabelled: str | None = None
-    """The data was read without its labels, for this reason."""
+    notes: tuple[str, ...] = ()
+    """What of other data was read in another way than the run's own, and why."""
 
 
 def open_run(
@@ -62,8 +63,8 @@ def open_run(
 ) -> TrainedRun:
     """Load a run's model, and the data that it was evaluated on, or other data.
 
-    `settings` are `--section.field VALUE`, on top of the run's recipe. With `labels_optional` data is read without labels
-    where it cannot be read with them.
+    `settings` are `--section.field VALUE`, on top of the run's recipe. Other data that has no `data.id_column` is read without
+    it; with `labels_optional`, without labels as well where it cannot be read with them.
 
     Raises:
         ValueError: there is no finished run in the folder, or the data does not fit its model.
@@ -76,7 +77,9 @@ def open_run(
     precision = choose_mixed_precision(recipe.precision, processes.device)
     set_backends(recipe.precision, precision.value, processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
-    recipe, task, task_data, why_unlabelled = _load(recipe, labels_optional, progress=accelerator.is_main_process)
+    recipe, task, task_data, notes = _load(
+        recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
+    )
     inner = TrainingModule(_trained_model(folder, recipe, task, task_data), task)
     compile_module(inner, recipe.precision.compile)
     accelerator.prepare_model(inner.to(accelerator.device), evaluation_mode=True)
@@ -91,7 +94,7 @@ def open_run(
         num_workers=choose_num_workers(recipe.data.num_workers, task_data, accelerator.num_processes).value,
         pin_memory=choose_pin_memory(recipe.data.pin_memory, accelerator.device).value,
         steps=summary.get("steps"),
-        why_unlabelled=why_unlabelled,
+        notes=notes,
     )
 
 
@@ -164,21 +167,29 @@ def _label_names(config: dict[str, Any]) -> tuple[str, ...] | None:
     return None if names is None else tuple(names[index] for index in sorted(names, key=int))
 
 
-def _load(recipe: Recipe, labels_optional: bool, *, progress: bool) -> tuple[Recipe, Task, TaskData, str | None]:
-    task = load_task(recipe.task)
-    try:
-        return recipe, task, task.load_data(recipe, progress=progress), None
-    except DataError:
-        raise
-    except ValueError as error:
-        if not labels_optional or recipe.data.label_column is None:
-            raise
-        bare = recipe.model_copy(update={"data": without_labels(recipe.data)})
+def _load(
+    recipe: Recipe, *, is_other: bool, labels_optional: bool, progress: bool
+) -> tuple[Recipe, Task, TaskData, tuple[str, ...]]:
+    """The data, of other data as much as can be read, and what was left out and why."""
+    notes: list[str] = []
+    unlabelled: ValueError | None = None
+    while True:
         task = load_task(recipe.task)
         try:
-            return bare, task, task.load_data(bare, progress=progress), str(error)
-        except ValueError:
-            raise error from None
+            return recipe, task, task.load_data(recipe, progress=progress), tuple(notes)
+        except DataError:
+            raise
+        except ValueError as error:
+            section = recipe.data
+            if is_other and isinstance(error, MissingColumn) and error.column == section.id_column:
+                left = section.model_copy(update={"id_column": None})
+                notes.append(f"rows are named by file and number, because there are no ids: {error}")
+            elif is_other and labels_optional and section.label_column is not None:
+                left, unlabelled = without_labels(section), error
+                notes.append(f"no true labels, because with labels it cannot be read: {error}")
+            else:
+                raise (unlabelled or error) from None
+            recipe = recipe.model_copy(update={"data": left})
 
 
 def without_labels(data: Data) -> Data:

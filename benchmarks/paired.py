@@ -7,10 +7,8 @@ per cent here, through memory layout alone. In one process both loops share the 
 few microseconds can be told apart. The hand-written loop has the same model code, attention, optimizer and first weights.
 """
 
-import argparse
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,11 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import add_save_argument, markdown_table, provenance, provenance_line, save_results
 from benchmarks.loops import PRESETS, Preset
-
-BLOCK_STEPS = {"micro": 20, "tiny": 6}
-"""Steps of one loop before the other has its turn."""
+from benchmarks.turns import BLOCK_STEPS, Pairs, measure_preset, small_run, train_on
 
 
 def hand_written_step(config: Any, tokens: NDArray[np.uint16], preset: Preset) -> Callable[[int], None]:
@@ -56,41 +51,15 @@ def hand_written_step(config: Any, tokens: NDArray[np.uint16], preset: Preset) -
     return step
 
 
-def measure(name: str, blocks: int, folder: Path) -> list[tuple[float, float]]:
+def measure(name: str, blocks: int, folder: Path) -> Pairs:
     """CPU seconds a step of (accel_train, the hand-written loop), a pair for each turn; logging is on, every 50 steps."""
-    import torch
-
-    from accel_train import Recipe, loop
-    from accel_train.memory import garbage_collected_at_steps
-    from accel_train.prepare import prepare_run
-    from accel_train.signals import StopRequest
-
-    torch.set_num_threads(1)
     preset, block_steps = PRESETS[name], BLOCK_STEPS[name]
     num_steps = block_steps * blocks + 1
-    num_tokens = num_steps * preset.batch * preset.block + 1
-    np.random.default_rng(0).integers(0, 65, num_tokens).astype(np.uint16).tofile(folder / "tokens.bin")
-    config = {
-        "model_type": "gpt2",
-        **{"n_layer": preset.layers, "n_head": preset.heads, "n_embd": preset.width, "n_positions": preset.block},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    }
-    data = {"train": str(folder / "tokens.bin"), "eval_fraction": 0, "cache_dir": str(folder / "cache")}
-    recipe = {
-        "output_dir": str(folder / "run"),
-        "model": {"config": config},
-        "data": {**data, "sequence_length": preset.block},
-        "batch": {"global_batch_size": preset.batch},
-        "schedule": {"max_steps": num_steps},
-        "checkpoint": {"every_steps": 0},
-        "log": {"every_steps": 50, "progress": False},
-    }
-    run = prepare_run(Recipe.model_validate(recipe))
+    run = small_run(name, num_steps, folder, log_every_steps=50)
     by_hand = hand_written_step(run.inner.model.config, np.memmap(folder / "tokens.bin", np.uint16, "r"), preset)
     pairs: list[tuple[float, float]] = []
-    batches = loop.batches_from(run, 0)
 
-    def in_turns() -> Iterator[Any]:
+    def in_turns(batches: Iterator[Any]) -> Iterator[Any]:
         began = None
         for number, micro_batches in enumerate(batches):
             if number % block_steps == 0:
@@ -106,37 +75,11 @@ def measure(name: str, blocks: int, folder: Path) -> list[tuple[float, float]]:
                 return  # the last step would save and evaluate
             yield micro_batches
 
-    original = loop.batches_from
-    loop.batches_from = lambda run, first_step: in_turns()
-    try:
-        with run.resources, garbage_collected_at_steps():
-            loop.run_steps(run, StopRequest())
-    finally:
-        loop.batches_from = original
+    train_on(run, in_turns)
     return pairs[len(pairs) // 10 :]
 
 
-def main() -> None:
-    """Measure one preset and print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=sorted(BLOCK_STEPS), default="micro")
-    parser.add_argument("--blocks", type=int, default=0, help="turns of each loop; default: 250 for micro, 60 for tiny")
-    add_save_argument(parser)
-    arguments = parser.parse_args()
-    blocks = arguments.blocks or {"micro": 250, "tiny": 60}[arguments.preset]
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = measure(arguments.preset, blocks, Path(folder))
-    row = {"preset": arguments.preset, "turns": str(len(pairs)), **summary(pairs)}
-    title = "## One process, in turns: accel_train beside a hand-written PyTorch loop, CPU time a step, 1 thread"
-    table = markdown_table(list(row), [list(row.values())], text={"preset"})
-    facts = provenance()
-    text = "\n".join([title, "", table, "", provenance_line(facts)])
-    print(text)
-    if arguments.save:
-        save_results(arguments.save, f"paired-{arguments.preset}", {"row": row, **facts}, text)
-
-
-def summary(pairs: list[tuple[float, float]]) -> dict[str, str]:
+def summary(pairs: Pairs) -> dict[str, str]:
     """Medians, and the quartile of quick turns, which other work on the machine disturbs least."""
     ours, theirs = [pair[0] * 1e6 for pair in pairs], [pair[1] * 1e6 for pair in pairs]
     quick = [statistics.quantiles(values, n=4)[0] for values in (ours, theirs)]
@@ -150,4 +93,5 @@ def summary(pairs: list[tuple[float, float]]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    title = "## One process, in turns: accel_train beside a hand-written PyTorch loop, CPU time a step, 1 thread"
+    measure_preset("paired", __doc__, title, {"micro": 250, "tiny": 60}, measure, summary)

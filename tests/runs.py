@@ -78,9 +78,10 @@ def command(recipe: Path, *flags: str, processes: int = 1) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """One thread per process, and the tests' own modules importable."""
+    """One thread per process; the tests' own modules importable, and the package that lies beside them."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PYTEST_"))}
-    return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", **extra}
+    modules = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+    return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules, "HF_HUB_OFFLINE": "1", **extra}
 
 
 def run(

@@ -6,13 +6,14 @@ The limit is real: on the address space of each process (RLIMIT_AS), where an al
 import json
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from accel_train import Recipe
@@ -21,6 +22,7 @@ from accel_train.batch_search import largest_that_fits
 from accel_train.batch_trial import Cost, Trials
 from accel_train.batching import divisors, resolve_batch
 from accel_train.plan import resolve_plan
+from accel_train.recipe import Optimizer, Parallel
 from accel_train.step import TrainingModule
 from accel_train.task import TaskData
 from forked import Forked, run_forked
@@ -218,11 +220,37 @@ def test_what_is_to_come_is_counted(recipe: Recipe) -> None:
     trials = trials_of(recipe, Sums())
     weights = sum(4 * parameter.numel() for parameter in trials.inner.parameters())
     assert trials.bytes_to_come() == 3 * weights  # two moments of AdamW, and the averaged weights
-    spread = SimpleNamespace(num_processes=2)
-    both = Trials(recipe, trials.task, trials.data, trials.inner, spread, Normalised)  # type: ignore[arg-type]
-    assert both.bytes_to_come() == 4 * weights  # and DDP's buckets
     trials.inner.requires_grad_(False)
     assert trials.bytes_to_come() == 0
+
+
+def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    weights = sum(4 * parameter.numel() for parameter in layers.parameters())
+    settings = DistributedDataParallelKwargs(gradient_as_bucket_view=True).to_kwargs()  # as `start_accelerator` has it
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+            module = nn.parallel.DistributedDataParallel(layers, **settings)
+            for _ in range(2):
+                module.zero_grad(set_to_none=True)
+                module(torch.randn(1, 256)).sum().backward()
+        assert all(parameter.grad is not None for parameter in layers.parameters())
+    finally:
+        dist.destroy_process_group()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sum(event.nbytes() for event in events) == pytest.approx(weights, rel=0.05)
+
+
+@pytest.mark.parametrize(("trained", "ema", "copies"), [(True, None, 4), (True, 0.9, 5), (False, 0.9, 1)])
+def test_spread_model_has_moments_and_averages_of_what_is_trained_alone(
+    recipe: Recipe, trained: bool, ema: float | None, copies: int
+) -> None:
+    update = {"parallel": Parallel(strategy="fsdp2", dp_shard_size=2), "optimizer": Optimizer(ema_decay=ema)}
+    trials = trials_of(recipe.model_copy(update=update), Sums())
+    weights = sum(4 * parameter.numel() for parameter in trials.inner.parameters())
+    empty = replace(trials, build_empty=lambda: Normalised().requires_grad_(trained))
+    assert empty.bytes_when_spread() == copies * weights // 2 + 2 * weights  # it repeats no block: gathered as a whole
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,14 @@ def test_a_printed_table_reads_back() -> None:
 
 
 @pytest.mark.slow
+def test_the_guards_benchmark_has_turns_with_it_and_without_and_a_bar() -> None:
+    (row,) = parse_table(run("guard", "--preset", "micro", "--blocks", "6"))
+    assert (row["preset"], row["turns"]) == ("micro", "4")  # of 6, without the last and the first
+    assert float(row["with the guard us"]) > 0
+    assert row["bar"].startswith("<= 0.5%")
+
+
+@pytest.mark.slow
 def test_the_paired_benchmark_gives_each_loop_its_turns() -> None:
     printed = run("paired", "--preset", "micro", "--blocks", "8")
     (row,) = parse_table(printed)

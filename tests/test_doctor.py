@@ -53,7 +53,7 @@ ACCELERATE = ("accelerate.commands.accelerate_cli", "launch")
 def test_accelerate_launch_on_the_cpu_that_starts_one_process_of_two_is_refused(tmp_path: Path) -> None:
     said = launch(tmp_path, *ACCELERATE, "--cpu", "--num_processes", "2")
     assert said.startswith("refused: `accelerate launch` was asked for 2 processes and started 1")
-    assert "torchrun --nproc_per_node 2 -m accel_train run" in said
+    assert f"torchrun --nproc_per_node 2 {tmp_path}/program.py`" in said
     assert "accelerate launch --multi_gpu --num_processes 2" in said
 
 
@@ -80,6 +80,24 @@ def test_a_world_size_that_accelerate_does_not_see_is_refused(monkeypatch: pytes
     check_launcher(4)
     with pytest.raises(ValueError, match=r"WORLD_SIZE=4, but Accelerate sees 1 process.*torchrun --nproc_per_node 4"):
         check_launcher(1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["/usr/bin/accel-train", "evaluate", "runs/x y"], "torchrun --nproc_per_node 4 -m accel_train evaluate 'runs/x y'`"),
+        (["/x/accel_train/__main__.py", "run", "r.yaml", "--seed", "3"], "torchrun --nproc_per_node 4 -m accel_train run r.yaml --seed 3`"),
+        (["train.py", "--hub_token", "s3cr3t", "--api_key=s3cr3t"], "torchrun --nproc_per_node 4 train.py --hub_token REDACTED --api_key=REDACTED`"),
+    ],
+)  # fmt: skip
+def test_refused_launch_says_the_command_that_was_typed_behind_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=4") as caught:
+        check_launcher(1)
+    assert said in str(caught.value)
 
 
 def test_no_launcher_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from transformers import (
 
 import accel_train
 from accel_train.hf import Trainer, get_last_checkpoint
+from accel_train.hf_face.flow import Flow
 from accel_train.state import TrainingStopped
 
 CLOSE = 1e-5
@@ -112,6 +113,50 @@ def test_evaluations_and_best_model_are_those_of_transformers(tmp_path: Path) ->
     assert Path(best).name == f"step-{ours.state.best_global_step:08d}"
     assert difference(AutoModelForSequenceClassification.from_pretrained(best), ours.model) == 0
     assert ours.evaluate()["eval_accuracy"] == ours.state.best_metric
+
+
+def getting_worse(folder: Path, **more: Any) -> Trainer:
+    """A trainer whose evaluations are best at step 2 of 4."""
+    args = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    args |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5, **more}
+    worse = [{**row, "labels": 2} for row in plain_rows(8)]
+    return Trainer(Plain(), arguments(folder, **args), train_dataset=plain_rows(16), eval_dataset=worse)
+
+
+def test_best_weights_are_evaluated_once_also_where_another_sitting_ends_the_run(tmp_path: Path) -> None:
+    whole = getting_worse(tmp_path)
+    whole.train()
+    logged = [line["eval_loss"] for line in whole.state.log_history if "eval_loss" in line]
+    assert [line["step"] for line in whole.state.log_history if "eval_loss" in line] == [2, 4]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["loss"]) for line in lines if line["split"] == "eval"]
+    assert found[-1] == (4, logged[0])  # of the best weights, where the run ended
+    again = getting_worse(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "step-00000004"))
+    assert [line["step"] for line in again.state.log_history if "eval_loss" in line][-1] == 4
+    assert logged[0] not in [
+        line["eval_loss"] for line in again.state.log_history[2:] if line["step"] == 4 and "eval_loss" in line
+    ]
+    assert difference(again.model, whole.model) == 0
+
+
+def test_what_was_evaluated_after_the_step_that_a_rollback_goes_to_is_evaluated_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flows: list[Flow] = []
+
+    class Seen(Flow):
+        def begin(self, run: Any) -> None:
+            flows.append(self)
+            super().begin(run)
+
+    monkeypatch.setattr("accel_train.hf_face.running.Flow", Seen)
+    trainer = getting_worse(tmp_path, load_best_model_at_end=False)
+    trainer.train()
+    for to_step, num_evaluations in ((4, 2), (2, 3)):
+        flows[0].on_event("rollback", 4, "back", to_step=to_step)
+        flows[0].evaluate()
+        assert len([line for line in trainer.state.log_history if "eval_loss" in line]) == num_evaluations
 
 
 def test_token_losses_over_accumulation_are_those_of_transformers(tmp_path: Path) -> None:

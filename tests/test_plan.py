@@ -1,9 +1,11 @@
 """A plan says what a run will be, in the run's own numbers, without weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -12,12 +14,12 @@ from torch import Tensor, nn
 
 from accel_train.cli import main
 from accel_train.loading import fetch
-from accel_train.memory_estimate import build_without_weights, estimate_memory, simulate_step
+from accel_train.memory_estimate import build_without_weights, estimate_memory, largest_samples, simulate_step
 from accel_train.plan import Plan, resolve_plan
 from accel_train.plan_text import format_plan
 from accel_train.recipe_file import load_recipe
 from accel_train.scale.estimate import ASSUMED_MFU
-from accel_train.task import load_task
+from accel_train.task import TaskData, load_task
 
 GOOD: dict[str, Any] = {
     "output_dir": "out",
@@ -184,9 +186,11 @@ def test_a_plan_of_billions_of_parameters_needs_no_memory_for_them() -> None:
     assert psutil.Process().memory_info().rss - before < 300 * 2**20
 
 
-def test_the_planned_checkpoint_is_the_size_of_a_real_one() -> None:
-    resolved = plan("--schedule.max_steps", "1", "--model.config.n_embd", "128")
-    assert main(["run", "r.yaml", "--schedule.max_steps", "1", "--model.config.n_embd", "128"]) == 0
+@pytest.mark.parametrize("flags", [(), ("--optimizer.ema_decay", "0.9")])
+def test_the_planned_checkpoint_is_the_size_of_a_real_one(flags: tuple[str, ...]) -> None:
+    flags = ("--schedule.max_steps", "1", "--model.config.n_embd", "128", *flags)
+    resolved = plan(*flags)
+    assert main(["run", "r.yaml", *flags]) == 0
     written = sum(path.stat().st_size for path in Path("out/checkpoints/step-00000001").iterdir())
     assert written == pytest.approx(resolved.checkpoint_bytes, rel=0.02)
     summary = json.loads(Path("out/summary.json").read_text())
@@ -208,6 +212,22 @@ def test_the_model_has_no_storage() -> None:
     task = load_task(recipe.task)
     model = build_without_weights(recipe, task, task.load_data(recipe, progress=False))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+class Rows(list[int]):
+    """Samples that are seen as they are when they are evaluated."""
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_the_largest_micro_batch_has_the_longest_samples_as_training_draws_them(is_drawn: bool) -> None:
+    def draw(index: int, generator: Any) -> tuple[str, int]:
+        return "drawn", index
+
+    data = TaskData(Rows(range(5)), None, dict, "", draw=draw if is_drawn else None)  # type: ignore[arg-type]
+    of_one_length = largest_samples(data, 0, 6)
+    assert of_one_length == ([("drawn", index) for index in (0, 1, 2, 3, 4, 0)] if is_drawn else [0] * 6)
+    longest = largest_samples(replace(data, lengths=np.array([3, 9, 1, 7, 5])), 0, 3)
+    assert longest == ([("drawn", index) for index in (1, 3, 4)] if is_drawn else [1, 3, 4])
 
 
 class ReadsValues:

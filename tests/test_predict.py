@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 import runs
+from accel_train import predicting
 from accel_train.cli import main
 from accel_train.predicting import label_columns, write_table
 
@@ -210,6 +211,46 @@ def test_masks_are_written_with_a_class_in_each_pixel() -> None:
     assert counts[: len(labels)].sum() == counts.sum()
     if confusion.sum() == counts.sum():  # no pixel of the truth is ignored
         assert counts[: len(labels)].tolist() == confusion.sum(axis=0).tolist()
+
+
+def test_score_of_each_class_has_a_column_of_its_own() -> None:
+    assert main(["predict", "texts", "--out", "scores.csv"]) == 0
+    for row in read_csv("scores.csv"):
+        scores = {name: float(row[f"score_{name}"]) for name in TOPICS}
+        assert sum(scores.values()) == pytest.approx(1, abs=1e-5)
+        assert max(scores, key=lambda name: scores[name]) == row["label"]
+        assert float(row["score"]) == max(scores.values())
+
+
+def test_scores_of_many_classes_are_not_even_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.predicting.MAX_SCORE_COLUMNS", 2)
+    kept: list[set[str]] = []
+    in_order = predicting.rows_in_order
+    monkeypatch.setattr(
+        "accel_train.predicting.rows_in_order", lambda where, rows: (kept.append(set(rows)), in_order(where, rows))[1]
+    )
+    assert main(["predict", "texts", "--out", "few.csv"]) == 0
+    assert kept == [{"index", "label", "score", "truth"}]
+    assert list(read_csv("few.csv")[0]) == ["id", "label", "score", "true_label"]
+
+
+def test_other_data_without_the_id_column_has_its_rows_named_by_number(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("no-ids.csv").write_text("".join(f"{row['text']},{row['label']}\n" for row in [{"text": "text", "label": "label"}, *read_csv("texts.csv")]))  # fmt: skip
+    assert main(["predict", "texts", "texts.csv", "--out", "with-ids.csv"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "texts", "no-ids.csv", "--out", "numbered.csv"]) == 0
+    said = capsys.readouterr().err
+    assert "rows are named by file and number, because there are no ids: no-ids.csv:1: there is no column 'id'" in said
+    named, numbered = read_csv("with-ids.csv"), read_csv("numbered.csv")
+    assert [row.pop("id") for row in numbered] == [f"no-ids.csv:{number}" for number in range(2, 92)]
+    assert [{name: value for name, value in row.items() if name != "id"} for row in named] == numbered
+    assert main(["evaluate", "texts", "--data", "no-ids.csv"]) == 0
+    assert "no column 'id'" in capsys.readouterr().err
+    Path("bare-texts.csv").write_text("".join(f"{text}\n" for text in ("text", "step batch", "loss norm")))
+    assert main(["predict", "texts", "bare-texts.csv", "--out", "bare-numbered.csv"]) == 0
+    assert [row["id"] for row in read_csv("bare-numbered.csv")] == ["bare-texts.csv:2", "bare-texts.csv:3"]
+    assert main(["evaluate", "texts", "--data", "bare-texts.csv"]) == 2
+    assert "there is no column 'label'" in capsys.readouterr().err
 
 
 def test_labels_by_name_and_none_where_the_truth_is_not_known() -> None:

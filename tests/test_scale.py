@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from test_plan import folder  # noqa: F401 (the fixture: a folder with a recipe and its data)
 from torch import nn
@@ -16,7 +17,7 @@ from accel_train.recipe import Checkpoint, Parallel
 from accel_train.recipe_file import load_recipe
 from accel_train.scale.estimate import Hardware
 from accel_train.scale.failures import FAILURE_RATES, daly_interval, lost_share, young_interval
-from accel_train.scale.hardware import GPUS, INTERCONNECTS, gpu_facts
+from accel_train.scale.hardware import GPUS, INTERCONNECTS, choose_interconnect, gpu_facts
 from accel_train.scale.layout import choose_layout
 from accel_train.scale.saving_cost import best_intervals, saving_cost
 from accel_train.scale.step_time import model_step
@@ -135,9 +136,33 @@ def test_offloaded_parts_are_in_host_memory() -> None:
 
 
 def test_more_memory_than_the_named_gpu_has_is_said() -> None:
-    text = format_plan(plan("--model.config", "{model_type: gpt2, n_embd: 8192, n_head: 64, n_layer: 8}", world_size=8))
+    config = "{model_type: gpt2, n_embd: 8192, n_head: 64, n_layer: 8}"
+    text = format_plan(plan("--model.config", config, world_size=8))
     assert "MORE than the 79.1 GiB of this GPU" in text
-    assert "or parallel.strategy fsdp2" in text
+    assert "GPU: lower batch.per_device_batch_size, set precision.gradient_checkpointing, set parallel.strategy" in text
+    flags = ("--precision.gradient_checkpointing", "true", "--batch.per_device_batch_size", "1")
+    config = "{model_type: gpt2, n_embd: 16384, n_head: 64, n_layer: 16}"
+    text = format_plan(plan("--model.config", config, *flags, *FSDP2, world_size=2))
+    assert (
+        "of this GPU: set parallel.cpu_offload or take GPUs with more memory" in text
+    )  # and nothing that is so already
+
+
+def test_a_model_that_repeats_no_block_is_gathered_as_a_whole() -> None:
+    whole = {part.name: part for part in plan("--model.config.n_layer", "1", *FSDP2, world_size=2).memory}
+    assert whole["gathered weights"].how == "all of them, for the model repeats no block, 2 bytes each"
+    assert (whole["gathered weights"].num_bytes or 0) == pytest.approx((whole["parameters"].num_bytes or 0), rel=0.01)
+    assert whole["collectives"].how.startswith("the model's weights as they arrive")
+
+
+def test_averaged_weights_are_in_memory_and_in_checkpoints() -> None:
+    kept = ("--optimizer.ema_decay", "0.99")
+    for flags in ((), FSDP2):
+        plain, averaged = plan(*flags, world_size=8), plan(*flags, *kept, world_size=8)
+        parts = {part.name: part.num_bytes for part in averaged.memory}
+        assert parts["averaged weights"] == parts["parameters"]
+        assert (averaged.memory_bytes or 0) - (plain.memory_bytes or 0) == parts["parameters"]
+        assert averaged.checkpoint_bytes - plain.checkpoint_bytes == 4 * plain.num_parameters
 
 
 # --- traffic --------------------------------------------------------------------------------------------------------
@@ -153,6 +178,25 @@ def traffic(world_size: int, micro_batches: int = 1, **parallel: Any) -> dict[st
 def test_ddp_reduces_all_gradients_once_a_step() -> None:
     assert traffic(4, micro_batches=5) == {"all-reduce": (1, 4 * 370, 2 * 4 * 370 * 3 / 4)}
     assert traffic(1) == {}
+
+
+def test_ddp_reduces_whole_weights_in_buckets_as_torch_makes_them_and_waits_for_that_of_the_embedding() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.embedding = nn.Embedding(50_304, 768)
+        model.blocks = nn.ModuleList(Block(768, rows) for rows in (3072, 3072, 16_384))
+        model.norm = nn.LayerNorm(768)
+    named = dict(model.named_parameters())
+    as_they_come = [*(named[f"blocks.{n}.{kind}"] for n in (2, 1, 0) for kind in ("bias", "weight"))]
+    as_they_come += [named["norm.bias"], named["norm.weight"], named["embedding.weight"]]
+    buckets, _ = dist._compute_bucket_assignment_by_size(
+        [torch.empty(each.shape) for each in as_they_come], [25 * 2**20]
+    )
+    sizes = [sum(4 * as_they_come[index].numel() for index in bucket) for bucket in buckets]
+    found = collectives(Parallel(), choose_layout(Parallel(), 8, "cuda"), group_weights(model), 2)
+    assert [each.num_bytes for each in found] == sizes
+    assert len(sizes) == 2
+    assert [each.is_hidden for each in found] == [True, False]
 
 
 def test_fsdp2_gathers_weights_twice_and_scatters_gradients_with_each_micro_batch() -> None:
@@ -190,6 +234,26 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     assert gb_per_second(Ring(2, 8, 8)) == pytest.approx(50, rel=0.01)  # each of 8 rings has one of them
     assert gb_per_second(Ring(16, 1, 8), "ethernet-100") == pytest.approx(12.5, rel=0.01)
     assert gb_per_second(Ring(2, 8, 8), "ethernet-100") == pytest.approx(12.5 / 8, rel=0.01)
+
+
+def test_rings_that_do_not_end_where_nodes_do_share_networks_and_wait_for_the_smallest_part() -> None:
+    three, twelve = (
+        Ring(3, 1, 8),
+        Ring(12, 1, 8),
+    )  # processes 6, 7 | 8; and 0 ... 7 | 8 ... 11, beside 12 ... 15 | 16 ... 23
+    assert [(ring.num_nodes, ring.size_in_node) for ring in (three, twelve)] == [(2, 3), (2, 8)]
+    assert [ring.leaves_node(NDR) / 50e9 for ring in (three, twelve)] == [1, 4]
+    assert [ring.leaves_node(INTERCONNECTS["ethernet-100"]) / 12.5e9 for ring in (three, twelve)] == [1 / 2, 1 / 2]
+    assert Ring(8, 3, 8).num_nodes == 3
+    assert Ring(4, 1, 8).seconds("all-gather", 10**9, H100, NDR) < three.seconds("all-gather", 10**9, H100, NDR)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("H100", "infiniband-ndr"), ("H800", "infiniband-ndr"), ("MI300X", "infiniband-ndr"), ("A800", "infiniband-hdr"), ("L40S", "ethernet-100"), (None, "ethernet-100")],
+)  # fmt: skip
+def test_assumed_network_is_what_such_gpus_mostly_come_with(gpu: str | None, name: str) -> None:
+    assert choose_interconnect(None, None if gpu is None else GPUS[gpu]).value.name == name
 
 
 def test_a_small_collective_costs_its_latency() -> None:
@@ -293,6 +357,14 @@ def test_dalys_interval_is_where_the_complete_model_loses_least(ratio: float) ->
 def test_saves_longer_than_the_time_between_failures_come_once_in_it() -> None:
     assert daly_interval(200.0, 100.0) == 100.0
     assert lost_share(100.0, 200.0, 100.0) == 1.0
+
+
+def test_best_interval_is_none_longer_than_the_run() -> None:
+    short = format_plan(plan(world_size=8))
+    assert "all 10 steps of this run, whose end is saved: at 0.17 failures a week it would be" in short
+    long = format_plan(plan("--schedule.max_steps", "100000000", world_size=8))
+    assert "of this run, whose end is saved" not in long
+    assert "Daly " in long
 
 
 def test_the_best_interval_loses_less_than_others_and_leaves_the_disk_time() -> None:

@@ -143,6 +143,18 @@ def test_what_scaling_says_of_settings_codes_and_times_is_so() -> None:
     assert job["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 300 <= SHUTDOWN_SECONDS
 
 
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt2_350m"])
+def test_recipes_of_gpt2_go_on_every_power_of_two_and_read_their_data_once(name: str) -> None:
+    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.yaml")
+    for world_size in (2**power for power in range(10)):
+        sizes = resolve_batch(recipe.batch, world_size)
+        assert sizes.per_device_batch_size * sizes.gradient_accumulation_steps * world_size == 512
+    with pytest.raises(ValueError, match="global_batch_size=512 is not divisible by 240 processes"):
+        resolve_batch(recipe.batch, 240)
+    assert "512 samples go on 256 GPUs, and not on 240" in SCALING
+    assert 512 * 1024 * (recipe.schedule.max_steps or 0) == pytest.approx(10e9, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in sorted((REPOSITORY / "launch").glob("*.yaml")) if "num_processes" in path.read_text()],

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, pipeline
 
 from accel_train.data.tokenizers import train_bpe
+from accel_train.metrics.scores import auroc, auroc_from_histogram
+from accel_train.metrics.tally import score_histogram
 from accel_train.recipe import Recipe
 from accel_train.task import TaskData, load_task
 from accel_train.tasks.text_classification import TextClassification
@@ -134,13 +136,45 @@ def test_the_loss_is_the_models_own_and_so_is_its_gradient(tmp_path: Path, label
     torch.testing.assert_close(*(torch.autograd.grad(loss, parameter)[0] for loss in (ours, its)))
 
 
-def test_the_loss_of_several_labels_is_the_models_own_and_is_scored_by_label(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
+def write_several_labels(path: Path) -> Path:
     with path.open("w") as file:
         for number in range(60):
             labels = [name for index, name in enumerate(TOPICS) if number % (index + 2) == 0]
             file.write(json.dumps({"text": f"text {number} " + " ".join(labels), "label": labels}) + "\n")
-    task, data, model = load(recipe_for(path))
+    return path
+
+
+def test_further_metrics_of_several_labels_are_counted_and_are_those_of_single_rows(tmp_path: Path) -> None:
+    path = write_several_labels(tmp_path / "a.jsonl")
+    names = ["accuracy", "auroc", "f1", "f1_micro", "precision", "recall_weighted"]
+    task, data, model = load(recipe_for(path, evaluate={"metrics": names}))
+    assert data.eval is not None
+    batch, num_targets = batch_of(data, range(len(data.eval)))  # type: ignore[arg-type]
+    assert not any(name.startswith("rows_") for name in task.evaluate_batch(model, batch))
+    scores, found = evaluated(task, data, model, 7), task.predict_batch(model, batch)
+    truth = batch["labels"].bool()
+    assert scores["accuracy"] == pytest.approx((found["labels"] == truth).all(1).sum().item() / num_targets)
+    exact = [auroc(found["scores"][:, label].detach().numpy(), truth[:, label].long().numpy()) for label in range(3)]
+    assert scores["auroc"] == pytest.approx(np.mean(exact), abs=2e-2)
+    assert (scores["f1"], scores["precision"]) == (scores["f1_macro"], scores["precision_macro"])
+    plain_task, plain, _ = load(recipe_for(path))
+    without = evaluated(plain_task, plain, model, 7)
+    assert {**scores, **without} == scores
+    assert scores.keys() - without.keys() == {"accuracy", "auroc", "f1", "precision"}
+    assert "'mcc', which does not fit a multi_label problem" in refusal(path, evaluate={"metrics": ["mcc"]})
+
+
+def test_auroc_of_two_labels_that_may_occur_together_is_the_mean_of_both() -> None:
+    scores = torch.tensor([[3.0, -1.0], [1.0, -2.0], [-1.0, 4.0], [-3.0, 1.0], [2.0, 2.0]])
+    labels = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0], [-100.0, -100.0]])
+    histogram = score_histogram(scores, labels, 2)
+    assert histogram is not None
+    assert histogram.sum() == 8
+    assert auroc_from_histogram(histogram.numpy(), may_occur_together=True) == pytest.approx((1 + 0.5) / 2)
+
+
+def test_the_loss_of_several_labels_is_the_models_own_and_is_scored_by_label(tmp_path: Path) -> None:
+    task, data, model = load(recipe_for(write_several_labels(tmp_path / "a.jsonl")))
     batch, num_targets = batch_of(data, range(8), train=True)
     torch.testing.assert_close(task.loss_sum(model, batch) / num_targets, model(**batch).loss)
     assert model.config.problem_type == "multi_label_classification"

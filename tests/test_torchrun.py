@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_train.torchrun import exit_code_of, exit_code_when_stopped
+from accel_train.torchrun import exit_code_of, exit_code_when_stopped, heard_afterwards
+from forked import free_port
 from runs import environment
 
 WORKER = """
@@ -26,6 +27,10 @@ if code == "stop":
     signal.signal(signal.SIGUSR1, save)
     open(f"{folder}/ready", "a").write(rank)
     time.sleep(60)
+if code == "lost":
+    while not os.path.exists(f"{folder}/ready"):
+        time.sleep(0.01)
+    code = "5"
 if code.startswith("-"):
     os.kill(os.getpid(), -int(code))
 time.sleep(0.2 if code == "0" else 0)
@@ -119,6 +124,48 @@ def test_stop_signal_reaches_the_processes_once_and_they_may_take_their_time(tmp
     finally:
         for process in (*launcher.children(recursive=True), launcher) if launcher.is_running() else ():
             process.kill()
+
+
+def test_stop_signal_is_heard_while_a_restart_waits_for_a_machine_that_was_lost(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    torchrun = ["-m", "accel_train.torchrun", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=3"]
+    torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    here, lost = (
+        psutil.Popen(
+            [sys.executable, *torchrun, f"--rdzv_conf=is_host={is_host}", str(tmp_path / "worker.py"), str(tmp_path), f"{code},{code}/0,0"],
+            env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+        )
+        for code, is_host in (("lost", 1), ("stop", 0))
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2)
+        (worker,) = here.children()
+        for process in (*lost.children(recursive=True), lost):
+            process.kill()
+        lost.wait(10)
+        (tmp_path / "ready").write_text("lost")
+        worker.wait(30)
+        time.sleep(1.0)
+        here.send_signal(signal.SIGUSR1)
+        assert here.wait(20) == 75
+        assert sorted((tmp_path / "started").read_text().split()) == ["0:0", "1:0"]
+    finally:
+        for launcher in (here, lost):
+            for process in (*launcher.children(recursive=True), launcher) if launcher.is_running() else ():
+                process.kill()
+
+
+def test_signals_come_once_processes_are_stopped() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        with heard_afterwards():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+            assert came == []
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_signal_before_there_are_processes_says_run_it_again(tmp_path: Path) -> None:

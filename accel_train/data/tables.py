@@ -12,6 +12,14 @@ from accel_train.recipe_data import Data
 _ROWS_PER_BATCH = 1024
 
 
+class MissingColumn(ValueError):
+    """A table has not the column that is asked for; the text names the nearest, and those that are there."""
+
+    def __init__(self, column: str, said: str) -> None:
+        super().__init__(said)
+        self.column = column
+
+
 class Row(NamedTuple):
     """The cells of one row, in the order in which the columns were asked for."""
 
@@ -25,7 +33,8 @@ def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Ro
     """The rows of a source in its own order; blank lines are none.
 
     Raises:
-        ValueError: a column is missing, or a row cannot be read; the text names file, line or row, and column.
+        MissingColumn: a column is missing; the text names file and column.
+        ValueError: a row cannot be read, or a column is there twice; the text names file, line or row, and column.
     """
     if source.dataset is not None:
         _check_columns(source.name, source.dataset.column_names, columns)
@@ -115,10 +124,11 @@ def _check_columns(where: str, available: Sequence[str], wanted: Sequence[str]) 
         fault = f"the column {column!r} is there {count} times" if count else f"there is no column {column!r}"
         near = get_close_matches(column, available, n=1)
         remedy = f"did you mean {near[0]!r}?" if near and not count else "name another."
-        raise ValueError(
+        said = (
             f"{where}: {fault}; {remedy} There are {', '.join(map(str, available))} "
             "(data.text_columns, data.label_column and data.id_column say what is read)"
         )
+        raise ValueError(said) if count else MissingColumn(column, said)
 
 
 _READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}

@@ -118,12 +118,8 @@ class Flow:
         Raises:
             ValueError: a callback asks to end an epoch early.
         """
-        trainer, args, state, handler = (
-            self.trainer,
-            self.trainer.args,
-            self.trainer.state,
-            self.trainer.callback_handler,
-        )
+        trainer, state, handler = self.trainer, self.trainer.state, self.trainer.callback_handler
+        args = trainer.args
         state.global_step, state.epoch = result.step, self._epoch(result.step)
         self._losses.append(result.loss)
         if result.skipped:
@@ -188,6 +184,8 @@ class Flow:
         assert self.run is not None
         trainer, state = self.trainer, self.trainer.state
         step = self.run.state.step if not self._is_best_loaded else self.run.state.best_step or 0
+        if self._is_best_loaded and step not in self._by_step and (logged := self._logged_at(step)):
+            self._by_step[step] = logged
         if step not in self._by_step:
             self._by_step[step] = trainer.evaluate(ignore_keys=self.ignore_keys)
             self._note_best(self._by_step[step])
@@ -196,6 +194,11 @@ class Flow:
         if self.requests is not None and trainer.control.should_training_stop:  # EarlyStoppingCallback, in on_evaluate
             self.requests.stop |= state.global_step < self.length.max_steps
         return {"loss": math.nan, **metrics}
+
+    def _logged_at(self, step: int) -> dict[str, float]:
+        """What the newest evaluation of a step found, in a sitting before this one perhaps: transformers does it once, too."""
+        lines = [line for line in self.trainer.state.log_history if line["step"] == step]
+        return {name: value for line in lines for name, value in line.items() if name.startswith("eval_")}
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
         args, state = self.trainer.args, self.trainer.state
@@ -216,11 +219,13 @@ class Flow:
         """Nothing: `evaluate` was there when it happened."""
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """on_save, on the process that saved; and the best weights' return."""
+        """on_save, on the process that saved; the best weights' return; and what is done again after a rollback."""
         trainer = self.trainer
         if kind == "checkpoint":
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
             push_checkpoint(trainer, Path(self._folder(step)))
+        if kind == "rollback":
+            self._by_step = {done: found for done, found in self._by_step.items() if done <= facts["to_step"]}
         if kind == "best_model":
             self._is_best_loaded = True
 
@@ -231,9 +236,8 @@ class Flow:
         """An evaluation or a checkpoint begins: what a checkpoint holds of the state is that of now."""
         if self.run is not None and self.trainer.is_world_process_zero():
             self._find_best_checkpoint()
-            self.trainer.state.stateful_callbacks = TrainerState(
-                stateful_callbacks=self._exportable()
-            ).stateful_callbacks
+            exported = TrainerState(stateful_callbacks=self._exportable())
+            self.trainer.state.stateful_callbacks = exported.stateful_callbacks
             self.run.description[TRAINER_STATE] = json.dumps(dataclasses.asdict(self.trainer.state), indent=2).encode()
         return nullcontext()
 

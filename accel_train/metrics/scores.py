@@ -122,14 +122,16 @@ def regression_scores(
     return Scores(metrics)
 
 
-def auroc_from_histogram(histogram: ArrayLike) -> float:
+def auroc_from_histogram(histogram: ArrayLike, *, may_occur_together: bool = False) -> float:
     """Area under the ROC curve from the counts of `tally.score_histogram`: (C, 2, bins).
 
     With two classes that of the second (scikit-learn's binary one), with more the mean of one-versus-rest over the
     classes that have samples and are not alone; NaN where there is none. Samples of a class and of the rest that share
-    a bin count half, so it is wrong by half their share of all pairs at most: `auroc_error_bound`.
+    a bin count half, so it is wrong by half their share of all pairs at most: `auroc_error_bound`. Labels that
+    `may_occur_together` count each for itself, also where there are two.
     """
-    return mean_of_known([_area(positives, negatives) for negatives, positives in _binary_problems(histogram)])
+    problems = _binary_problems(histogram, may_occur_together)
+    return mean_of_known([_area(positives, negatives) for negatives, positives in problems])
 
 
 def auroc_error_bound(histogram: ArrayLike) -> float:
@@ -212,9 +214,9 @@ def _flat(averages: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{names[name]}_{kind}": averages[kind][name] for name in names for kind in ("macro", "micro", "weighted")}
 
 
-def _binary_problems(histogram: ArrayLike) -> list[tuple[Floats, Floats]]:
+def _binary_problems(histogram: ArrayLike, may_occur_together: bool = False) -> list[tuple[Floats, Floats]]:
     counts = _floats(histogram)
-    chosen = counts[1:] if len(counts) == 2 else counts
+    chosen = counts[1:] if len(counts) == 2 and not may_occur_together else counts
     return [(of_class[0], of_class[1]) for of_class in chosen]
 
 

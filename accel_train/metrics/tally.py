@@ -58,7 +58,8 @@ def score_histogram(scores: Tensor, labels: Tensor, num_classes: int) -> Tensor 
         scores: (N, C) real numbers, of which only the order matters; `one_vs_rest_log_odds` resolves best. They are cut
             to 10 bits of mantissa: bins 0.1 % apart and in numerical order, all below 2**-15 in one, all beyond 2**17
             in one, NaN counts as the lowest. Cutting never reverses two scores, it only ties them.
-        labels: (N,) integers; those outside 0..C-1 are not counted.
+        labels: (N,) integers; those outside 0..C-1 are not counted. Or, of labels that may occur together, (N, C) numbers:
+            above 0 is set, and a negative one is counted nowhere.
         num_classes: beyond 16 the mantissa is shortened, so that the histogram keeps within MAX_HISTOGRAM_CELLS: 7 bits
             of it for 100 classes, 4 for 1,000.
 
@@ -69,12 +70,14 @@ def score_histogram(scores: Tensor, labels: Tensor, num_classes: int) -> Tensor 
     if bits is None:
         return None
     bins = 2**bits
-    labels = labels.long()
-    positive = labels[:, None] == torch.arange(num_classes, device=labels.device)
+    if labels.dim() == 2:
+        positive, valid = labels > 0, labels >= 0
+    else:
+        positive = labels[:, None] == torch.arange(num_classes, device=labels.device)
+        valid = ((labels >= 0) & (labels < num_classes))[:, None]
     classes = torch.arange(num_classes, device=labels.device).expand_as(positive)
     cells = num_classes * 2 * bins
     index = (classes * 2 + positive) * bins + _ordered_keys(scores, bits)
-    valid = ((labels >= 0) & (labels < num_classes))[:, None]
     return _count(torch.where(valid, index, cells).reshape(-1), cells).view(num_classes, 2, bins)
 
 

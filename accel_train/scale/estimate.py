@@ -68,19 +68,19 @@ def estimate_scale(
     hardware: Hardware,
     *,
     device: str,
-    mixed_precision: str,
+    compute_bytes: int,
     num_micro_batches: int,
     num_moments: int,
     flops_per_step: float | None,
     peak_flops: float | None,
     checkpoint_bytes: int,
 ) -> Scale:
-    """All of it, for processes laid out like this; `flops_per_step` are of all of them together.
+    """All of it, for processes laid out like this; `flops_per_step` are of all of them together, `compute_bytes` of one
+    number that is computed with.
 
     Raises:
         ValueError: the interconnect is not known, or the MFU is no share.
     """
-    compute_bytes = 4 if mixed_precision == "no" else 2
     found = collectives(recipe.parallel, layout, weights, compute_bytes)
     gpu, mfu = gpu_facts(device), choose_mfu(recipe, hardware.mfu)
     network = choose_interconnect(hardware.interconnect, gpu)

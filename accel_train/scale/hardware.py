@@ -76,10 +76,6 @@ class Interconnect:
     per: str
     """`GPU` (an adapter for each) or `node` (one adapter, which its GPUs share)."""
 
-    def node_bytes_per_second(self, gpus_per_node: int) -> float:
-        """What leaves a node at most, nominal."""
-        return self.gb_per_second * GB * (gpus_per_node if self.per == "GPU" else 1)
-
 
 INTERCONNECTS: Mapping[str, Interconnect] = {
     each.name: each
@@ -96,6 +92,11 @@ INTERCONNECTS: Mapping[str, Interconnect] = {
         Interconnect("ethernet-10", 1.25, "node"),
     )
 }
+USUAL: Mapping[str, str] = {
+    "NVLink 3": "infiniband-hdr",
+    **dict.fromkeys(("NVLink 4", "NVLink 5", "Infinity Fabric"), "infiniband-ndr"),
+}
+"""The network that GPUs with such links mostly come with: of others nothing is known, and ethernet-100 is assumed."""
 
 
 def gpu_facts(name: str) -> Gpu | None:
@@ -116,7 +117,5 @@ def choose_interconnect(asked: str | None, gpu: Gpu | None) -> Choice[Interconne
             meant = f"did you mean {near[0]}? " if near else ""
             raise ValueError(f"--interconnect={asked} is not known; {meant}there are {', '.join(INTERCONNECTS)}")
         return Choice(INTERCONNECTS[asked], "as --interconnect says")
-    link = "" if gpu is None else gpu.link
-    usual = {"NVLink 5": "infiniband-ndr", "NVLink 4": "infiniband-ndr", "NVLink 3": "infiniband-hdr"}
-    name = usual.get(link, "ethernet-100")
-    return Choice(INTERCONNECTS[name], "assumed; --interconnect names another")
+    link = "" if gpu is None else gpu.link.partition(",")[0]
+    return Choice(INTERCONNECTS[USUAL.get(link, "ethernet-100")], "assumed; --interconnect names another")

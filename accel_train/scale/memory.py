@@ -40,20 +40,21 @@ def spread_memory(
 
 
 def _wholes(known: dict[str, MemoryPart]) -> Iterator[MemoryPart]:
-    yield from (known[name] for name in ("parameters", "gradients", "optimizer"))
+    yield from (known[name] for name in ("parameters", "gradients", "optimizer", "averaged weights") if name in known)
 
 
 def _shards(
-    known: dict[str, MemoryPart], section: Parallel, layout: Layout, weights: ModelWeights
+    whole: dict[str, MemoryPart], section: Parallel, layout: Layout, weights: ModelWeights
 ) -> Iterator[MemoryPart]:
     size = layout.shard_size
-    held, whole = (weights.part_numel(size, trainable_only=only) for only in (False, True)), known
+    held = [weights.part_numel(size, trainable_only=only) for only in (False, True)]
     for name, numel in zip(("parameters", "gradients"), held, strict=True):
         yield _on_host(MemoryPart(name, 4 * numel, "arithmetic", f"{whole[name].how}, 1/{size} of the rows"), section)
-    moments = known["optimizer"].num_bytes or 0
-    trainable = weights.trainable_numel
-    numel = moments // trainable * weights.part_numel(size, trainable_only=True) if trainable else 0
-    yield _on_host(MemoryPart("optimizer", numel, "arithmetic", f"{whole['optimizer'].how}, 1/{size}"), section)
+    for name in ("optimizer", "averaged weights"):
+        if name in whole:
+            trainable = weights.trainable_numel
+            num_bytes = (whole[name].num_bytes or 0) // trainable * held[1] if trainable else 0
+            yield _on_host(MemoryPart(name, num_bytes, "arithmetic", f"{whole[name].how}, 1/{size}"), section)
 
 
 def _on_host(part: MemoryPart, section: Parallel) -> MemoryPart:
@@ -69,18 +70,21 @@ def _gathered(section: Parallel, size: int, weights: ModelWeights, compute_bytes
     trained = max((size * block.part_numel(size, trainable_only=True) for block in weights.blocks), default=0)
     trained_root = size * weights.root.part_numel(size, trainable_only=True)
     at_once = blocks[:2] if section.reshard_after_forward else blocks
-    of_blocks = f"{len(at_once)} blocks" + ("" if section.reshard_after_forward else " (reshard_after_forward off)")
+    if blocks:
+        off = "" if section.reshard_after_forward else " (reshard_after_forward off)"
+        one, of_weights = "a block", f"{len(at_once)} blocks{off} and the rest of the model"
+        of_gradients = "of 1 block and the rest of the model"
+    else:
+        one = "the model"
+        of_weights = of_gradients = "all of them, for the model repeats no block"
     each = f"{compute_bytes} bytes each"
-    yield MemoryPart(
-        "gathered weights",
-        compute_bytes * (root + sum(at_once)),
-        "arithmetic",
-        f"{of_blocks} and the rest of the model, {each}",
-    )
-    yield MemoryPart("whole gradients", compute_bytes * (trained + trained_root), "arithmetic", f"of 1 block and the rest of the model, {each}, until they are reduced")  # fmt: skip
-    largest = max(blocks[:1] or [root])
+    yield MemoryPart("gathered weights", compute_bytes * (root + sum(at_once)), "arithmetic", f"{of_weights}, {each}")
+    until = f"{of_gradients}, {each}, until they are reduced"
+    yield MemoryPart("whole gradients", compute_bytes * (trained + trained_root), "arithmetic", until)
+    largest = blocks[0] if blocks else root
     reduced = 4 * (trained or trained_root) + 4 * (trained or trained_root) // size
-    yield MemoryPart("collectives", compute_bytes * largest + reduced, "estimate", "a block's weights as they arrive, a block's gradients as they leave (fp32)")  # fmt: skip
+    moving = f"{one}'s weights as they arrive, {one}'s gradients as they leave (fp32)"
+    yield MemoryPart("collectives", compute_bytes * largest + reduced, "estimate", moving)
 
 
 def _of_cuda(found: Sequence[MemoryPart], layout: Layout) -> Iterator[MemoryPart]:

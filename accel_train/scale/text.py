@@ -93,7 +93,7 @@ def run_rows(scale: Scale, num_steps: int, targets_per_step: float, targets: str
     yield "in a day", f"{86_400 / step.seconds * targets_per_step:.4g} {targets}"
 
 
-def failure_rows(scale: Scale, section: Checkpoint) -> Iterator[Row]:
+def failure_rows(scale: Scale, section: Checkpoint, num_steps: int) -> Iterator[Row]:
     """What a save costs, how often the run fails, and how often it is worth saving."""
     saving, step = scale.saving, scale.step
     assert step is not None
@@ -112,12 +112,17 @@ def failure_rows(scale: Scale, section: Checkpoint) -> Iterator[Row]:
     for each in scale.intervals:
         yield "failures", f"{each.failures_per_week:.2g} a week at a published rate. {each.rate.source}"
     for each in scale.intervals:
-        yield "best interval", _interval(each, step.seconds)
+        yield "best interval", _interval(each, step.seconds, num_steps)
     for each in scale.intervals:
         yield "this recipe", _now(each, section, step.seconds)
 
 
-def _interval(each: Interval, step_seconds: float) -> str:
+def _interval(each: Interval, step_seconds: float, num_steps: int) -> str:
+    if each.best_steps >= num_steps:
+        return (
+            f"all {num_steps:,} steps of this run, whose end is saved: at {each.failures_per_week:.2g} failures a week it would be "
+            f"{each.best_steps:,} steps ({format_seconds(each.best_steps * step_seconds)})"
+        )
     formulas = f"Daly {format_seconds(each.daly_seconds)}, Young {format_seconds(each.young_seconds)}"
     return (
         f"{each.best_steps:,} steps ({format_seconds(each.best_steps * step_seconds)}) at {each.failures_per_week:.2g} failures a week; "

@@ -5,8 +5,10 @@ A collective of S bytes among n processes makes each of them send S (n - 1) / n 
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from accel_train.recipe import Parallel
@@ -17,7 +19,7 @@ from accel_train.scale.weights import ModelWeights, WeightGroup
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 FP32_BYTES = 4
 BUCKET_BYTES = 25 * 2**20
-"""DDP's buckets (bucket_cap_mb)."""
+"""DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
 # NVIDIA/nccl, src/graph/tuning.cc: baseLat and hwLat of the ring and the tree, protocol Simple, in microseconds.
 BASE_LATENCY_SECONDS, LINK_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 8.4e-6, 3.4e-6, 14.0e-6
 TREE_LINK_LATENCY_SECONDS = 4.0e-6
@@ -25,26 +27,38 @@ TREE_LINK_LATENCY_SECONDS = 4.0e-6
 
 @dataclass(frozen=True)
 class Ring:
-    """Processes that take part in a collective, each `stride` ranks after the one before."""
+    """Processes that take part in a collective, each `stride` ranks after the one before; all ranks are in rings like it."""
 
     size: int
     stride: int
     gpus_per_node: int
 
-    @property
+    @cached_property
+    def _members(self) -> list[Counter[int]]:
+        """For each ring, until nodes and rings begin together again: how many of its members each node has."""
+        span = self.size * self.stride
+        firsts = range(0, math.lcm(span, self.gpus_per_node), span)
+        rings = [first + offset for first in firsts for offset in range(self.stride)]
+        return [Counter((ring + n * self.stride) // self.gpus_per_node for n in range(self.size)) for ring in rings]
+
+    @cached_property
     def size_in_node(self) -> int:
-        """Members on one node."""
-        return max(1, min(self.size, self.gpus_per_node // self.stride))
+        """Members on one node, at most."""
+        return max(max(nodes.values()) for nodes in self._members)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
-        """Nodes that it reaches over."""
-        return -(-self.size // self.size_in_node)
+        """Nodes that it reaches over, at most."""
+        return max(len(nodes) for nodes in self._members)
 
-    @property
-    def rings_per_node(self) -> int:
-        """Rings of this kind that share a node's network, all at work at once."""
-        return min(self.stride, self.gpus_per_node)
+    def leaves_node(self, network: Interconnect) -> float:
+        """Bytes a second that a ring of several nodes sends from one to the next, nominal: the slowest of them, as others that
+        reach further than a node share its network."""
+        reaching = [nodes for nodes in self._members if len(nodes) > 1]
+        sharing = Counter(node for nodes in reaching for node in nodes)
+        if network.per == "GPU":
+            return network.gb_per_second * GB * min(min(nodes.values()) for nodes in reaching)
+        return network.gb_per_second * GB / max(sharing.values())
 
     def seconds(self, kind: Kind, num_bytes: float, gpu: Gpu, network: Interconnect) -> float:
         """One collective of `num_bytes` in all (what an all-gather ends with, a reduction begins with): NCCL's own model."""
@@ -53,8 +67,7 @@ class Ring:
         rounds = 2 if kind == "all-reduce" else 1
         rate = gpu.link_gb_per_second * GB
         if self.num_nodes > 1:
-            leaves_node = network.node_bytes_per_second(self.gpus_per_node) / self.rings_per_node
-            rate = leaves_node if self.size_in_node == 1 else min(rate, leaves_node)
+            rate = self.leaves_node(network) if self.size_in_node == 1 else min(rate, self.leaves_node(network))
         hops_between, hops = rounds * (self.num_nodes - 1), rounds * (self.size - 1)
         latency = hops_between * NETWORK_LATENCY_SECONDS + (hops - hops_between) * LINK_LATENCY_SECONDS
         if kind == "all-reduce":
@@ -101,18 +114,24 @@ def collectives(
     if layout.world_size == 1:
         return ()
     if layout.shard_size == 1:
-        return tuple(_buckets(layout, reduce_bytes * weights.trainable_numel))
+        return tuple(_buckets(layout, weights, reduce_bytes))
     return tuple(_of_shards(section, layout, weights, compute_bytes, reduce_bytes))
 
 
-def _buckets(layout: Layout, gradient_bytes: int) -> Sequence[Collective]:
+def _buckets(layout: Layout, weights: ModelWeights, reduce_bytes: int) -> Sequence[Collective]:
+    """As gradients come: those of the last block first, those of embeddings last. Nothing runs beside the last bucket."""
     ring = Ring(layout.world_size, 1, layout.gpus_per_node)
-    full, rest = divmod(gradient_bytes, BUCKET_BYTES)
-    sizes = [BUCKET_BYTES] * full + ([rest] if rest else [])
+    sizes = [0]
+    for group in (*reversed(weights.blocks), weights.root):
+        for weight in reversed([each for each in group.weights if each.trainable]):
+            if sizes[-1] >= BUCKET_BYTES:
+                sizes.append(0)
+            sizes[-1] += reduce_bytes * weight.numel
     last = len(sizes) - 1
     return [
         Collective("all-reduce", size, ring, "backward", True, number < last, "gradients, fp32")
         for number, size in enumerate(sizes)
+        if size
     ]
 
 

@@ -183,10 +183,11 @@ class ImageClassification:
         return Scores(metrics, details)
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The likeliest class and its probability: the mean over all views, where the recipe has test-time augmentation."""
+        """The likeliest class and the probabilities: means over all views, where the recipe has test-time augmentation."""
         pixel_values = batch["pixel_values"]
-        score, label = self._mean_probabilities(model, pixel_values, image_logits(model, pixel_values)).max(-1)
-        return {"label": label, "score": score}
+        scores = self._mean_probabilities(model, pixel_values, image_logits(model, pixel_values))
+        score, label = scores.max(-1)
+        return {"label": label, "score": score, "scores": scores}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """The share of the commonest class, and logistic regression on thumbnails."""

@@ -42,7 +42,7 @@ from accel_train.tasks.classification_loss import (
 )
 from accel_train.tasks.text_baselines import baseline_scores
 from accel_train.tasks.text_cards import model_card
-from accel_train.tasks.text_metrics import FurtherMetrics, check_metrics
+from accel_train.tasks.text_metrics import check_metrics, further_metrics
 from accel_train.tasks.text_models import (
     build_classifier,
     check_model,
@@ -104,7 +104,7 @@ class TextClassification:
         self.scheme = scheme
         self.label_smoothing = recipe.loss.label_smoothing
         self.class_weights = None if weights is None else torch.tensor(weights, dtype=torch.float32)
-        self.further_metrics = FurtherMetrics(recipe.evaluate.metrics, recipe.evaluate.allow_hub_metrics)
+        self.further_metrics, self.metrics_of_labels = further_metrics(recipe, scheme)
         self.mean_length = float(train.lengths.mean())
         pad_id, multiple = int(tokenizer.pad_token_id), recipe.data.pad_to_multiple_of
         return TaskData(
@@ -168,14 +168,17 @@ class TextClassification:
         if self.scheme.problem_type == "multi_label":
             said = (logits > 0).long()
             counted["counts"] = multilabel_counts(labels.long(), said)
+            counted |= self.metrics_of_labels.count(logits, labels)
+            scores = logits.sigmoid()
         else:
+            scores = logits.softmax(dim=-1)
             said = logits.argmax(dim=-1)
             counted["confusion"] = confusion_counts(labels, said, num_classes)
             histogram = score_histogram(one_vs_rest_log_odds(logits), labels, num_classes)
             if histogram is not None:
                 counted["histogram"] = histogram
         if self.further_metrics.names:
-            counted |= {"rows_predictions": said, "rows_labels": labels, "rows_scores": logits.softmax(dim=-1)}
+            counted |= {"rows_predictions": said, "rows_labels": labels, "rows_scores": scores}
         return counted
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
@@ -185,6 +188,7 @@ class TextClassification:
             scores = regression_scores(totals["moments"], totals["rows_predictions"], totals["rows_labels"])
         elif self.scheme.problem_type == "multi_label":
             scores = multilabel_scores(totals["counts"], names)
+            scores.metrics.update(self.metrics_of_labels.compute(totals, scores.metrics))
         else:
             scores = classification_scores(totals["confusion"], names)
             if "histogram" in totals:
@@ -192,14 +196,16 @@ class TextClassification:
         return Scores({**scores.metrics, **self.further_metrics.compute(totals)}, scores.details)
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The label of each text and its probability; every label's own for multi_label; the number for regression."""
+        """The label of each text and its probability, and those of all classes; for multi_label every label's own; the number
+        for regression."""
         logits = _logits(model, batch).float()
         if self.scheme.problem_type == "regression":
             return {"value": logits.squeeze(-1)}
         if self.scheme.problem_type == "multi_label":
             return {"labels": logits > 0, "scores": logits.sigmoid()}
-        score, label = logits.softmax(dim=-1).max(dim=-1)
-        return {"label": label, "score": score}
+        scores = logits.softmax(dim=-1)
+        score, label = scores.max(dim=-1)
+        return {"label": label, "score": score, "scores": scores}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """What always gives the same answer, and what a bag of words gives, on the same split."""
