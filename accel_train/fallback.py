@@ -13,6 +13,7 @@ from accel_train.batching import BatchSizes
 from accel_train.memory import is_out_of_memory
 from accel_train.sampling import DataOrder
 from accel_train.step import Agreement, MicroBatch, forward_backward
+from accel_train.zero import ZeroModule
 
 CAREFUL_STEPS = 2
 """The first step allocates gradients and activations, its update the moments: from the second one on memory stays as it is."""
@@ -61,9 +62,10 @@ def forward_backward_or_run_out(
     the same to the bit as without this care). Other steps cost nothing; running out in one of them ends its process.
     """
     is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
-    if accelerator.is_fsdp2 or not (
-        is_alone or carefully
-    ):  # FSDP's forward is full of collectives: nobody can stay behind
+    meet_in_forward = accelerator.is_fsdp2 or isinstance(
+        module, ZeroModule
+    )  # full of collectives: nobody can stay behind
+    if meet_in_forward or not (is_alone or carefully):
         return forward_backward(accelerator, module, micro_batches, agreement)
     loss_sum, said = None, ""
     try:
