@@ -28,6 +28,7 @@ from accel_train.scale.weights import group_weights
 from accel_train.schedule import StepPlan
 from accel_train.state import Choice
 from accel_train.task import TARGET_UNITS, TaskData
+from accel_train.zero import check_zero
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Plan:
             return self.steps.max_steps * self.scale.step.seconds
         if self.total_flops is None or self.peak_flops is None or self.recipe.parallel.cpu_offload:
             return None
+        if self.recipe.parallel.strategy == "deepspeed" and self.world_size > 1:
+            return None
         return self.total_flops / (self.peak_flops * self.scale.mfu.value * self.world_size)
 
 
@@ -129,6 +132,7 @@ def resolve_plan(
     precision = (
         _precision_on(recipe.precision, gpu) if gpu else choose_mixed_precision(recipe.precision, _local_device())
     )
+    check_zero(recipe, precision.value)
     data = task.load_data(recipe, progress=progress)
     num_samples = len(data.train)  # type: ignore[arg-type]
     resolved = resolve_run(recipe, data, sizes)

@@ -65,12 +65,12 @@ def _refused(recipe: Recipe, mixed_precision: str) -> Iterator[tuple[str, str, s
 
 
 def choose_zero(section: Parallel, world_size: int) -> Choice[int]:
-    """Processes that share one copy of the weights (1: each holds all of them), with the reason."""
+    """Processes that share what the stage spreads (1: each holds all of it), with the reason."""
     if world_size == 1:
         return Choice(1, "one process: there is nobody to share the model with")
     stage = section.zero_stage
     reason = f"deepspeed, ZeRO stage {stage}: {SPREAD[stage]} spread over {world_size} processes"
-    return Choice(world_size if stage == 3 else 1, reason)
+    return Choice(world_size, reason)
 
 
 class ZeroModule(nn.Module):
