@@ -195,6 +195,8 @@ def restore_weights(
     if zero is not None:
         check_fit(zero.shapes(), Stored(folder, "model").shapes)
         zero.load_weights(folder)
+        if average is not None and (kept := Stored(folder, "average")).shapes:
+            average.load({name: kept.read(name) for name in kept.shapes})
         return
     if is_spread(model) or is_in_parts(folder):
         _restore_parts(folder, model, average)

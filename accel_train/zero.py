@@ -51,17 +51,15 @@ def check_zero(recipe: Recipe, mixed_precision: str) -> None:
 
 def _refused(recipe: Recipe, mixed_precision: str) -> Iterator[tuple[str, str, str]]:
     """What is asked and cannot be had, why, and what to do."""
-    model, elsewhere = recipe.model, "use parallel.strategy fsdp2 or ddp"
+    elsewhere = "use parallel.strategy fsdp2 or ddp"
     if mixed_precision == "fp16":
         scale = "its loss scale is not the guarded one of this program"
         yield "precision.mixed_precision fp16", scale, f"use bf16 or no, or {elsewhere.removeprefix('use ')}"
     if recipe.precision.compile:
         yield "precision.compile", "its hooks on weights and gradients break the compiled graph", elsewhere
-    if model.lora is not None or model.freeze or model.freeze_batch_norm:
-        name = "model.lora" if model.lora is not None else "model.freeze"
-        yield name, "weights that are not trained have no place in its partitions", elsewhere
-    if recipe.optimizer.ema_decay is not None:
-        yield "optimizer.ema_decay", "the average would be of weights that no process holds whole", elsewhere
+    if recipe.optimizer.ema_decay is not None and recipe.parallel.zero_stage == 3:
+        why = "the average is of whole weights, and in zero_stage 3 no process holds them"
+        yield "optimizer.ema_decay", why, f"set parallel.zero_stage to 2, or {elsewhere}"
 
 
 def choose_zero(section: Parallel, world_size: int) -> Choice[int]:
@@ -142,13 +140,8 @@ def wrap_in_zero(
     deepspeed = _deepspeed_for(accelerator.device)
     if accelerator.mixed_precision != "no":
         inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
-    named = [
-        (name, parameter)
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    ]
     optimizer.state.clear()  # of whole weights
-    num_elements = sum(parameter.numel() for _, parameter in named)
+    num_elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
     config = {
         "train_micro_batch_size_per_gpu": 1,  # it counts with it, and nothing else
         "gradient_accumulation_steps": 1,  # it would divide by it
@@ -159,7 +152,7 @@ def wrap_in_zero(
     }
     engine, *_ = deepspeed.initialize(model=inner, optimizer=optimizer, config=config, dist_init_required=False)
     engine.set_gradient_accumulation_boundary(True)
-    parts = ZeroParts(engine.optimizer, inner.model, optimizer, named, stage, accelerator.device)
+    parts = ZeroParts(engine.optimizer, inner.model, optimizer, stage, accelerator.device)
     return ZeroModule(engine), Zero(engine, parts)
 
 

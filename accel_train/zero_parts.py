@@ -28,7 +28,7 @@ class Part:
     shape: torch.Size
     """Of the whole."""
     flat: Tensor
-    """What the optimizer steps, and the key of its state."""
+    """What the optimizer steps, and the key of its state; of a frozen weight, what is kept of it here."""
     start: int
     offset: int
     numel: int
@@ -50,13 +50,13 @@ class ZeroParts:
         zero: Any,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        named: Sequence[tuple[str, nn.Parameter]],
         stage: int,
         device: torch.device,
     ) -> None:
         self._zero, self._model, self._optimizer, self._stage, self.device = zero, model, optimizer, stage, device
         find = self._part_of_3 if stage == 3 else self._part_of_1_and_2
-        self._parts = {name: find(name, parameter) for name, parameter in named}
+        spread = [each for each in model.named_parameters() if stage == 3 or each[1].requires_grad]
+        self._parts = {name: find(name, parameter) for name, parameter in spread}
 
     def _part_of_1_and_2(self, name: str, parameter: nn.Parameter) -> Part:
         flats = self._zero.single_partition_of_fp32_groups
@@ -67,10 +67,13 @@ class ZeroParts:
         start, offset = here.hp_fragment_address.start, here.lp_fragment_address.start
         return Part(name, parameter, parameter.shape, flats[group], start, offset, here.hp_fragment_address.numel)
 
-    def _part_of_3(self, name: str, parameter: nn.Parameter) -> Part:
-        group, start, numel = self._zero.grad_position[self._zero.get_param_id(parameter)]
-        flat = self._zero.fp32_partitioned_groups_flat[group]
-        return Part(name, parameter, parameter.ds_shape, flat, start, numel * dist.get_rank(), numel)  # type: ignore[attr-defined]
+    def _part_of_3(self, name: str, parameter: Any) -> Part:
+        if parameter.requires_grad:
+            group, start, numel = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            flat = self._zero.fp32_partitioned_groups_flat[group]
+        else:
+            flat, start, numel = parameter.ds_tensor, 0, parameter.partition_numel()
+        return Part(name, parameter, parameter.ds_shape, flat, start, numel * dist.get_rank(), numel)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """What this process holds, weights and moments by name: the same names on all, and a zero where it holds nothing."""

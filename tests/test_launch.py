@@ -128,7 +128,6 @@ def test_accelerate_launch_with_the_fsdp2_file_trains_a_sharded_model(corpus: Pa
 
 @pytest.mark.slow
 def test_accelerate_launch_with_the_zero3_file_trains_under_deepspeed(corpus: Path) -> None:
-    pytest.importorskip("deepspeed")
     recipe = write_recipe_file(corpus, schedule={"max_steps": 3})
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "zero3.yaml")]
     command += ["--num_processes", "2", "--main_process_port", "0", "-m", "accel_train", "run", str(recipe)]
