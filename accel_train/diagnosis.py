@@ -122,7 +122,7 @@ def not_examined(question: Question, device: torch.device) -> Finding:
     """What is known where a process cannot compute by itself, because it holds a part of the model only."""
     finding = Finding(question.rank, describe_device(device))
     finding.suspects = [sample for share in question.samples or [] for sample in share][:MAX_LISTED]
-    finding.error = "not computed again: the model is spread over the processes (parallel.strategy fsdp2)"
+    finding.error = "not computed again: the model is spread over the processes (parallel.strategy fsdp2 or deepspeed)"
     return finding
 
 

@@ -255,10 +255,9 @@ def check_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(
             "warn", "ACCELERATE_USE_CPU", "trains on the CPU, whatever GPUs are here", "unset ACCELERATE_USE_CPU"
         )
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
-        if variables.get(name, "").lower() in ("true", "1", "yes"):
-            remedy = "choose MULTI_GPU in `accelerate config`"
-            yield Finding("bad", name, "this release trains with data parallelism (DDP) only", remedy)
+    if variables.get("ACCELERATE_USE_MEGATRON_LM", "").lower() in ("true", "1", "yes"):
+        remedy = "choose MULTI_GPU, FSDP or DEEPSPEED in `accelerate config`"
+        yield Finding("bad", "ACCELERATE_USE_MEGATRON_LM", "Megatron-LM is not supported", remedy)
 
 
 def check_folder(subject: str, folder: Path) -> Iterator[Finding]:

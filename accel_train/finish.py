@@ -30,6 +30,7 @@ from accel_train.running_statistics import share_running_statistics
 from accel_train.snapshot import load_model_tensors, model_tensors, restore_weights
 from accel_train.state import Preempted, RecipeError
 from accel_train.tensor_parts import gathered
+from accel_train.zero_parts import whole_numel
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """In the name of a metric; every other metric is better when it is greater."""
@@ -185,7 +186,7 @@ def load_best(run: Run) -> bool:
         run.observer.on_event("best_model_lost", run.state.step, said)
         return False
     run.let_go_of_gathered_weights()
-    restore_weights(path, run.inner.model, run.average)
+    restore_weights(path, run.inner.model, run.average, None if run.zero is None else run.zero.parts)
     run.observer.on_event("best_model", run.state.step, f"the weights of step {step} evaluated best, and are kept")
     return True
 
@@ -198,11 +199,12 @@ def whole_model(run: Run) -> nn.Module:
     if not run.is_sharded:
         return run.inner.model
     run.let_go_of_gathered_weights()
-    tensors = {}
-    for name, tensor in model_tensors(run.inner.model).items():
-        whole = gathered(tensor)
-        if run.accelerator.is_main_process:
-            tensors[name] = whole.cpu()
+    tensors = {} if run.zero is None else run.zero.parts.weights()
+    if run.zero is None:
+        for name, tensor in model_tensors(run.inner.model).items():
+            whole = gathered(tensor)
+            if run.accelerator.is_main_process:
+                tensors[name] = whole.cpu()
     if not run.accelerator.is_main_process:
         return run.inner.model
     model, _ = change_model(run.recipe, run.task.build_model(run.recipe, run.data))
@@ -244,7 +246,7 @@ def summarise(run: Run, model: nn.Module) -> dict[str, Any]:
         "baselines": run.task.baselines(run.data),
         "sample": run.task.sample(run.recipe, model, run.data),
         "data": redact(run.data.facts),
-        "parameters": sum(parameter.numel() for parameter in run.inner.model.parameters()),
+        "parameters": whole_numel(list(run.inner.model.parameters())),
         "world_size": run.sizes.world_size,
         "train_seconds": round(run.observer.train_seconds, 3),
         "tokens_per_second": run.state.num_targets_seen / max(run.observer.train_seconds, 1e-9),

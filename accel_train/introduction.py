@@ -19,6 +19,7 @@ from accel_train.rollback_record import describe
 from accel_train.run import Run
 from accel_train.state import Choice
 from accel_train.task import TARGET_UNITS
+from accel_train.zero_parts import whole_numel
 
 
 def open_observer(run: Run, folder: RunFolder) -> RunObserver:
@@ -44,7 +45,7 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
             initial_step=state.step,
         ),
         Meter(
-            flops_per_token=run.task.flops_per_target(recipe, run.inner.model),
+            flops_per_token=run.flops_per_target,
             peak_flops=peak and peak * run.sizes.world_size,
             train_seconds=state.train_seconds,
         ),
@@ -76,7 +77,7 @@ def introduce(run: Run, folder: RunFolder) -> None:
     for name, choice in run.choices.items():
         value = f"{choice.value:g}" if isinstance(choice.value, float) else str(choice.value)
         run.observer.note(f"{name.ljust(width)}  {value}  ({choice.reason})")
-    num_parameters = sum(parameter.numel() for parameter in run.parameters)
+    num_parameters = whole_numel(run.parameters)
     where = f"{run.sizes.world_size} x {run.accelerator.device.type}"
     run.observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
     if not folder.lock.value:

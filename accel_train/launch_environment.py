@@ -1,7 +1,7 @@
 """What `accelerate launch` says of how the model is spread over the processes: an origin of the recipe's `parallel` section.
 
-A configuration with `distributed_type: FSDP` reaches a program as variables (accelerate/utils/launch.py,
-`prepare_multi_gpu_env` and `prepare_extend_env_parallelism_config`), where an Accelerator built without care reads them.
+A configuration with `distributed_type: FSDP` or `DEEPSPEED` reaches a program as variables (accelerate/utils/launch.py,
+`prepare_multi_gpu_env`, `prepare_deepspeed_cmd_env` and `prepare_extend_env_parallelism_config`), where an Accelerator built without care reads them.
 """
 
 import os
@@ -15,12 +15,18 @@ from accel_train.recipe_values import Origin
 from accel_train.recipe_writing import show, who_set
 
 TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f", "")
-REFUSED_BACKENDS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
+REFUSED_BACKENDS = {"ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 REFUSED_SIZES = {
     "PARALLELISM_CONFIG_TP_SIZE": "tensor parallelism",
     "PARALLELISM_CONFIG_CP_SIZE": "context parallelism",
     "PARALLELISM_CONFIG_SP_SIZE": "sequence parallelism",
 }
+HOW_TO_TRAIN = {
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "a configuration of DeepSpeed's own; write zero_stage, leave deepspeed_config_file",
+    "ACCELERATE_GRADIENT_CLIPPING": "optimizer.max_grad_norm of the recipe; leave gradient_clipping",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "batch of the recipe; leave gradient_accumulation_steps",
+}
+"""What a deepspeed_config may say of training, and whose word it is."""
 REMEDY = (
     "launch with launch/fsdp2.yaml or launch/hsdp.yaml for a model that one GPU does not hold, or else launch/ddp.yaml"
 )
@@ -80,6 +86,8 @@ def _said_by(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, s
             raise ValueError(
                 f"{variable}={environment[variable]}: {name} is not supported; leave its size at 1 in the launch's parallelism_config"
             )
+    if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
+        yield from _said_of_zero(environment)
     if not _flag(environment, "ACCELERATE_USE_FSDP"):
         return
     version = environment.get("FSDP_VERSION", "1")
@@ -100,6 +108,31 @@ def _said_by(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, s
         yield field, (_flag(environment, variable, default=default), variable)
     if sizes:
         yield "dp_shard_size", (_shard_size(environment), "PARALLELISM_CONFIG_DP_SHARD_SIZE")
+
+
+def _said_of_zero(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    for variable, whose in HOW_TO_TRAIN.items():
+        if variable in environment:
+            raise ValueError(
+                f"{variable}={environment[variable]}: how to train is for the recipe to say: {whose} out of the launch's deepspeed_config"
+            )
+    for variable in ("OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE"):
+        device = environment.get(f"ACCELERATE_DEEPSPEED_{variable}", "none")
+        if device != "none":
+            raise ValueError(
+                f"ACCELERATE_DEEPSPEED_{variable}={device}: offloading is not supported under DeepSpeed; launch with "
+                "launch/fsdp2.yaml and fsdp_offload_params: true, or leave it out of the launch's deepspeed_config"
+            )
+    if _flag(environment, "ACCELERATE_DEEPSPEED_ZERO3_INIT"):
+        raise ValueError(
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT=true: weights are spread once the model is built; leave zero3_init_flag out of "
+            "the launch's deepspeed_config, or launch with launch/fsdp2.yaml, which never has the whole model on every process"
+        )
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    if stage not in ("1", "2", "3"):
+        raise ValueError(f"ACCELERATE_DEEPSPEED_ZERO_STAGE={stage}: must be 1, 2 or 3; launch/ddp.yaml spreads nothing")
+    yield "strategy", ("deepspeed", "ACCELERATE_USE_DEEPSPEED")
+    yield "zero_stage", (int(stage), "ACCELERATE_DEEPSPEED_ZERO_STAGE")
 
 
 def _shard_size(environment: Mapping[str, str]) -> int:

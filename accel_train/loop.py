@@ -29,7 +29,7 @@ from accel_train.running_statistics import RunningStatistics
 from accel_train.saving import raise_save_error, save_run, saves_finished, tell_of_saves
 from accel_train.signals import StopRequest
 from accel_train.state import OutOfMemory, Preempted, Requests, StepResult, TrainingStopped
-from accel_train.step import Agreement, MicroBatch, StepOutcome, seed_step, update_within
+from accel_train.step import Agreement, MicroBatch, StepOutcome, seed_step
 from accel_train.stragglers import StragglerWatch
 
 
@@ -86,7 +86,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     evaluation, a checkpoint, the end).
     """
     accelerator, state, guard, seed = run.accelerator, run.state, run.guard, run.recipe.seed
-    rank, device, scaler = accelerator.process_index, accelerator.device, accelerator.scaler
+    rank, device = accelerator.process_index, accelerator.device
     agreement, stragglers = Agreement(accelerator), StragglerWatch(run)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []
@@ -105,7 +105,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
             statistics.put_back(torch.ones((), device=device))
             raise loss_sum
         limits = guard.limits
-        grad_norm, skipped, loss_scale = update_within(limits, run.optimizer, run.parameters, scaler)
+        grad_norm, skipped, loss_scale = run.update(limits)
         statistics.put_back(skipped)
         if run.average is not None:
             run.average.update(step, skipped)

@@ -30,6 +30,7 @@ from accel_train.scale.weights import ModelWeights, group_weights
 from accel_train.schedule import StepPlan
 from accel_train.state import Choice
 from accel_train.task import TARGET_UNITS, Task, TaskData
+from accel_train.zero import check_zero
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class Plan:
             return self.steps.max_steps * self.scale.step.seconds
         if self.total_flops is None or self.peak_flops is None or self.recipe.parallel.cpu_offload:
             return None
+        if self.recipe.parallel.strategy == "deepspeed" and self.world_size > 1:
+            return None
         return self.total_flops / (self.peak_flops * self.scale.mfu.value * self.world_size)
 
 
@@ -122,6 +125,7 @@ def resolve_plan(
     task = check_recipe(recipe)
     sizes = resolve_batch(recipe.batch, count_processes(world_size, gpu))
     place = choose_place(recipe, sizes.world_size, gpu, hardware or Hardware())
+    check_zero(recipe, place.precision.value)
     data = task.load_data(recipe, progress=progress)
     resolved = resolve_run(recipe, data, sizes)
     model = _look_at_model(recipe, task, data, sizes, place)

@@ -31,6 +31,7 @@ def start_processes(*, offloads: bool = False) -> PartialState:
     launched_with()  # before anything here changes a variable
     if offloads:  # Accelerate's own way to be told of it; `start_accelerator` takes it back
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # the launcher's is in the recipe, and DeepSpeed is started by us
     # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
     with heard_while_waiting():
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)

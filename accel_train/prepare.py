@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,7 +51,7 @@ from accel_train.reduction import Reduction
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.resume import agree_on_checkpoint
 from accel_train.rollback_record import take_up
-from accel_train.run import Run, make_guard
+from accel_train.run import Run, Update, make_guard
 from accel_train.saver import Saver
 from accel_train.schedule import make_schedule
 from accel_train.sharding import (
@@ -64,9 +65,10 @@ from accel_train.sharding import (
 from accel_train.signals import StopRequest
 from accel_train.snapshot import restore
 from accel_train.state import Choice, Requests, TrainState
-from accel_train.step import TrainingModule
+from accel_train.step import TrainingModule, update_within
 from accel_train.task import Task, TaskData
 from accel_train.watchdog import Watchdog
+from accel_train.zero import check_zero, wrap_in_zero
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     check_launcher(processes.num_processes)
     sizes = resolve_batch(recipe.batch, processes.num_processes)
     precision = choose_mixed_precision(recipe.precision, processes.device)
+    check_zero(recipe, precision.value)
     choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
     choices |= set_backends(recipe.precision, precision.value, processes.device)
     sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
@@ -216,10 +219,17 @@ def _build(
         choices["parallel.wrapped"] = shard_model(accelerator, inner, weights)
         del weights
     optimizer = name_parameters(build(inner.model), inner.model)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    flops_per_target = task.flops_per_target(recipe, inner.model)
+    update: Update = partial(update_within, optimizer=optimizer, parameters=parameters, scaler=accelerator.scaler)
+    zero = None
+    if recipe.parallel.strategy == "deepspeed" and accelerator.num_processes > 1:
+        module, zero = wrap_in_zero(accelerator, inner, optimizer, recipe.parallel.zero_stage)
+        update = zero.update_within
     with warnings.catch_warnings():
         # Accelerate hands it to DDP by this name, which torch is about to rename.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
-        if not sharded:
+        if not sharded and zero is None:
             module, prepared = accelerator.prepare(inner, optimizer)
             optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
     average = None
@@ -228,7 +238,8 @@ def _build(
         average = WeightAverage(trained, recipe.optimizer.ema_decay)
     state = TrainState()
     if found.path is not None:
-        state = restore(found.path, inner.model, optimizer, accelerator, average)
+        parts = None if zero is None else zero.parts
+        state = restore(found.path, inner.model, optimizer, accelerator, average, parts)
     take_up(state, found.rollbacks)
     multiplier = make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)
     own_rates = extensions.group_learning_rates
@@ -254,7 +265,10 @@ def _build(
         module=module,
         inner=inner,
         optimizer=optimizer,
-        parameters=[parameter for group in optimizer.param_groups for parameter in group["params"]],
+        parameters=parameters,
+        update=update,
+        zero=zero,
+        flops_per_target=flops_per_target,
         set_learning_rate=set_rates,
         average=average,
         description=describe_model(task, inner.model, data) if accelerator.is_main_process else {},

@@ -204,8 +204,11 @@ class Precision(Section):
 class Parallel(Section):
     """How the processes share the work. It is no part of what makes a run the same run: each resume may choose anew."""
 
-    strategy: Literal["ddp", "fsdp2"] = "ddp"
-    """ddp: every process holds the whole model; fsdp2: weights, gradients and optimizer are spread over the processes."""
+    strategy: Literal["ddp", "fsdp2", "deepspeed"] = "ddp"
+    """ddp: every process holds the whole model; fsdp2: weights, gradients and optimizer are spread over the processes;
+    deepspeed: what zero_stage says is, by DeepSpeed's ZeRO."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """deepspeed: 1 spreads the optimizer's state over the processes, 2 gradients as well, 3 weights as well."""
     dp_shard_size: Auto | PositiveInt = "auto"
     """fsdp2: processes that share one copy of the model; auto: all of them. Fewer (those of a node): several copies, whose
     gradients are averaged (HSDP)."""
@@ -217,11 +220,12 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def sharding_is_asked_for(self) -> "Parallel":
-        if self.strategy != "fsdp2":
-            for name in ("dp_shard_size", "reshard_after_forward", "cpu_offload"):
+        of_strategy = {"fsdp2": ("dp_shard_size", "reshard_after_forward", "cpu_offload"), "deepspeed": ("zero_stage",)}
+        for strategy, names in of_strategy.items():
+            for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
-                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy fsdp2, and it is {self.strategy}"
+                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}"
                     )
         return self
 

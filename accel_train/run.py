@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from accel_train.batch_record import Remembered
 from accel_train.batching import BatchSizes
 from accel_train.ema import WeightAverage
-from accel_train.guard import Ladder
+from accel_train.guard import Ladder, Limits
 from accel_train.health import Health
 from accel_train.memory import PeakMemory
 from accel_train.observe import (
@@ -35,6 +35,10 @@ from accel_train.state import Choice, Requests, TrainState
 from accel_train.step import MicroBatch, TrainingModule, Wishes
 from accel_train.task import Task, TaskData
 from accel_train.watchdog import Watchdog
+from accel_train.zero import Zero
+
+Update = Callable[[Limits], tuple[Tensor, Tensor, Tensor | None]]
+"""As `step.update_within`, of the run's own optimizer."""
 
 
 @dataclass
@@ -57,6 +61,11 @@ class Run:
     """The training module inside the wrapper: what evaluation forwards, and what is saved."""
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
+    update: Update
+    """The update of a step, within the guard's limits."""
+    zero: Zero | None
+    """Where DeepSpeed spreads the optimizer (and more) over the processes."""
+    flops_per_target: float | None
     set_learning_rate: Callable[[int], float]
     """Sets the learning rate of a 0-based step on all groups, and returns it."""
     average: WeightAverage | None
@@ -109,8 +118,8 @@ class Run:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a part of the model, and not the whole of it."""
-        return is_sharded(self.accelerator)
+        """Whether each process holds a part of the model or of its optimizer, and not the whole of them."""
+        return is_sharded(self.accelerator) or self.zero is not None
 
     @property
     def can_evaluate(self) -> bool:

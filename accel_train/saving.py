@@ -68,12 +68,15 @@ def _start_save(run: Run, wait: bool) -> CheckpointError | None:
         origins=identity_origins(run.recipe, run.identity),
         average=run.average,
         description=run.description,
+        zero=None if run.zero is None else run.zero.parts,
     )
     parts = None
-    if run.is_sharded:
+    if run.is_sharded and run.zero is None:
         assert run.saving_group is not None
         parts = snapshot_parts(run.inner.model, run.optimizer, run.average, run.saving_group)
     run.health.begun(state.step)
+    if run.zero is not None and not run.accelerator.is_main_process:
+        return None
     then = partial(rotate_run, saver.root, run.recipe, state.best_step)
     saver.save(state.step, writers, then if run.accelerator.is_main_process else lambda: None, parts)
     if wait:
@@ -94,7 +97,11 @@ def weights_problem(run: Run) -> str | None:
 
     All processes find the same: they have the same weights, or, where each has a part of them, ask each other.
     """
-    tensors = {**model_tensors(run.inner.model), **optimizer_tensors(run.optimizer)}
+    tensors = (
+        {**model_tensors(run.inner.model), **optimizer_tensors(run.optimizer)}
+        if run.zero is None
+        else run.zero.parts.local_tensors()
+    )
     floats = {
         name: local_part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()
     }

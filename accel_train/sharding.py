@@ -16,6 +16,7 @@ from accel_train.compiling import repeated_blocks
 from accel_train.recipe import Parallel
 from accel_train.state import Choice
 from accel_train.step import TrainingModule
+from accel_train.zero import choose_zero
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -33,6 +34,8 @@ def choose_sharding(section: Parallel, world_size: int, device: torch.device) ->
     """
     if section.strategy == "ddp":
         return Choice(1, "parallel.strategy ddp: every process holds the whole model")
+    if section.strategy == "deepspeed":
+        return choose_zero(section, world_size)
     if section.cpu_offload and device.type == "cpu":
         raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
     size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size
@@ -50,7 +53,7 @@ def choose_sharding(section: Parallel, world_size: int, device: torch.device) ->
 
 def sharding_plugins(section: Parallel, shard_size: int, world_size: int, mixed_precision: str) -> dict[str, Any]:
     """What the Accelerator is told of it, by its own names; nothing where every process holds the whole model."""
-    if shard_size == 1:
+    if shard_size == 1 or section.strategy != "fsdp2":
         return {}
     plugins: dict[str, Any] = {"fsdp_plugin": fsdp_plugin(section, mixed_precision)}
     if shard_size < world_size:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from accel_train.sharded_checkpoint import Parts, Stored, is_in_parts
 from accel_train.state import CheckpointError, Rollback, TrainState
 from accel_train.tensor_parts import is_spread
 
+if TYPE_CHECKING:
+    from accel_train.zero_parts import ZeroParts
+
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 
 
@@ -36,11 +39,13 @@ def snapshot_writers(
     origins: Mapping[str, str] | None = None,
     average: WeightAverage | None = None,
     description: Mapping[str, bytes] | None = None,
+    zero: "ZeroParts | None" = None,
 ) -> dict[str, Writer]:
     """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights,
     `origins` who set what is in the identity. Of a model that is spread over processes, all but `snapshot_parts`.
 
-    They hold copies in host memory: training may go on before they are called.
+    They hold copies in host memory: training may go on before they are called. With `zero` all processes call it at once,
+    and what the main one gets is written.
     """
     scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
     trainer = {
@@ -56,8 +61,8 @@ def snapshot_writers(
         writers[name] = partial(_write_bytes, content=content)
     if is_spread(model):
         return writers
-    weights = copy_to_host(model_tensors(model))
-    moments = copy_to_host(optimizer_tensors(optimizer))
+    weights = copy_to_host(model_tensors(model)) if zero is None else zero.weights()
+    moments = copy_to_host(optimizer_tensors(optimizer)) if zero is None else zero.moments()
     writers[MODEL] = lambda path: save_file(weights, path, metadata={"format": "pt"})
     writers[OPTIMIZER] = lambda path: save_file(moments, path)
     if average is not None:
@@ -178,13 +183,21 @@ def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Pa
     ]
 
 
-def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | None) -> None:
+def restore_weights(
+    folder: Path, model: nn.Module, average: WeightAverage | None, zero: "ZeroParts | None" = None
+) -> None:
     """Load the weights of a checkpoint, and their average where one is kept.
 
     Raises:
         ValueError: it was made for another model.
         CheckpointError: a file in it is no safetensors file.
     """
+    if zero is not None:
+        check_fit(zero.shapes(), Stored(folder, "model").shapes)
+        zero.load_weights(folder)
+        if average is not None and (kept := Stored(folder, "average")).shapes:
+            average.load({name: kept.read(name) for name in kept.shapes})
+        return
     if is_spread(model) or is_in_parts(folder):
         _restore_parts(folder, model, average)
         return
@@ -232,6 +245,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
     average: WeightAverage | None = None,
+    zero: "ZeroParts | None" = None,
 ) -> TrainState:
     """Load a checkpoint that proved itself into the model, the optimizer and the loss scale; returns the counters.
 
@@ -239,8 +253,10 @@ def restore(
         ValueError: it was made for another model.
         CheckpointError: it holds something else than this version writes.
     """
-    restore_weights(folder, model, average)
-    if is_spread(model) or is_in_parts(folder):
+    restore_weights(folder, model, average, zero)
+    if zero is not None:
+        zero.load_moments(folder)
+    elif is_spread(model) or is_in_parts(folder):
         _restore_optimizer_parts(folder, optimizer)
     else:
         load_optimizer_tensors(optimizer, _load(folder / OPTIMIZER))

@@ -72,15 +72,29 @@ class Forked:
 
 
 def run_forked(
-    argv: Sequence[str], world_size: int, *, folder: Path, timeout_seconds: float = 120.0, **extra: str
+    argv: Sequence[str],
+    world_size: int,
+    *,
+    folder: Path,
+    timeout_seconds: float = 120.0,
+    preload: Sequence[str] = (),
+    **extra: str,
 ) -> Forked:
-    """Start `accel-train ARGV` in `world_size` processes, each with its number for `{rank}`; `extra` are environment variables."""
+    """Start `accel-train ARGV` in `world_size` processes, each with its number for `{rank}`; `extra` are environment variables,
+    `preload` are modules that need not be imported in each process."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank-*.*"):
         old.unlink()
     pids = folder / "pids.json"
     pids.unlink(missing_ok=True)
-    job = {"argv": list(argv), "world_size": world_size, "folder": str(folder), "port": free_port(), "extra": extra}
+    job = {
+        "argv": list(argv),
+        "world_size": world_size,
+        "folder": str(folder),
+        "port": free_port(),
+        "extra": extra,
+        "preload": list(preload),
+    }
     server = started_server()
     assert server.stdin is not None
     server.stdin.write(json.dumps(job) + "\n")
@@ -126,8 +140,11 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
+        job = json.loads(line)
+        for name in job["preload"]:
+            importlib.import_module(name)
         if os.fork() == 0:
-            os._exit(_run_job(json.loads(line)))
+            os._exit(_run_job(job))
 
 
 def _run_job(job: dict[str, Any]) -> int:

@@ -11,7 +11,11 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import (
+    prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
 
 from accel_train.launch_environment import with_launch_environment
 from accel_train.recipe import Parallel, Recipe
@@ -33,6 +37,7 @@ KEYS_THAT_SAY_WHERE = {
     "main_training_function",
     "fsdp_config",
     "parallelism_config",
+    "deepspeed_config",
 }
 FSDP_KEYS = {"fsdp_version", "fsdp_reshard_after_forward", "fsdp_offload_params"}
 PRINT_ENVIRONMENT = """
@@ -50,6 +55,9 @@ def environment_of(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> 
     words = ["--config_file", str(path), "--main_process_port", "0", *flags, "-m", "accel_train", "run", "x.yaml"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     prepare = prepare_multi_gpu_env if arguments.multi_gpu or arguments.use_fsdp else prepare_simple_launcher_cmd_env
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        prepare = prepare_deepspeed_cmd_env
     prepared = prepare(arguments)
     exported = prepared if isinstance(prepared, dict) else prepared[1]
     processes = arguments.num_processes
@@ -60,7 +68,7 @@ def environment_of(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> 
 def test_there_is_a_launch_file_for_one_gpu_one_machine_and_several_plain_and_sharded() -> None:
     machines = {path.name: load_config_from_file(str(path)).num_machines for path in CONFIGS}
     assert machines == {
-        "one_gpu.yaml": 1, "ddp.yaml": 1, "fsdp2.yaml": 1, "two_machines.yaml": 2, "hsdp.yaml": 4, "many_machines.yaml": 32,
+        "one_gpu.yaml": 1, "ddp.yaml": 1, "fsdp2.yaml": 1, "zero2.yaml": 1, "zero3.yaml": 1, "two_machines.yaml": 2, "hsdp.yaml": 4, "many_machines.yaml": 32,
     }  # fmt: skip
     assert load_config_from_file(str(LAUNCH / "one_gpu.yaml")).num_processes == 1
 
@@ -72,20 +80,17 @@ def test_accelerate_reads_the_file_and_finds_no_word_on_how_to_train(
     config = load_config_from_file(str(path))
     assert isinstance(config, ClusterConfig)
     assert config.mixed_precision is None
-    assert (config.deepspeed_config, config.megatron_lm_config, config.dynamo_config, config.fp8_config) == (
-        {},
-        {},
-        {},
-        {},
-    )
+    assert (config.megatron_lm_config, config.dynamo_config, config.fp8_config) == ({}, {}, {})
+    assert set(config.deepspeed_config) <= {"zero_stage"}
     assert set(yaml.safe_load(path.read_text())) <= KEYS_THAT_SAY_WHERE
     assert set(config.fsdp_config) <= FSDP_KEYS
     exported = environment_of(path, monkeypatch)
     # Exported always, and "no" stands for nothing said: the program passes its own.
     assert exported["ACCELERATE_MIXED_PRECISION"] == "no"
-    assert exported["ACCELERATE_DYNAMO_BACKEND"] == "NO"
-    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "USE_DEEPSPEED", "USE_MEGATRON_LM"):
+    assert exported.get("ACCELERATE_DYNAMO_BACKEND", "NO") == "NO"
+    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "USE_MEGATRON_LM"):
         assert f"ACCELERATE_{name}" not in exported
+    assert ("ACCELERATE_USE_DEEPSPEED" in exported) == path.name.startswith("zero")
     assert exported.get("FSDP_ACTIVATION_CHECKPOINTING", "false") == "false"
 
 
@@ -98,6 +103,8 @@ def test_accelerate_reads_the_file_and_finds_no_word_on_how_to_train(
         ("many_machines.yaml", {}),
         ("fsdp2.yaml", {"strategy": "fsdp2"}),
         ("hsdp.yaml", {"strategy": "fsdp2", "dp_shard_size": 8}),
+        ("zero2.yaml", {"strategy": "deepspeed", "zero_stage": 2}),
+        ("zero3.yaml", {"strategy": "deepspeed", "zero_stage": 3}),
     ],
 )
 def test_what_a_file_makes_of_a_recipe_that_says_nothing_of_it_is_what_it_is_named_for(
@@ -117,6 +124,18 @@ def test_accelerate_launch_with_the_fsdp2_file_trains_a_sharded_model(corpus: Pa
     subprocess.run(command, env=environment(ACCELERATE_USE_CPU="true"), check=True, timeout=240)
     assert list(losses(corpus / "run")) == [1, 2, 3]
     assert "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in (corpus / "run" / "recipe.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_the_zero3_file_trains_under_deepspeed(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 3})
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "zero3.yaml")]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "accel_train", "run", str(recipe)]
+    subprocess.run(command, env=environment(ACCELERATE_USE_CPU="true"), check=True, timeout=240)
+    assert list(losses(corpus / "run")) == [1, 2, 3]
+    assert (
+        "strategy: deepspeed  # ACCELERATE_USE_DEEPSPEED of the launch" in (corpus / "run" / "recipe.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize(("name", "num_processes"), [("one_gpu.yaml", 1), ("ddp.yaml", 2)])

@@ -32,6 +32,9 @@ HSDP = {
 }
 
 
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+
+
 def recipe_with(**parallel: Any) -> Recipe:
     return Recipe.model_validate(recipe_dict(Path("somewhere"), **({"parallel": parallel} if parallel else {})))
 
@@ -54,6 +57,7 @@ def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it
     recipe = with_launch_environment(recipe_with(), HSDP)
     assert recipe.parallel.model_dump() == {
         "strategy": "fsdp2",
+        "zero_stage": 2,
         "dp_shard_size": 8,
         "reshard_after_forward": False,
         "cpu_offload": True,
@@ -62,6 +66,16 @@ def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it
     assert str(recipe.origin("parallel.dp_shard_size")) == "PARALLELISM_CONFIG_DP_SHARD_SIZE of the launch"
     assert recipe.origin("optimizer.learning_rate").kind == "default"  # as of a recipe that was built in Python
     assert with_launch_environment(recipe, HSDP).parallel == recipe.parallel
+
+
+def test_launcher_sets_the_stage_of_zero() -> None:
+    recipe = with_launch_environment(recipe_with(), ZERO)
+    assert (recipe.parallel.strategy, recipe.parallel.zero_stage) == ("deepspeed", 3)
+    assert str(recipe.origin("parallel.zero_stage")) == "ACCELERATE_DEEPSPEED_ZERO_STAGE of the launch"
+    with pytest.raises(
+        ValueError, match=r"parallel\.strategy=fsdp2 \(.*\), but the launch says ACCELERATE_USE_DEEPSPEED"
+    ):
+        with_launch_environment(recipe_with(strategy="fsdp2"), ZERO)
 
 
 def test_without_parallelism_config_all_processes_share_one_copy() -> None:
@@ -104,7 +118,11 @@ def test_recipe_that_says_otherwise_is_refused_with_both_named(
     [
         ({"FSDP_VERSION": "1"}, "FSDP_VERSION=1", "fsdp_version: 2"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "for the recipe to say", "precision.gradient_checkpointing"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed", "launch/fsdp2.yaml"),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "CONFIG_FILE=ds.json: how to train", "write zero_stage"),
+        ({**ZERO, "ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "CLIPPING=1.0: how to train", "optimizer.max_grad_norm"),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "OFFLOAD_PARAM_DEVICE=cpu", "launch/fsdp2.yaml"),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "ZERO3_INIT=true", "launch/fsdp2.yaml"),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "ZERO_STAGE=0", "launch/ddp.yaml"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported", "launch/fsdp2.yaml"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "TP_SIZE=2: tensor parallelism", "leave its size at 1"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "leave its size at 1"),
@@ -137,10 +155,10 @@ def test_plan_shows_that_the_launcher_set_it(corpus: Path, launched: pytest.Monk
 
 
 def test_rehearsal_refuses_what_the_run_would_before_it_starts_one(corpus: Path, launched: pytest.MonkeyPatch) -> None:
-    launched.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    launched.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     for name in ("WORLD_SIZE", "RANK"):
         launched.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="DeepSpeed is not supported"):
+    with pytest.raises(ValueError, match="Megatron-LM is not supported"):
         rehearse_recipe(str(write_recipe_file(corpus)), (), say=print)
 
 

@@ -38,7 +38,7 @@ class Scale:
     network: Choice[Interconnect]
     mfu: Choice[float]
     step: StepTime | None
-    """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload, which is not modelled."""
+    """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload or DeepSpeed, which are not modelled."""
     saving: SavingCost
     intervals: tuple[Interval, ...]
     """One for each published rate of failures; empty where a step's time is not known."""
@@ -81,12 +81,13 @@ def estimate_scale(
     Raises:
         ValueError: the interconnect is not known, or the MFU is no share.
     """
-    found = collectives(recipe.parallel, layout, weights, compute_bytes)
+    is_zero = recipe.parallel.strategy == "deepspeed" and layout.world_size > 1
+    found = () if is_zero else collectives(recipe.parallel, layout, weights, compute_bytes)
     gpu, mfu = gpu_facts(device), choose_mfu(recipe, hardware.mfu)
     network = choose_interconnect(hardware.interconnect, gpu)
     step = None
     offloads = recipe.parallel.cpu_offload
-    if gpu is not None and peak_flops is not None and flops_per_step is not None and not offloads:
+    if gpu is not None and peak_flops is not None and flops_per_step is not None and not offloads and not is_zero:
         step = model_step(
             found,
             compute_seconds=flops_per_step / (peak_flops * mfu.value * layout.world_size),

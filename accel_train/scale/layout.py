@@ -17,7 +17,7 @@ class Layout:
     world_size: int
     gpus_per_node: int
     shard_size: int
-    """Processes that share one copy of the model; 1: each holds all of it."""
+    """Processes that share one copy of the model as FSDP2 has it; 1: each holds all of it, or ZeRO spreads it its own way."""
     reason: str
 
     @property
@@ -45,4 +45,5 @@ def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per
         fitting = ", ".join(map(str, filled))
         raise ValueError(f"--gpus-per-node={size}: {world_size} processes do not fill such nodes; use {fitting}")
     sharding = choose_sharding(section, world_size, torch.device(device_type))
-    return Layout(world_size, size, sharding.value, sharding.reason)
+    shard_size = sharding.value if section.strategy == "fsdp2" else 1
+    return Layout(world_size, size, shard_size, sharding.reason)

@@ -6,6 +6,7 @@ from accel_train.memory_estimate import MemoryPart
 from accel_train.recipe import Parallel
 from accel_train.scale.layout import Layout
 from accel_train.scale.weights import ModelWeights
+from accel_train.scale.zero_memory import zero_memory
 
 FRAGMENTATION = 0.05
 """Of what comes and goes in a step, lost between the allocator's blocks: assumed."""
@@ -27,10 +28,14 @@ def spread_memory(
     Of all processes it is the first one's, which holds most: rows are dealt out whole, beginning there.
     """
     known = {part.name: part for part in parts}
-    found = [*(_shards(known, section, layout, weights) if layout.shard_size > 1 else _wholes(known))]
+    is_zero = section.strategy == "deepspeed" and layout.world_size > 1
+    if is_zero:
+        found = [*zero_memory(known, section.zero_stage, layout.world_size, weights)]
+    else:
+        found = [*(_shards(known, section, layout, weights) if layout.shard_size > 1 else _wholes(known))]
     if layout.shard_size > 1:
         found += _gathered(section, layout.shard_size, weights, compute_bytes)
-    elif layout.world_size > 1:
+    elif layout.world_size > 1 and not is_zero:
         how = "the gradients lie in DDP's buckets (gradient_as_bucket_view): none beside them"
         found.append(MemoryPart("DDP buckets", 0, "arithmetic", how))
     found += [part for name, part in known.items() if name in ("activations", "logits", "CUDA context")]

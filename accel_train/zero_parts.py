@@ -1,0 +1,194 @@
+"""The parts of weights and moments that a process holds under DeepSpeed's ZeRO, and the whole of them: gathered, and put back.
+
+DeepSpeed flattens the parameters of a group one after the other (in stage 3 each process's share of each of them), and the
+optimizer works on that flat tensor. A checkpoint knows nothing of it: it holds tensors by name, as under DDP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_train.sharded_checkpoint import Stored
+
+COUNTER = "step"
+"""The optimizer's entry that is one number for all elements."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process holds of one parameter: `numel` elements from `offset` of the whole, which are at `start` of `flat`."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    """Of the whole."""
+    flat: Tensor
+    """What the optimizer steps, and the key of its state; of a frozen weight, what is kept of it here."""
+    start: int
+    offset: int
+    numel: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This part of the flat weights, or of moments that lie like them."""
+        return flat.detach()[self.start : self.start + self.numel]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The same part of the whole tensor; shorter where the last process's part is padded."""
+        return whole.flatten()[self.offset : self.offset + self.numel]
+
+
+class ZeroParts:
+    """All parts of a model and its optimizer; what gathers, every process calls at once."""
+
+    def __init__(
+        self,
+        zero: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stage: int,
+        device: torch.device,
+    ) -> None:
+        self._zero, self._model, self._optimizer, self._stage, self.device = zero, model, optimizer, stage, device
+        find = self._part_of_3 if stage == 3 else self._part_of_1_and_2
+        spread = [each for each in model.named_parameters() if stage == 3 or each[1].requires_grad]
+        self._parts = {name: find(name, parameter) for name, parameter in spread}
+
+    def _part_of_1_and_2(self, name: str, parameter: nn.Parameter) -> Part:
+        flats = self._zero.single_partition_of_fp32_groups
+        [group] = [n for n, group in enumerate(self._zero.bit16_groups) if any(each is parameter for each in group)]
+        here: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if here is None:
+            return Part(name, parameter, parameter.shape, flats[group], 0, 0, 0)
+        start, offset = here.hp_fragment_address.start, here.lp_fragment_address.start
+        return Part(name, parameter, parameter.shape, flats[group], start, offset, here.hp_fragment_address.numel)
+
+    def _part_of_3(self, name: str, parameter: Any) -> Part:
+        if parameter.requires_grad:
+            group, start, numel = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            flat = self._zero.fp32_partitioned_groups_flat[group]
+        else:
+            flat, start, numel = parameter.ds_tensor, 0, parameter.partition_numel()
+        return Part(name, parameter, parameter.ds_shape, flat, start, numel * dist.get_rank(), numel)
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """What this process holds, weights and moments by name: the same names on all, and a zero where it holds nothing."""
+        found = {}
+        for name, part in self._parts.items():
+            for kind, flat in {"": part.flat, **self._optimizer.state.get(part.flat, {})}.items():
+                if flat.dim() > 0:
+                    found[f"{kind}.{name}" if kind else name] = part.of(flat) if part.numel else flat.new_zeros(1)
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state by name, in host memory of the main process; empty on the others. As `snapshot.model_tensors`."""
+        found, seen = {}, set()
+        by_parameter = {id(part.parameter): part for part in self._parts.values()}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:  # tied
+                continue
+            seen.add(id(tensor))
+            if self._stage == 3 and id(tensor) in by_parameter:
+                part = by_parameter[id(tensor)]
+                found[name] = self._gather(part, part.flat)
+            else:
+                found[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        return found if dist.get_rank() == 0 else {}
+
+    def moments(self) -> dict[str, Tensor]:
+        """The optimizer's state as `snapshot.optimizer_tensors` has it, in host memory of the main process; empty on the others."""
+        found = {}
+        for name, part in self._parts.items():
+            for key, value in self._optimizer.state.get(part.flat, {}).items():
+                if value is not None:
+                    is_counter = value.dim() == 0
+                    found[f"{key}.{name}"] = (
+                        value.detach().to("cpu", copy=True) if is_counter else self._gather(part, value)
+                    )
+        return found if dist.get_rank() == 0 else {}
+
+    def _gather(self, part: Part, flat: Tensor) -> Tensor:
+        """One whole tensor on the main process: the parts, which do not overlap, summed as integers, which keeps every bit."""
+        num_elements = part.shape.numel()
+        room = part.numel * dist.get_world_size() if self._stage == 3 else num_elements  # stage 3 pads
+        whole = torch.zeros(room, dtype=flat.dtype, device=self.device)
+        whole[part.offset : part.offset + part.numel] = part.of(flat)
+        assert whole.element_size() == 4, "weights and moments are fp32"
+        dist.reduce(whole.view(torch.int32), 0)
+        return whole[:num_elements].reshape(part.shape).cpu() if dist.get_rank() == 0 else whole.new_empty(0)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the model's state by name, as `weights` has it."""
+        found: dict[str, torch.Size] = {}
+        by_parameter = {id(part.parameter): part for part in self._parts.values()}
+        seen = set()
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                part = by_parameter.get(id(tensor))
+                found[name] = tensor.shape if part is None else part.shape
+        return found
+
+    def load_weights(self, folder: Path) -> None:
+        """Put the weights of a checkpoint back, whichever layout it was written with; its names and shapes are known to fit."""
+        stored = Stored(folder, "model")
+        state = self._model.state_dict(keep_vars=True)
+        by_parameter = {id(part.parameter): part for part in self._parts.values()}
+        with torch.no_grad():
+            for name in self.shapes():
+                whole, part = stored.read(name).to(self.device), by_parameter.get(id(state[name]))
+                if part is None or self._stage != 3:
+                    state[name].copy_(whole)
+                if part is not None:
+                    self._put(part, part.flat, whole)
+                    if self._stage == 3:
+                        self._put_in_3(part, whole)
+
+    @staticmethod
+    def _put(part: Part, flat: Tensor, whole: Tensor) -> None:
+        cut = part.cut(whole)
+        part.of(flat)[: len(cut)].copy_(cut)
+
+    def _put_in_3(self, part: Part, whole: Tensor) -> None:
+        """What a forward uses: this process's share, and of small weights the whole, which stays gathered between steps."""
+        parameter: Any = part.parameter
+        cut = part.cut(whole)
+        parameter.ds_tensor.detach()[: len(cut)].copy_(cut)
+        if parameter.data.shape == part.shape:
+            parameter.data.copy_(whole)
+
+    def load_moments(self, folder: Path) -> None:
+        """Put the optimizer's state of a checkpoint back.
+
+        Raises:
+            ValueError: it is of other parameters, or some of them have made other steps than the rest.
+        """
+        stored = Stored(folder, "optimizer")
+        unknown = [key for key in stored.shapes if key.partition(".")[2] not in self._parts]
+        if unknown:
+            raise ValueError(
+                f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
+            )
+        self._optimizer.state.clear()
+        for key in stored.shapes:
+            entry, name = key.split(".", 1)
+            part, whole = self._parts[name], stored.read(key).to(self.device)
+            state: Any = self._optimizer.state[part.flat]
+            if entry == COUNTER:
+                if not torch.equal(state.setdefault(entry, whole), whole):
+                    raise ValueError(
+                        f"{name} has made {whole.item():g} steps, others {state[entry].item():g}: ZeRO counts them together; "
+                        "use parallel.strategy fsdp2 or ddp"
+                    )
+                continue
+            flat = state.setdefault(entry, torch.zeros_like(part.flat.detach()))
+            self._put(part, flat, whole)
+
+
+def whole_numel(parameters: Sequence[nn.Parameter]) -> int:
+    """Elements of parameters, those that ZeRO stage 3 keeps elsewhere included."""
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)

@@ -1,0 +1,265 @@
+"""A run under DeepSpeed's ZeRO is the run that it is without: the same losses, the same guard, checkpoints for any layout."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_train.sharded_checkpoint import Stored
+from forked import run_forked
+from runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+
+DDP: dict[str, Any] = {}
+FSDP2 = {"strategy": "fsdp2"}
+STAGES = (1, 2, 3)
+SLOW_1 = (pytest.param(1, marks=pytest.mark.slow), 2, 3)
+SLOW_1_AND_2 = (pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3)
+TEXT = {
+    "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+    "schedule": {"max_steps": 8},
+    "checkpoint": {"every_steps": 4, "keep": 5},
+    "evaluate": {"every_steps": 4},
+    "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5},  # every gradient is clipped
+    "options": {"ragged": True},
+}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"strategy": "deepspeed", "zero_stage": stage}
+
+
+def sit(folder: Path, processes: int, parallel: dict[str, Any], codes: set[int] | None = None, **sections: Any) -> Path:
+    """Train in this folder until it ends with one of these codes (0); returns the run folder."""
+    folder.mkdir(exist_ok=True)
+    write_corpus(folder)
+    recipe = write_recipe_file(folder, parallel=parallel, **sections)
+    preload = ["deepspeed"] if parallel.get("strategy") == "deepspeed" else []
+    forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes", preload=preload)
+    assert set(forked.wait()) == (codes or {0}), forked.stderr(0)
+    assert not preload or "Warning" not in forked.stderr(0)
+    return folder / "run"
+
+
+def tensors(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
+    stored = Stored(run / "checkpoints" / f"step-{step:08d}", kind)
+    return {name: stored.read(name) for name in stored.shapes}
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if left[name].numpy().tobytes() != right[name].numpy().tobytes()] == []
+
+
+def assert_same_run(run: Path, other: Path, tolerance: float = 1e-6) -> None:
+    ours, theirs = losses(run), losses(other)
+    assert len({round(loss, 2) for loss in theirs.values()}) > len(theirs) / 2, "nothing moves, so nothing is compared"
+    assert ours == pytest.approx(theirs, rel=tolerance)
+    for split, name in (("train", "grad_norm"), ("eval", "loss")):
+        assert [each[name] for each in metrics(run, split)] == pytest.approx(
+            [each[name] for each in metrics(other, split)], rel=tolerance
+        )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one process."""
+    return sit(tmp_path_factory.mktemp("one"), 1, DDP, **TEXT)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The run under a stage, on two processes: made once, and copied."""
+    made: dict[int, Path] = {}
+
+    def run_of(stage: int) -> Path:
+        if stage not in made:
+            made[stage] = sit(tmp_path_factory.mktemp(f"stage{stage}"), 2, zero(stage), **TEXT)
+        return made[stage]
+
+    return run_of
+
+
+@pytest.mark.parametrize("stage", SLOW_1)
+def test_losses_and_gradient_norms_are_those_of_one_process_with_clipping_and_accumulation(
+    finished: Callable[[int], Path], undisturbed: Path, stage: int
+) -> None:
+    assert_same_run(finished(stage), undisturbed)
+
+
+@pytest.mark.parametrize("stage", SLOW_1)
+def test_a_checkpoint_is_that_of_ddp_by_name_and_value(
+    finished: Callable[[int], Path], undisturbed: Path, stage: int
+) -> None:
+    ours, theirs = checkpoint(finished(stage), 8), checkpoint(undisturbed, 8)
+    assert {name: (each.shape, each.dtype) for name, each in ours.items()} == {
+        name: (each.shape, each.dtype) for name, each in theirs.items()
+    }
+    # Adam divides noise by its own size where a gradient is nearly zero: a part in 1e4 of the steps made so far.
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=3e-6) for name in ours)
+    assert not list((finished(stage) / "checkpoints").rglob("*.pt"))
+
+
+@pytest.mark.parametrize("stage", SLOW_1_AND_2)
+def test_nan_on_one_process_is_skipped_on_both_to_the_bit(tmp_path: Path, stage: int) -> None:
+    run = sit(
+        tmp_path,
+        2,
+        zero(stage),
+        schedule={"max_steps": 6, "warmup_steps": 0, "type": "constant"},
+        checkpoint={"every_steps": 1, "keep": 10},
+        options={"nan_at": {"step": 4, "rank": 1}},
+    )
+    for kind in ("model", "optimizer"):
+        assert_same_bits(tensors(run, 3, kind), tensors(run, 4, kind))
+    name = "transformer.wte.weight"
+    assert not torch.equal(tensors(run, 4, "model")[name], tensors(run, 5, "model")[name])
+    assert [event["step"] for event in events(run, "skip")] == [4]
+
+
+@pytest.mark.slow
+def test_stopped_and_gone_on_under_other_layouts_the_losses_are_those_of_one_process(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    run = tmp_path / "run"
+    for parallel, stop in ((zero(3), 3), (DDP, 5), (zero(2), None)):
+        begun = len(losses(run)) if run.exists() else 0
+        # Six micro-batches a step: the fault is counted in those.
+        fault = {} if stop is None else {"term_at": {"step": (stop - begun) * 6 - 3, "rank": 1}}
+        sections = {**TEXT, "options": {"ragged": True, **fault}}
+        sit(tmp_path, 2, parallel, {0 if stop is None else 75}, **sections)
+    assert len(events(run, "resume")) == 2
+    assert_same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (zero(3), DDP),
+        pytest.param(DDP, zero(3), marks=pytest.mark.slow),
+        pytest.param(zero(1), zero(3), marks=pytest.mark.slow),
+        pytest.param(FSDP2, zero(2), marks=pytest.mark.slow),
+        pytest.param(zero(2), FSDP2, marks=pytest.mark.slow),
+        pytest.param(FSDP2, zero(3), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
+    tmp_path: Path, finished: Callable[[int], Path], saved: dict[str, Any], loaded: dict[str, Any]
+) -> None:
+    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
+    if saved.get("zero_stage") == 3:
+        shutil.copytree(finished(3).parent, tmp_path, dirs_exist_ok=True)
+        run = tmp_path / "run"
+    else:
+        run = sit(tmp_path, 2, saved, **TEXT)
+    wrote = load_file(run / "model" / "model.safetensors")
+    weights = tensors(run, 8, "model")
+    assert_same_bits({name: weights[name] for name in wrote}, wrote)
+    shutil.rmtree(run / "model")
+    assert sit(tmp_path, 2, loaded, **TEXT) == run
+    assert [event["step"] for event in events(run, "resume")] == [8]
+    assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_loaded_and_saved_again_under_zero_is_the_same_to_the_bit(tmp_path: Path, stage: int) -> None:
+    """A step whose update is not made lies between the two."""
+    steps = {
+        "schedule": {"max_steps": 6, "warmup_steps": 0, "type": "constant"},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+    }
+    run = sit(tmp_path, 2, DDP, {75}, **steps, options={"term_at": {"step": 3, "rank": 1}})
+    last = max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+    sit(tmp_path, 2, zero(stage), **steps, options={"nan_at": {"step": 1, "rank": 0}})
+    for kind in ("model", "optimizer"):
+        assert_same_bits(tensors(run, last, kind), tensors(run, last + 1, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"precision": {"gradient_checkpointing": True}},
+        {"model": {"config": {"tie_word_embeddings": False}}},
+        {"optimizer": {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}},
+        {"data": {"last_batch": "short", "sequence_length": 64}, "schedule": {"max_steps": None, "num_epochs": 1}},
+        {"precision": {"mixed_precision": "bf16"}},
+        {"model": {"lora": {"rank": 2}}},
+        {"model": {"freeze": ["*.wte.*", "*.h.0.*"]}},
+    ],
+    ids=["checkpointing", "untied", "sgd", "short-steps", "bf16", "adapters", "frozen"],
+)
+def test_losses_are_those_of_ddp_however_the_run_is_changed(
+    tmp_path: Path, stage: int, sections: dict[str, Any]
+) -> None:
+    if "config" in sections.get("model", {}):
+        config = recipe_dict(tmp_path)["model"]["config"] | sections["model"]["config"]
+        sections = {"model": {"config": config}}
+    sections = {**TEXT, **sections}
+    # In bf16 a sum in another order is another bf16 number.
+    is_exact = "mixed_precision" not in sections.get("precision", {})
+    ours, theirs = (
+        sit(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
+    )
+    assert_same_run(ours, theirs, 2e-6 if is_exact else 2e-3)
+    left, right = (load_file(run / "model" / "model.safetensors") for run in (ours, theirs))
+    assert left.keys() == right.keys()
+    assert not is_exact or all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-5) for name in left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_averaged_weights_are_those_of_ddp_also_of_a_run_that_was_stopped(tmp_path: Path, stage: int) -> None:
+    sections = {**TEXT, "optimizer": {**TEXT["optimizer"], "ema_decay": 0.9}}
+    stopped = {**sections, "options": {"ragged": True, "term_at": {"step": 20, "rank": 0}}}
+    sit(tmp_path / "zero", 2, zero(stage), {75}, **stopped)
+    ours, theirs = sit(tmp_path / "zero", 2, zero(stage), **sections), sit(tmp_path / "ddp", 2, DDP, **sections)
+    assert_same_run(ours, theirs)
+    left, right = (load_file(run / "checkpoints" / "step-00000008" / "average.safetensors") for run in (ours, theirs))
+    assert left.keys() == right.keys()
+    assert all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-6) for name in left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_a_rollback_the_run_is_that_of_ddp(tmp_path: Path, stage: int) -> None:
+    """Gradients of the step that is not made are let go, and moments of the checkpoint are put back."""
+    sections = {
+        "schedule": {"max_steps": 20, "warmup_steps": 0, "type": "constant"},
+        "checkpoint": {"every_steps": 2, "keep": 9},
+        "guard": {"max_consecutive_skips": 0, "healthy_after_steps": 3, "rollback_skip_steps": 2},
+        "options": {"nan_at": {"step": 12, "rank": 1}},
+    }
+    ours, theirs = (
+        sit(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
+    )
+    assert len(events(ours, "rollback")) == len(events(theirs, "rollback")) == 1
+    assert_same_run(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_image_model_with_running_statistics_trains_as_with_ddp_and_its_best_weights_come_back(
+    tmp_path: Path, stage: int
+) -> None:
+    resnet = {"model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}  # fmt: skip
+    sections = {
+        "task": "image-classification",
+        "model": {"config": resnet},
+        "data": {"train": "digits", "image_size": 16},
+        "tokenizer": "auto",
+        "schedule": {"max_steps": 5},
+        "evaluate": {"every_steps": 2, "max_samples": 30},
+        "checkpoint": {"every_steps": 2, "load_best_model_at_end": True},
+    }
+    ours, theirs = (
+        sit(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
+    )
+    # Biases before a batch norm have gradients of rounding noise, which Adam makes steps of.
+    assert_same_run(ours, theirs, 2e-5)
+    assert len(events(ours, "best_model")) == len(events(theirs, "best_model"))

@@ -1,0 +1,94 @@
+"""What ZeRO cannot do is refused before anything is built, and a plan counts what it takes of each process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.plan import resolve_plan
+from accel_train.plan_text import format_plan
+from accel_train.recipe import Parallel, Recipe
+from accel_train.zero import check_zero, choose_zero
+from forked import run_forked
+from runs import recipe_dict, write_corpus, write_recipe_file
+
+DDP: dict[str, Any] = {}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"strategy": "deepspeed", "zero_stage": stage}
+
+
+@pytest.mark.parametrize(
+    ("sections", "fault", "remedy"),
+    [
+        ({"precision": {"mixed_precision": "fp16"}}, "precision.mixed_precision fp16", "use bf16"),
+        ({"precision": {"compile": True}}, "precision.compile", "fsdp2 or ddp"),
+        ({"optimizer": {"ema_decay": 0.9}}, "optimizer.ema_decay", "parallel.zero_stage to 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_under_zero_is_refused_by_name_with_what_to_do(
+    tmp_path: Path, sections: dict[str, Any], fault: str, remedy: str
+) -> None:
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, parallel=zero(3)))
+    with pytest.raises(ValueError, match=f"{fault} cannot be had with parallel.strategy deepspeed: ") as caught:
+        check_zero(recipe, "fp16" if "fp16" in fault else "no")
+    assert remedy in str(caught.value)
+    check_zero(Recipe.model_validate({**recipe.model_dump(), "parallel": DDP}), "fp16")
+
+
+def test_one_process_alone_is_not_put_under_deepspeed() -> None:
+    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), parallel=zero(3)))
+    assert choose_zero(recipe.parallel, 1).value == 1
+    assert choose_zero(recipe.parallel, 4).value == 4
+
+
+def test_refused_settings_end_plan_and_run_with_exit_code_2_before_a_model_is_built(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = str(write_recipe_file(tmp_path, parallel=zero(3), optimizer={"ema_decay": 0.9}))
+    for command in ("plan", "run"):
+        forked = run_forked([command, recipe], 1, folder=tmp_path / command)
+        assert forked.wait() == [2]
+        [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
+        assert "optimizer.ema_decay cannot be had with parallel.strategy deepspeed" in line
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
+
+
+def test_without_the_package_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.zero.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'accel-train\[deepspeed\]'"):
+        check_zero(Recipe.model_validate(recipe_dict(tmp_path, parallel=zero(2))), "no")
+
+
+@pytest.mark.parametrize(
+    ("stage", "held"),
+    [
+        # Of 4 bytes a weight, on 2 processes: weights, a copy of the half that is updated, gradients, 2 moments of a half,
+        # gradients on their way, and in stage 3 the weights that are gathered.
+        (1, 1 + 0.5 + 1.5 + 1 + 1),
+        (2, 1 + 0.5 + 0.5 + 1 + 1),
+        (3, 0.5 + 0.5 + 0.5 + 1 + 1 + 1),
+    ],
+)
+def test_plan_counts_the_memory_of_each_stage_and_says_that_its_communication_is_not_modelled(
+    tmp_path: Path, stage: int, held: float
+) -> None:
+    write_corpus(tmp_path)
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, parallel=zero(stage)))
+    plan = resolve_plan(recipe, 2, "H100")
+    parts = {part.name: part.num_bytes or 0 for part in plan.memory}
+    names = ("parameters", "updated weights", "gradients", "gathered weights", "optimizer", "collectives")
+    assert sum(parts.get(name, 0) for name in names) == pytest.approx(4 * plan.num_parameters * held)
+    text = format_plan(plan)
+    assert f"deepspeed, ZeRO stage {stage}: " in text
+    assert "unknown: the communication of DeepSpeed is not modelled" in text
+    assert plan.train_seconds is None
+
+
+def test_settings_of_another_strategy_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match=r"parallel\.zero_stage=3 is for parallel\.strategy deepspeed, and it is ddp"):
+        Parallel(zero_stage=3)
+    with pytest.raises(
+        ValueError, match=r"parallel\.cpu_offload=True is for parallel\.strategy fsdp2, and it is deepspeed"
+    ):
+        Parallel(strategy="deepspeed", cpu_offload=True)
