@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.batching import BatchSizes
+from accel_train.data_group import is_sharded
 from accel_train.memory import is_out_of_memory
 from accel_train.sampling import DataOrder
 from accel_train.step import Agreement, MicroBatch, forward_backward
@@ -61,9 +62,9 @@ def forward_backward_or_run_out(
     the same to the bit as without this care). Other steps cost nothing; running out in one of them ends its process.
     """
     is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
-    if accelerator.is_fsdp2 or not (
+    if is_sharded(accelerator) or not (
         is_alone or carefully
-    ):  # FSDP's forward is full of collectives: nobody can stay behind
+    ):  # its forward is full of collectives: nobody can stay behind
         return forward_backward(accelerator, module, micro_batches, agreement)
     loss_sum, said = None, ""
     try:

@@ -24,6 +24,7 @@ from accel_train.batch_search import fit_micro_batch
 from accel_train.batch_trial import Trials
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.compiling import compile_module
+from accel_train.data_group import is_sharded
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
 from accel_train.guard import learning_rate_factor
@@ -55,7 +56,6 @@ from accel_train.sharding import (
     allow_sharding,
     build_for_sharding,
     choose_sharding,
-    is_sharded,
     shard_model,
     sharding_plugins,
 )
@@ -113,11 +113,11 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         task = check_recipe(recipe)
     processes = start_processes(offloads=recipe.parallel.cpu_offload)
     check_launcher(processes.num_processes)
-    sizes = resolve_batch(recipe.batch, processes.num_processes)
+    sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
+    sizes = resolve_batch(recipe.batch, processes.num_processes, recipe.parallel.tp_size)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
     choices |= set_backends(recipe.precision, precision.value, processes.device)
-    sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
     if recipe.parallel.strategy != "ddp":
         choices["parallel"] = sharding
     plugins = sharding_plugins(recipe.parallel, sharding.value, processes.num_processes, precision.value)

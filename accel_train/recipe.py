@@ -214,11 +214,25 @@ class Parallel(Section):
     memory, less communication."""
     cpu_offload: bool = False
     """fsdp2: keep weights and optimizer in host memory, and update them there; slower, for models that fit in no other way."""
+    tp_size: PositiveInt = 1
+    """fsdp2: neighbouring processes that compute each layer together and read the same samples (tensor parallelism)."""
+    cp_size: PositiveInt = 1
+    """Processes that share each sequence (context parallelism): only 1, for now."""
+
+    @model_validator(mode="after")
+    def sequences_are_whole(self) -> "Parallel":
+        if self.cp_size != 1:
+            raise ValueError(
+                f"parallel.cp_size={self.cp_size}: context parallelism is not supported, because torch's ring attention has no "
+                "kernel for the CPU, where this program proves that several processes train as one does; leave it at 1, and for "
+                "sequences that do not fit set parallel.strategy to fsdp2 and precision.gradient_checkpointing to true"
+            )
+        return self
 
     @model_validator(mode="after")
     def sharding_is_asked_for(self) -> "Parallel":
         if self.strategy != "fsdp2":
-            for name in ("dp_shard_size", "reshard_after_forward", "cpu_offload"):
+            for name in ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"parallel.{name}={getattr(self, name)} is for parallel.strategy fsdp2, and it is {self.strategy}"

@@ -12,29 +12,29 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from accel_train.batching import divisors
 from accel_train.compiling import repeated_blocks
+from accel_train.data_group import data_group
 from accel_train.recipe import Parallel
 from accel_train.state import Choice
 from accel_train.step import TrainingModule
+from accel_train.tensor_parallel import split_layers, tie, tied_names
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether the processes of this run hold parts of the model, and not the whole of it each."""
-    return bool(accelerator.is_fsdp2)
-
-
 def choose_sharding(section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
-    """Processes that share one copy of the model (1: each holds all of it), with the reason.
+    """Processes that share one copy of the model (1: each holds all of it), with the reason; of tensor parallelism, groups.
 
     Raises:
-        ValueError: the number of processes is no multiple of dp_shard_size, or an offload would lead nowhere.
+        ValueError: the number of processes is no multiple of dp_shard_size or tp_size, or an offload would lead nowhere.
     """
     if section.strategy == "ddp":
         return Choice(1, "parallel.strategy ddp: every process holds the whole model")
     if section.cpu_offload and device.type == "cpu":
         raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
+    if section.tp_size > 1:
+        return _choose_groups(section, world_size)
     size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size
     if world_size % size:
         fitting = [str(divisor) for divisor in range(1, world_size + 1) if world_size % divisor == 0]
@@ -48,14 +48,44 @@ def choose_sharding(section: Parallel, world_size: int, device: torch.device) ->
     return Choice(size, shared if copies == 1 else f"{shared}, {copies} copies (HSDP)")
 
 
+def _choose_groups(section: Parallel, world_size: int) -> Choice[int]:
+    split = section.tp_size
+    if world_size % split:
+        raise ValueError(
+            f"parallel.tp_size={split} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; use "
+            f"{', '.join(map(str, divisors(world_size)))}, or run on {split} or {2 * split} processes"
+        )
+    groups = world_size // split
+    if section.dp_shard_size not in ("auto", groups):
+        raise ValueError(
+            f"parallel.dp_shard_size={section.dp_shard_size} x parallel.tp_size={split} is not the number of processes, "
+            f"{world_size}; several copies of a model whose layers are split are not supported: leave dp_shard_size at auto"
+        )
+    reason = f"tensor parallelism: layers are split over {split} neighbours, which read the same samples"
+    return Choice(groups, reason if groups == 1 else f"{reason}; fsdp2 over {groups} such groups")
+
+
+def across_machines(section: Parallel, processes_on_machine: int) -> str | None:
+    """What to know where neighbours that split layers are on several machines; None where they are on one."""
+    if section.tp_size == 1 or processes_on_machine % section.tp_size == 0:
+        return None
+    return (
+        f"parallel.tp_size={section.tp_size} reaches over machines of {processes_on_machine} processes, and each layer waits for the "
+        f"network several times; use {', '.join(map(str, divisors(processes_on_machine)))}"
+    )
+
+
 def sharding_plugins(section: Parallel, shard_size: int, world_size: int, mixed_precision: str) -> dict[str, Any]:
     """What the Accelerator is told of it, by its own names; nothing where every process holds the whole model."""
-    if shard_size == 1:
-        return {}
-    plugins: dict[str, Any] = {"fsdp_plugin": fsdp_plugin(section, mixed_precision)}
-    if shard_size < world_size:
-        copies = world_size // shard_size
-        plugins["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shard_size)
+    split = section.tp_size
+    plugins: dict[str, Any] = {}
+    if shard_size > 1:
+        plugins["fsdp_plugin"] = fsdp_plugin(section, mixed_precision)
+    if shard_size < world_size and (split > 1 or shard_size > 1):
+        copies = world_size // (shard_size * split)
+        plugins["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=copies, dp_shard_size=shard_size, tp_size=split, cp_size=1, sp_size=1
+        )
     return plugins
 
 
@@ -75,7 +105,7 @@ def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataPara
 
 
 def allow_sharding(device: torch.device) -> None:
-    """Let Accelerate take its FSDP plugin on a CPU as well, where it would quietly use DDP; before the Accelerator is built."""
+    """Let Accelerate take its FSDP plugin, or a mesh, on a CPU as well, where it would quietly use DDP; before the Accelerator is built."""
     if device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
@@ -109,46 +139,47 @@ def build_for_sharding(
 
 
 def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None) -> Choice[str]:
-    """Wrap the training module in place, block by block, and give every process its part of the weights.
+    """Split its layers, where the recipe says so, wrap the training module in place, block by block, and give every process
+    its part of the weights.
 
     `weights` are those of `inner.model` on the main process; used where the model has none of its own.
     """
     blocks = repeated_blocks(inner)
-    plugin = accelerator.state.fsdp_plugin
     kinds = sorted({type(block).__name__ for block in blocks})
-    plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
-    plugin.transformer_cls_names_to_wrap = kinds or None
-    tied, is_empty = _tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
-    # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
-    fsdp2_prepare_model(accelerator, inner)
+    tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
+    split = None
+    if data_group(accelerator).num_sharing > 1:
+        if not is_empty:
+            inner.to(accelerator.device)
+        split = split_layers(inner.model, accelerator.torch_device_mesh["tp"])
+    if accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
+        plugin.transformer_cls_names_to_wrap = kinds or None
+        # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
+        fsdp2_prepare_model(accelerator, inner)
     if is_empty:
         _fill(accelerator, inner, weights, tied)
     if accelerator.mixed_precision != "no":
         inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
     begun = "" if is_empty else "; every process began with the whole model, which cannot be built without its weights"
+    if split is not None:
+        begun = f"; {split.reason}{begun}"
+    if not accelerator.is_fsdp2:
+        return Choice("not", begun.removeprefix("; "))
     if not blocks:
         return Choice("as a whole", f"the model repeats no block, so all its weights are gathered at once{begun}")
     gathered = f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
     return Choice(", ".join(kinds), gathered + begun)
 
 
-def _tied_names(module: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
-
-
 def _fill(
     accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, tied: Sequence[Sequence[str]]
 ) -> None:
     """Storage for what is on the meta device, and the main process's values in it: a parameter at a time over the wire."""
-    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    offloads = accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     inner.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
-    for first, *others in tied:
-        for name in others:
-            path, _, leaf = name.rpartition(".")
-            setattr(inner.get_submodule(path), leaf, inner.get_parameter(first))
+    tie(inner, tied)
     named = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
     with torch.no_grad():
         for name, buffer in inner.named_buffers():
