@@ -41,7 +41,8 @@ def resolve_batch(batch: Batch, world_size: int, num_sharing: int = 1) -> BatchS
     Raises:
         ValueError: the sizes contradict each other or do not divide; the text has the nearest ones that do.
     """
-    assert world_size >= 1 and world_size % num_sharing == 0, (world_size, num_sharing)
+    assert world_size >= 1, world_size
+    assert world_size % num_sharing == 0, (world_size, num_sharing)
     world_size //= num_sharing
     total = batch.global_batch_size
     per_device = None if batch.per_device_batch_size == "auto" else batch.per_device_batch_size

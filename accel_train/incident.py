@@ -93,7 +93,7 @@ def _question(run: Run, result: StepResult) -> Question:
         step=result.step,
         seed=run.recipe.seed,
         rank=run.accelerator.process_index,
-        world_size=run.accelerator.num_processes,
+        world_size=data_group(run.accelerator).size,
         num_targets=result.num_targets,
         loss_scale=result.loss_scale,
         samples=_samples(run, result.step - 1),
@@ -153,6 +153,7 @@ def _record(run: Run, result: StepResult, verdict: Verdict, findings: list[JsonR
         "precision": run.choices["precision.mixed_precision"].value,
         "seed": run.recipe.seed,
         "world_size": run.accelerator.num_processes,
+        "num_sharing": data_group(run.accelerator).num_sharing,
         "processes": findings,
         "seconds": max(each["seconds"] for each in findings),
     }

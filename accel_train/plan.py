@@ -22,12 +22,15 @@ from accel_train.recipe import Precision, Recipe
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.scale.estimate import Hardware, Scale, estimate_scale
 from accel_train.scale.hardware import gpu_facts
-from accel_train.scale.layout import choose_layout
+from accel_train.scale.layout import Layout, choose_layout
 from accel_train.scale.memory import spread_memory
+from accel_train.scale.split import split_collectives
 from accel_train.scale.weights import group_weights
 from accel_train.schedule import StepPlan
+from accel_train.sharding import across_machines, choose_sharding
 from accel_train.state import Choice
 from accel_train.task import TARGET_UNITS, TaskData
+from accel_train.tensor_parallel import part_shapes
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,10 @@ def resolve_plan(
     processes = (
         world_size or int(os.environ.get("WORLD_SIZE") or 0) or (1 if gpu else max(1, torch.cuda.device_count()))
     )
-    sizes = resolve_batch(recipe.batch, processes)
     device, device_bytes = _device(gpu)
     device_type = "cpu" if device == "cpu" else "cuda"
+    choose_sharding(recipe.parallel, processes, torch.device(device_type))  # that it can be
+    sizes = resolve_batch(recipe.batch, processes, recipe.parallel.tp_size)
     hardware = hardware or Hardware()
     layout = choose_layout(recipe.parallel, processes, device_type, hardware.gpus_per_node)
     precision = (
@@ -141,7 +145,12 @@ def resolve_plan(
     flops_per_target, vocabulary = task.flops_per_target(recipe, model), _vocabulary(model, data)
     micro_batch = data.collate(longest_samples(data, sizes.per_device_batch_size))
     num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
-    weights = group_weights(model)
+    compute_bytes = 4 if precision.value == "no" else 2
+    weights = group_weights(model, part_shapes(model, layout.tp_size) if layout.tp_size > 1 else None)
+    of_split_layers = split_collectives(
+        model, layout, next(iter(micro_batch.values())).numel(), compute_bytes,
+        checkpointed=recipe.precision.gradient_checkpointing,
+    )  # fmt: skip
     memory = estimate_memory(
         recipe, task, model, micro_batch,
         mixed_precision=precision.value, device_type=device_type, gathered=layout.shard_size > 1,
@@ -166,8 +175,8 @@ def resolve_plan(
         flops_per_step=None if flops_per_target is None else flops_per_target * targets_per_step,
         peak_flops=peak,
         checkpoint_bytes=checkpoint_bytes,
+        of_split_layers=of_split_layers,
     )  # fmt: skip
-    compute_bytes = 4 if precision.value == "no" else 2
     return Plan(
         recipe=recipe,
         world_size=processes,
@@ -189,7 +198,7 @@ def resolve_plan(
         num_checkpoints=most_checkpoints(recipe, data.eval is not None),
         peak_flops=peak,
         scale=scale,
-        notes=tuple(_notes(recipe, data, gpu, sizes, device_type)),
+        notes=tuple(_notes(recipe, data, gpu, sizes, layout, device_type)),
     )
 
 
@@ -249,8 +258,12 @@ def _vocabulary(model: nn.Module, data: TaskData) -> tuple[int, int] | None:
     return None if tokens is None or rows is None else (tokens, rows)
 
 
-def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, device_type: str) -> Iterator[str]:
+def _notes(
+    recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, layout: Layout, device_type: str
+) -> Iterator[str]:
     yield from data.facts.get("notes", ())
+    if (told := across_machines(recipe.parallel, layout.gpus_per_node)) is not None:
+        yield told
     if is_open(recipe.batch) and device_type == "cuda" and sizes.per_device_batch_size > 1:
         finds = "measures" if recipe.parallel.strategy == "ddp" else "estimates"
         yield (

@@ -7,7 +7,7 @@ a model is built.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -53,9 +53,11 @@ from accel_train.run import Run, make_guard
 from accel_train.saver import Saver
 from accel_train.schedule import make_schedule
 from accel_train.sharding import (
+    across_machines,
     allow_sharding,
     build_for_sharding,
     choose_sharding,
+    processes_on_machine,
     shard_model,
     sharding_plugins,
 )
@@ -119,7 +121,8 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
     choices |= set_backends(recipe.precision, precision.value, processes.device)
     if recipe.parallel.strategy != "ddp":
-        choices["parallel"] = sharding
+        told = across_machines(recipe.parallel, processes_on_machine(processes.num_processes))
+        choices["parallel"] = sharding if told is None else replace(sharding, reason=f"{sharding.reason}; {told}")
     plugins = sharding_plugins(recipe.parallel, sharding.value, processes.num_processes, precision.value)
     if plugins:
         allow_sharding(processes.device)

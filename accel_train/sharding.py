@@ -1,5 +1,8 @@
 """Weights spread over the processes by FSDP2, through Accelerate: how a model is wrapped, and what of it is held here."""
 
+import logging
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
 from accel_train.batching import divisors
 from accel_train.compiling import repeated_blocks
@@ -63,6 +67,12 @@ def _choose_groups(section: Parallel, world_size: int) -> Choice[int]:
         )
     reason = f"tensor parallelism: layers are split over {split} neighbours, which read the same samples"
     return Choice(groups, reason if groups == 1 else f"{reason}; fsdp2 over {groups} such groups")
+
+
+def processes_on_machine(world_size: int) -> int:
+    """Of this run, by what the launcher says; all of them where it says nothing."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdigit() and int(said) > 0 else world_size
 
 
 def across_machines(section: Parallel, processes_on_machine: int) -> str | None:
@@ -156,8 +166,17 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
         plugin = accelerator.state.fsdp_plugin
         plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
         plugin.transformer_cls_names_to_wrap = kinds or None
-        # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
-        fsdp2_prepare_model(accelerator, inner)
+        with warnings.catch_warnings():
+            # As Accelerate does it, with the mesh that it flattens.
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+            # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
+            fsdp2_prepare_model(accelerator, inner)
+        if split is not None:
+            first = next(inner.parameters())
+            assert isinstance(first, DTensor), "FSDP2 makes them so"
+            first.device_mesh._flatten()  # so that the gradient norm is one collective, not two
+            # Gathering the whole of a weight at the end takes two, and is as meant.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if is_empty:
         _fill(accelerator, inner, weights, tied)
     if accelerator.mixed_precision != "no":

@@ -97,14 +97,15 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
     """
     plan = getattr(model, "tp_plan", None)
     config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "_expand_parallel_plan"):
+    expand = getattr(model, "_expand_parallel_plan", None)
+    if config is None or not callable(expand):
         raise ValueError(
             f"parallel.tp_size={size}: {type(model).__name__} is no model of transformers, which say how they are split; "
             "set it to 1"
         )
     _check_plan(config, plan or {}, size)
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-    found: dict[str, str] = model._expand_parallel_plan(plan)
+    found: dict[str, str] = expand(plan)
     for first, *others in tied_names(model):
         split = {name: STYLES.get(found.get(name.rpartition(".")[0], SUMMED)) for name in (first, *others)}
         if len(set(split.values())) > 1:
@@ -146,7 +147,9 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
     for name, module in model.named_modules():
         _hold_alike(module, mesh, is_summed=styles.get(name) == SUMMED)
     count = sum(isinstance(parameter, DTensor) and _is_split(parameter) for parameter in model.parameters())
-    return Choice(str(mesh.size()), f"{count} weights are split over {mesh.size()} neighbours, the rest is held by each")
+    return Choice(
+        str(mesh.size()), f"{count} weights are split over {mesh.size()} neighbours, the rest is held by each"
+    )
 
 
 def _is_split(parameter: DTensor) -> bool:
@@ -162,7 +165,7 @@ def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None
         alike = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
         module.register_parameter(name, nn.Parameter(alike, requires_grad=parameter.requires_grad))
     forward, of_gradient = module.forward, [Partial() if is_summed else Replicate()]
-    module.forward = _with_plain(module, tuple(whole), forward, of_gradient)  # type: ignore[method-assign]
+    module.forward = _with_plain(module, tuple(whole), forward, of_gradient)
 
 
 def _with_plain(
@@ -172,7 +175,7 @@ def _with_plain(
         held = {name: module._parameters[name] for name in names}  # FSDP has put there what it gathered
         for name, parameter in held.items():
             if isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local(grad_placements=of_gradient)  # type: ignore[assignment]
+                module._parameters[name] = parameter.to_local(grad_placements=of_gradient)
         try:
             return forward(*args, **kwargs)
         finally:

@@ -57,6 +57,8 @@ def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it
         "dp_shard_size": 8,
         "reshard_after_forward": False,
         "cpu_offload": True,
+        "tp_size": 1,
+        "cp_size": 1,
     }
     assert recipe.origin("parallel.strategy").kind == "environment"
     assert str(recipe.origin("parallel.dp_shard_size")) == "PARALLELISM_CONFIG_DP_SHARD_SIZE of the launch"
