@@ -139,7 +139,9 @@ class Trials:
         section = self.recipe.parallel
         count = sum(parameter.numel() for parameter in model.parameters())
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(model)]
-        num_parts = self.accelerator.num_processes if section.dp_shard_size == "auto" else section.dp_shard_size
+        num_parts = self.accelerator.num_processes
+        if section.dp_shard_size != "auto":
+            num_parts = section.dp_shard_size * section.tp_size
         part = 0 if section.cpu_offload else 4 * count * (2 + num_moments(self.recipe)) // num_parts
         # A block is gathered while the one before it computes; the rest of the model stays gathered.
         at_a_time = count - sum(blocks) + 2 * max(blocks, default=0)

@@ -22,7 +22,7 @@ from accel_train.data_group import data_group
 from accel_train.recipe import Parallel
 from accel_train.state import Choice
 from accel_train.step import TrainingModule
-from accel_train.tensor_parallel import split_layers, tie, tied_names
+from accel_train.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -154,42 +154,44 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
 
     `weights` are those of `inner.model` on the main process; used where the model has none of its own.
     """
-    blocks = repeated_blocks(inner)
-    kinds = sorted({type(block).__name__ for block in blocks})
     tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
     split = None
     if data_group(accelerator).num_sharing > 1:
         if not is_empty:
             inner.to(accelerator.device)
         split = split_layers(inner.model, accelerator.torch_device_mesh["tp"])
-    if accelerator.is_fsdp2:
-        plugin = accelerator.state.fsdp_plugin
-        plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
-        plugin.transformer_cls_names_to_wrap = kinds or None
-        with warnings.catch_warnings():
-            # As Accelerate does it, with the mesh that it flattens.
-            warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
-            # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
-            fsdp2_prepare_model(accelerator, inner)
-        if split is not None:
-            first = next(inner.parameters())
-            assert isinstance(first, DTensor), "FSDP2 makes them so"
-            first.device_mesh._flatten()  # so that the gradient norm is one collective, not two
-            # Gathering the whole of a weight at the end takes two, and is as meant.
-            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    wrapped = _wrap_blocks(accelerator, inner) if accelerator.is_fsdp2 else Choice("not", "")
     if is_empty:
         _fill(accelerator, inner, weights, tied)
+    if not accelerator.is_fsdp2:
+        keep_gradients_in_parts(inner)
     if accelerator.mixed_precision != "no":
         inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
-    begun = "" if is_empty else "; every process began with the whole model, which cannot be built without its weights"
-    if split is not None:
-        begun = f"; {split.reason}{begun}"
-    if not accelerator.is_fsdp2:
-        return Choice("not", begun.removeprefix("; "))
+    begun = "" if is_empty else "every process began with the whole model, which cannot be built without its weights"
+    said = [wrapped.reason, "" if split is None else split.reason, begun]
+    return Choice(wrapped.value, "; ".join(each for each in said if each))
+
+
+def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]:
+    blocks, plugin = repeated_blocks(inner), accelerator.state.fsdp_plugin
+    kinds = sorted({type(block).__name__ for block in blocks})
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
+    plugin.transformer_cls_names_to_wrap = kinds or None
+    with warnings.catch_warnings():
+        # As Accelerate does it, with the mesh that it flattens.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+        # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
+        fsdp2_prepare_model(accelerator, inner)
+    first = next(inner.parameters())
+    if isinstance(first, DTensor) and data_group(accelerator).num_sharing > 1:
+        first.device_mesh._flatten()  # so that the gradient norm is one collective, not two
+        # Gathering the whole of a weight at the end takes two, and is as meant.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not blocks:
-        return Choice("as a whole", f"the model repeats no block, so all its weights are gathered at once{begun}")
-    gathered = f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
-    return Choice(", ".join(kinds), gathered + begun)
+        return Choice("as a whole", "the model repeats no block, so all its weights are gathered at once")
+    return Choice(
+        ", ".join(kinds), f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
+    )
 
 
 def _fill(

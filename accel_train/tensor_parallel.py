@@ -184,6 +184,24 @@ def _with_plain(
     return with_plain
 
 
+def keep_gradients_in_parts(model: nn.Module) -> None:
+    """Give each gradient the layout of its weight as soon as it is there: that of an embedding comes whole, on every process.
+
+    For a model that only this splits; FSDP2 does it with what it reduces. Call it once the weights have their storage.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_like_its_weight)
+
+
+def _like_its_weight(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert isinstance(parameter, DTensor)
+    assert isinstance(gradient, DTensor)
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def part_shapes(model: nn.Module, size: int) -> dict[int, torch.Size]:
     """What the first of `size` neighbours holds of each parameter, by its id: the largest part, where they are unequal.
 
