@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accel_train.batch_record import Remembered, remembered_for
 from accel_train.batch_trial import Cost, Trials, room_of
 from accel_train.batching import BatchSizes, divisors, is_open, resolve_batch
+from accel_train.data_group import data_group, is_sharded
 from accel_train.memory import is_out_of_memory
 from accel_train.state import Choice
 
@@ -66,7 +67,8 @@ def fit_micro_batch(trials: Trials, sizes: BatchSizes) -> FittedBatch:
         reason = f"process {everywhere.index(size)} holds no more; here {answer.size}: {reason}"
     if size != sizes.per_device_batch_size:
         update = {"global_batch_size": sizes.global_batch_size, "per_device_batch_size": size}
-        sizes = resolve_batch(recipe.batch.model_copy(update=update), sizes.world_size)
+        sharing = data_group(accelerator).num_sharing
+        sizes = resolve_batch(recipe.batch.model_copy(update=update), sizes.world_size * sharing, sharing)
     accelerator.gradient_accumulation_steps = sizes.gradient_accumulation_steps
     return FittedBatch(sizes, {"batch.per_device_batch_size": Choice(size, reason)}, remembered)
 
@@ -105,7 +107,7 @@ def search(trials: Trials, share: int) -> Answer:
     """What this process can hold of its `share` of a step, found without a word to any other."""
     name = torch.cuda.get_device_name(trials.device) if trials.device.type == "cuda" else trials.device.type
     try:
-        if not trials.accelerator.is_fsdp2:
+        if not is_sharded(trials.accelerator):
             with trials.as_in_a_step():
                 if trials.device.type == "cuda":
                     trials.measure(FIRST_SIZES[0])  # loads kernels and workspaces, which stay and are no part of a line
@@ -115,7 +117,7 @@ def search(trials: Trials, share: int) -> Answer:
     except (RuntimeError, MemoryError, TypeError) as error:
         if is_out_of_memory(error):
             return Answer(1, f"measured on {name}: weights, gradients and optimizer leave no room for more")
-        if not trials.accelerator.is_fsdp2:
+        if not is_sharded(trials.accelerator):
             raise
         why = str(error).strip().partition("\n")[0][:80]
         return Answer(

@@ -136,7 +136,9 @@ class Trials:
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         copies = 1 + num_moments(self.recipe.optimizer) + is_averaged(self.recipe.optimizer)
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(model)]
-        num_parts = self.accelerator.num_processes if section.dp_shard_size == "auto" else section.dp_shard_size
+        num_parts = self.accelerator.num_processes
+        if section.dp_shard_size != "auto":
+            num_parts = section.dp_shard_size * section.tp_size
         part = 0 if section.cpu_offload else 4 * (count + copies * trainable) // num_parts
         # A block is gathered while the one before it computes; the rest of the model stays gathered.
         at_a_time = count - sum(blocks) + 2 * max(blocks, default=0)

@@ -21,7 +21,7 @@ class BatchSizes:
     """Micro-batches per process and step."""
     per_device_eval_batch_size: int
     world_size: int
-    """Processes."""
+    """Processes that read different samples: all of them, but for tensor parallelism."""
     reason: str
 
 
@@ -30,17 +30,20 @@ def is_open(batch: Batch) -> bool:
     return batch.per_device_batch_size == "auto" and batch.gradient_accumulation_steps == "auto"
 
 
-def resolve_batch(batch: Batch, world_size: int) -> BatchSizes:
+def resolve_batch(batch: Batch, world_size: int, num_sharing: int = 1) -> BatchSizes:
     """Fill in the batch sizes that the recipe leaves open, and refuse those that do not multiply out.
 
     Any two of global_batch_size, per_device_batch_size and gradient_accumulation_steps give the third. One alone:
     accumulation is 1 (until a run has looked for the largest micro-batch that fits, `batch_search.py`); without
-    per_device_batch_size, the global size is 32 unless it is said.
+    per_device_batch_size, the global size is 32 unless it is said. Of `num_sharing` processes that read the same samples
+    (tensor parallelism) one counts.
 
     Raises:
         ValueError: the sizes contradict each other or do not divide; the text has the nearest ones that do.
     """
     assert world_size >= 1, world_size
+    assert world_size % num_sharing == 0, (world_size, num_sharing)
+    world_size //= num_sharing
     total = batch.global_batch_size
     per_device = None if batch.per_device_batch_size == "auto" else batch.per_device_batch_size
     accumulation = None if batch.gradient_accumulation_steps == "auto" else batch.gradient_accumulation_steps
@@ -62,6 +65,8 @@ def resolve_batch(batch: Batch, world_size: int) -> BatchSizes:
 
     eval_size = batch.per_device_eval_batch_size
     reason = f"{total} = {per_device} per device x {accumulation} accumulation x {_processes(world_size)}"
+    if num_sharing > 1:
+        reason += f", each with {num_sharing - 1} more that read{'s' * (num_sharing == 2)} the same samples (parallel.tp_size)"
     return BatchSizes(
         global_batch_size=total,
         per_device_batch_size=per_device,

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from accel_train.data_group import data_group
 from accel_train.loading import read_batches
 from accel_train.memory import is_out_of_memory
 from accel_train.sampling import evaluation_batches
@@ -128,7 +129,7 @@ def _filled_up(
     per_device_batch_size: int,
 ) -> Iterator[tuple[MicroBatch, bool]]:
     """These batches, and then as many that do not count (False) as the process with the most has more."""
-    missing = -(-num_samples // (per_device_batch_size * accelerator.num_processes))
+    missing = -(-num_samples // (per_device_batch_size * data_group(accelerator).size))
     for batch in batches:
         missing -= 1
         yield batch
@@ -181,11 +182,10 @@ def evaluation_reader(
     """This process's batches of the evaluation data, on the device, each in pieces of `piece_size` (none: whole)."""
     assert data.eval is not None
     total, count = len(data.eval), _num_samples(data, max_samples)  # type: ignore[arg-type]
+    group = data_group(accelerator)
     index_lists = (
         [int(index) * total // count for index in batch[start : start + (piece_size or per_device_batch_size)]]
-        for batch in evaluation_batches(
-            count, per_device_batch_size, accelerator.process_index, accelerator.num_processes
-        )
+        for batch in evaluation_batches(count, per_device_batch_size, group.rank, group.size)
         for start in range(0, len(batch), piece_size or per_device_batch_size)
     )
     device = accelerator.device
@@ -207,17 +207,19 @@ def _sum_dtype(value: Tensor) -> torch.dtype:
 def _sum_over_processes(
     accelerator: Accelerator, sums: Mapping[str, Tensor], num_targets: int
 ) -> dict[str, NDArray[Any]]:
-    """Sums over all processes. One that had no batch does not know what is counted, and learns it from the others."""
+    """Sums over all processes that read different samples. One that had no batch does not know what is counted, and learns it
+    from the others."""
     if accelerator.num_processes == 1:
         return {**{name: value.cpu().numpy() for name, value in sums.items()}, "num_targets": np.array(num_targets)}
     described: list[Any] = [None] * accelerator.num_processes
     dist.all_gather_object(described, {name: (value.shape, value.dtype) for name, value in sums.items()})
     shapes = {name: shape for one in described for name, shape in one.items()}
-    counted = torch.tensor(num_targets, device=accelerator.device)
+    counts = data_group(accelerator).is_first  # the others of its group have counted the same
+    counted = torch.tensor(num_targets if counts else 0, device=accelerator.device)
     dist.all_reduce(counted)
     totals = {"num_targets": counted.cpu().numpy()}
     for name, (shape, dtype) in sorted(shapes.items()):
-        value = sums.get(name)
+        value = sums.get(name) if counts else None
         value = torch.zeros(shape, dtype=dtype, device=accelerator.device) if value is None else value.clone()
         dist.all_reduce(value)
         totals[name] = value.cpu().numpy()
@@ -233,6 +235,7 @@ def rows_in_order(accelerator: Accelerator, rows: Mapping[str, list[Tensor]]) ->
     if accelerator.num_processes > 1:
         gathered = [None] * accelerator.num_processes
         dist.all_gather_object(gathered, dict(rows))
+        gathered = gathered[:: data_group(accelerator).num_sharing]
     names = sorted({name for one in gathered for name in one})
     result = {}
     for name in names:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.batching import BatchSizes
+from accel_train.data_group import is_sharded
 from accel_train.memory import is_out_of_memory
 from accel_train.run import Run
 from accel_train.sampling import DataOrder
@@ -63,7 +64,7 @@ def forward_backward_or_run_out(
     runs out there all the same (another program took the memory, or it is in pieces) hands in NaN.
     """
     accelerator, module = run.accelerator, run.module
-    if accelerator.is_fsdp2 or isinstance(module, ZeroModule):  # full of collectives: nobody can stay behind
+    if is_sharded(accelerator) or isinstance(module, ZeroModule):  # full of collectives: nobody can stay behind
         return forward_backward(accelerator, module, micro_batches, agreement)
     is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
     if not is_alone and not carefully:

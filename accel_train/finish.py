@@ -247,7 +247,7 @@ def summarise(run: Run, model: nn.Module) -> dict[str, Any]:
         "sample": run.task.sample(run.recipe, model, run.data),
         "data": redact(run.data.facts),
         "parameters": whole_numel(list(run.inner.model.parameters())),
-        "world_size": run.sizes.world_size,
+        "world_size": run.accelerator.num_processes,
         "train_seconds": round(run.observer.train_seconds, 3),
         "tokens_per_second": run.state.num_targets_seen / max(run.observer.train_seconds, 1e-9),
         "peak_memory_bytes": run.memory.peaks,

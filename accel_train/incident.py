@@ -14,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from accel_train.checkpoint import checkpoint_folders, step_of
+from accel_train.data_group import data_group
 from accel_train.diagnosis import Finding, Question, examine, not_examined
 from accel_train.finish import environment
 from accel_train.guard import Verdict
@@ -93,7 +94,7 @@ def _question(run: Run, result: StepResult) -> Question:
         step=result.step,
         seed=run.recipe.seed,
         rank=run.accelerator.process_index,
-        world_size=run.accelerator.num_processes,
+        world_size=data_group(run.accelerator).size,
         num_targets=result.num_targets,
         loss_scale=result.loss_scale,
         samples=_samples(run, result.step - 1),
@@ -108,8 +109,8 @@ def _samples(run: Run, step: int) -> list[list[int]] | None:
     if run.data.step_batches is not None:
         return None
     order, sizes = run.order, run.sizes
-    rank, world_size = run.accelerator.process_index, run.accelerator.num_processes
-    share = order.rank_micro_batches(step, rank, world_size, sizes.per_device_batch_size)
+    group = data_group(run.accelerator)
+    share = order.rank_micro_batches(step, group.rank, group.size, sizes.per_device_batch_size)
     return share or [
         order.step_samples(step)[:1].tolist()
     ]  # a short step: one of another process, which weighs nothing
@@ -154,6 +155,7 @@ def _record(run: Run, result: StepResult, verdict: Verdict, findings: list[JsonR
         "precision": run.choices["precision.mixed_precision"].value,
         "seed": run.recipe.seed,
         "world_size": run.accelerator.num_processes,
+        "num_sharing": data_group(run.accelerator).num_sharing,
         "processes": findings,
         "seconds": max(each["seconds"] for each in findings),
     }

@@ -46,7 +46,7 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
         ),
         Meter(
             flops_per_token=run.flops_per_target,
-            peak_flops=peak and peak * run.sizes.world_size,
+            peak_flops=peak and peak * run.accelerator.num_processes,
             train_seconds=state.train_seconds,
         ),
         log_every_steps=recipe.log.every_steps,
@@ -78,7 +78,7 @@ def introduce(run: Run, folder: RunFolder) -> None:
         value = f"{choice.value:g}" if isinstance(choice.value, float) else str(choice.value)
         run.observer.note(f"{name.ljust(width)}  {value}  ({choice.reason})")
     num_parameters = whole_numel(run.parameters)
-    where = f"{run.sizes.world_size} x {run.accelerator.device.type}"
+    where = f"{run.accelerator.num_processes} x {run.accelerator.device.type}"
     run.observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
     if not folder.lock.value:
         run.observer.note(f"output_dir is not locked: {folder.lock.reason}")

@@ -16,10 +16,10 @@ from accel_train.recipe_writing import show, who_set
 
 TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f", "")
 REFUSED_BACKENDS = {"ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
+TP_SIZE = "PARALLELISM_CONFIG_TP_SIZE"
 REFUSED_SIZES = {
-    "PARALLELISM_CONFIG_TP_SIZE": "tensor parallelism",
-    "PARALLELISM_CONFIG_CP_SIZE": "context parallelism",
-    "PARALLELISM_CONFIG_SP_SIZE": "sequence parallelism",
+    "PARALLELISM_CONFIG_CP_SIZE": "context parallelism is not supported (parallel.cp_size says why)",
+    "PARALLELISM_CONFIG_SP_SIZE": "sequence parallelism is DeepSpeed's, and not supported",
 }
 HOW_TO_TRAIN = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "a configuration of DeepSpeed's own; write zero_stage, leave deepspeed_config_file",
@@ -27,9 +27,7 @@ HOW_TO_TRAIN = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "batch of the recipe; leave gradient_accumulation_steps",
 }
 """What a deepspeed_config may say of training, and whose word it is."""
-REMEDY = (
-    "launch with launch/fsdp2.yaml or launch/hsdp.yaml for a model that one GPU does not hold, or else launch/ddp.yaml"
-)
+REMEDY = "launch with launch/fsdp2.yaml, launch/hsdp.yaml or launch/tp.yaml for a model that one GPU does not hold, or else launch/ddp.yaml"
 
 
 @cache
@@ -84,10 +82,16 @@ def _said_by(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, s
     for variable, name in REFUSED_SIZES.items() if sizes else ():
         if _size(environment, variable) > 1:
             raise ValueError(
-                f"{variable}={environment[variable]}: {name} is not supported; leave its size at 1 in the launch's parallelism_config"
+                f"{variable}={environment[variable]}: {name}; leave its size at 1 in the launch's parallelism_config"
             )
     if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
         yield from _said_of_zero(environment)
+    split = _size(environment, TP_SIZE) if sizes else 1
+    if split > 1 and not _flag(environment, "ACCELERATE_USE_FSDP"):
+        raise ValueError(
+            f"{TP_SIZE}={split}: tensor parallelism goes with FSDP2, and not with DDP; set distributed_type: FSDP in the launch's "
+            "configuration, as launch/tp.yaml does"
+        )
     if not _flag(environment, "ACCELERATE_USE_FSDP"):
         return
     version = environment.get("FSDP_VERSION", "1")
@@ -107,7 +111,9 @@ def _said_by(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, s
     ):
         yield field, (_flag(environment, variable, default=default), variable)
     if sizes:
-        yield "dp_shard_size", (_shard_size(environment), "PARALLELISM_CONFIG_DP_SHARD_SIZE")
+        yield "dp_shard_size", (_shard_size(environment, split), "PARALLELISM_CONFIG_DP_SHARD_SIZE")
+    if split > 1:
+        yield "tp_size", (split, TP_SIZE)
 
 
 def _said_of_zero(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, str]]]:
@@ -135,13 +141,14 @@ def _said_of_zero(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[A
     yield "zero_stage", (int(stage), "ACCELERATE_DEEPSPEED_ZERO_STAGE")
 
 
-def _shard_size(environment: Mapping[str, str]) -> int:
+def _shard_size(environment: Mapping[str, str], split: int) -> int:
     copies, shard = (_size(environment, f"PARALLELISM_CONFIG_DP_{name}_SIZE") for name in ("REPLICATE", "SHARD"))
     processes = environment.get("WORLD_SIZE", "")
-    if processes.isdigit() and copies * shard != int(processes):
+    if processes.isdigit() and copies * shard * split != int(processes):
+        told = f" x {TP_SIZE}={split}" if split > 1 else ""
         raise ValueError(
-            f"PARALLELISM_CONFIG_DP_REPLICATE_SIZE={copies} x PARALLELISM_CONFIG_DP_SHARD_SIZE={shard} is not the number of "
-            f"processes, {processes}; set the two in the launch's parallelism_config so that they multiply to num_processes"
+            f"PARALLELISM_CONFIG_DP_REPLICATE_SIZE={copies} x PARALLELISM_CONFIG_DP_SHARD_SIZE={shard}{told} is not the number of "
+            f"processes, {processes}; set them in the launch's parallelism_config so that they multiply to num_processes"
         )
     return shard
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_train.data_group import data_group
 from accel_train.drift import check_drift
 from accel_train.fallback import (
     NewSizes,
@@ -86,7 +87,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     evaluation, a checkpoint, the end).
     """
     accelerator, state, guard, seed = run.accelerator, run.state, run.guard, run.recipe.seed
-    rank, device = accelerator.process_index, accelerator.device
+    rank, device = data_group(accelerator).rank, accelerator.device
     agreement, stragglers = Agreement(accelerator), StragglerWatch(run)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []
@@ -226,7 +227,7 @@ def batches_from(run: Run, first_step: int) -> Iterator[tuple[int, list[MicroBat
         run.sizes,
         first_step=first_step,
         max_steps=run.max_steps,
-        rank=run.accelerator.process_index,
+        rank=data_group(run.accelerator).rank,
         device=run.accelerator.device,
         num_workers=run.num_workers,
         pin_memory=run.pin_memory,

@@ -26,10 +26,14 @@ from accel_train.recipe import Recipe
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.scale.estimate import Hardware, Scale, estimate_scale
 from accel_train.scale.memory import spread_memory
+from accel_train.scale.split import split_collectives
+from accel_train.scale.traffic import Collective
 from accel_train.scale.weights import ModelWeights, group_weights
 from accel_train.schedule import StepPlan
+from accel_train.sharding import across_machines
 from accel_train.state import Choice
 from accel_train.task import TARGET_UNITS, Task, TaskData
+from accel_train.tensor_parallel import part_shapes
 from accel_train.zero import check_zero
 
 
@@ -123,16 +127,17 @@ def resolve_plan(
     """
     recipe = with_launch_environment(recipe)
     task = check_recipe(recipe)
-    sizes = resolve_batch(recipe.batch, count_processes(world_size, gpu))
-    place = choose_place(recipe, sizes.world_size, gpu, hardware or Hardware())
+    processes = count_processes(world_size, gpu)
+    place = choose_place(recipe, processes, gpu, hardware or Hardware())
     check_zero(recipe, place.precision.value)
+    sizes = resolve_batch(recipe.batch, processes, recipe.parallel.tp_size)
     data = task.load_data(recipe, progress=progress)
     resolved = resolve_run(recipe, data, sizes)
     model = _look_at_model(recipe, task, data, sizes, place)
     weights, checkpoint_bytes = model.weights, _checkpoint_bytes(recipe, model.weights)
     return Plan(
         recipe=recipe,
-        world_size=sizes.world_size,
+        world_size=processes,
         device=place.device,
         device_bytes=place.device_bytes,
         precision=place.precision,
@@ -147,13 +152,13 @@ def resolve_plan(
         vocabulary=model.vocabulary,
         flops_per_target=model.flops_per_target,
         memory=spread_memory(
-            model.memory, recipe.parallel, place.layout, weights, place.compute_bytes, place.device_type
+            model.memory, recipe.parallel, place.layout, model.held, place.compute_bytes, place.device_type
         ),
         checkpoint_bytes=checkpoint_bytes,
         num_checkpoints=most_checkpoints(recipe, data.eval is not None),
         peak_flops=place.peak_flops,
         scale=_scale(recipe, place, sizes, resolved.steps, model, checkpoint_bytes),
-        notes=tuple(_notes(recipe, data, gpu, sizes, place.device_type)),
+        notes=tuple(_notes(recipe, data, gpu, sizes, place)),
     )
 
 
@@ -162,16 +167,20 @@ class _Model:
     """What a model without weights says of one with them."""
 
     weights: ModelWeights
+    held: ModelWeights
+    """By each group of processes among which fsdp2 deals out rows: all of it, unless neighbours split the layers."""
     vocabulary: tuple[int, int] | None
     flops_per_target: float | None
     num_targets_per_epoch: int
     memory: Sequence[MemoryPart]
     """Of a process that holds all of it."""
+    of_split_layers: Sequence[Collective]
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
     model, _ = change_model(recipe, build_without_weights(recipe, task, data))
     weights, vocabulary, flops = group_weights(model), _vocabulary(model, data), task.flops_per_target(recipe, model)
+    held = group_weights(model, part_shapes(model, place.layout.tp_size)) if place.layout.tp_size > 1 else weights
     micro_batch = data.collate(largest_samples(data, recipe.seed, sizes.per_device_batch_size))
     num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
     num_targets = (
@@ -183,7 +192,11 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         recipe, task, model, micro_batch,
         mixed_precision=place.precision.value, device_type=place.device_type, gathered=place.layout.shard_size > 1,
     )  # fmt: skip
-    return _Model(weights, vocabulary, flops, num_targets, memory)
+    of_split_layers = split_collectives(
+        model, place.layout, next(iter(micro_batch.values())).numel(), place.compute_bytes,
+        checkpointed=recipe.precision.gradient_checkpointing,
+    )  # fmt: skip
+    return _Model(weights, held, vocabulary, flops, num_targets, memory, of_split_layers)
 
 
 def _checkpoint_bytes(recipe: Recipe, weights: ModelWeights) -> int:
@@ -196,7 +209,7 @@ def _scale(
 ) -> Scale:
     flops, targets = model.flops_per_target, round(steps.num_epochs * model.num_targets_per_epoch)
     return estimate_scale(
-        recipe, place.layout, model.weights, place.hardware,
+        recipe, place.layout, model.held, place.hardware,
         device=place.device,
         compute_bytes=place.compute_bytes,
         num_micro_batches=sizes.gradient_accumulation_steps,
@@ -204,6 +217,7 @@ def _scale(
         flops_per_step=None if flops is None else flops * targets / steps.max_steps,
         peak_flops=place.peak_flops,
         checkpoint_bytes=checkpoint_bytes,
+        of_split_layers=model.of_split_layers,
     )  # fmt: skip
 
 
@@ -222,9 +236,11 @@ def _vocabulary(model: nn.Module, data: TaskData) -> tuple[int, int] | None:
     return None if tokens is None or rows is None else (tokens, rows)
 
 
-def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, device_type: str) -> Iterator[str]:
+def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, place: Place) -> Iterator[str]:
     yield from data.facts.get("notes", ())
-    if is_open(recipe.batch) and device_type == "cuda" and sizes.per_device_batch_size > 1:
+    if (told := across_machines(recipe.parallel, place.layout.gpus_per_node)) is not None:
+        yield told
+    if is_open(recipe.batch) and place.device_type == "cuda" and sizes.per_device_batch_size > 1:
         finds = "measures" if recipe.parallel.strategy == "ddp" else "estimates"
         yield (
             f"per_device_batch_size and gradient_accumulation_steps are auto: before its first step a run {finds} the largest of "

@@ -7,7 +7,7 @@ a model is built.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,7 @@ from accel_train.batch_search import fit_micro_batch
 from accel_train.batch_trial import Trials
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.compiling import compile_module
+from accel_train.data_group import is_sharded
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
 from accel_train.guard import learning_rate_factor
@@ -55,10 +56,11 @@ from accel_train.run import Run, Update, make_guard
 from accel_train.saver import Saver
 from accel_train.schedule import make_schedule
 from accel_train.sharding import (
+    across_machines,
     allow_sharding,
     build_for_sharding,
     choose_sharding,
-    is_sharded,
+    processes_on_machine,
     shard_model,
     sharding_plugins,
 )
@@ -117,14 +119,15 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         task = check_recipe(recipe)
     processes = start_processes(offloads=recipe.parallel.cpu_offload)
     check_launcher(processes.num_processes)
-    sizes = resolve_batch(recipe.batch, processes.num_processes)
+    sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
+    sizes = resolve_batch(recipe.batch, processes.num_processes, recipe.parallel.tp_size)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     check_zero(recipe, precision.value)
     choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
     choices |= set_backends(recipe.precision, precision.value, processes.device)
-    sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
     if recipe.parallel.strategy != "ddp":
-        choices["parallel"] = sharding
+        told = across_machines(recipe.parallel, processes_on_machine(processes.num_processes))
+        choices["parallel"] = sharding if told is None else replace(sharding, reason=f"{sharding.reason}; {told}")
     plugins = sharding_plugins(recipe.parallel, sharding.value, processes.num_processes, precision.value)
     if plugins:
         allow_sharding(processes.device)

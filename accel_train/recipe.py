@@ -217,10 +217,25 @@ class Parallel(Section):
     memory, less communication."""
     cpu_offload: bool = False
     """fsdp2: keep weights and optimizer in host memory, and update them there; slower, for models that fit in no other way."""
+    tp_size: PositiveInt = 1
+    """fsdp2: neighbouring processes that compute each layer together and read the same samples (tensor parallelism)."""
+    cp_size: PositiveInt = 1
+    """Processes that share each sequence (context parallelism): only 1, for now."""
+
+    @model_validator(mode="after")
+    def sequences_are_whole(self) -> "Parallel":
+        if self.cp_size != 1:
+            raise ValueError(
+                f"parallel.cp_size={self.cp_size}: context parallelism is not supported, because torch's ring attention has no "
+                "kernel for the CPU, where this program proves that several processes train as one does; leave it at 1, and for "
+                "sequences that do not fit set parallel.strategy to fsdp2 and precision.gradient_checkpointing to true"
+            )
+        return self
 
     @model_validator(mode="after")
     def sharding_is_asked_for(self) -> "Parallel":
-        of_strategy = {"fsdp2": ("dp_shard_size", "reshard_after_forward", "cpu_offload"), "deepspeed": ("zero_stage",)}
+        of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
+        of_strategy = {"fsdp2": of_fsdp2, "deepspeed": ("zero_stage",)}
         for strategy, names in of_strategy.items():
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:

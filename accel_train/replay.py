@@ -87,7 +87,8 @@ def replay_incident(folder: Path, device: str | None = None, *, debug: bool = Fa
     processes = start_processes()
     precision = record["precision"] if (record["precision"] != "fp16" or processes.device.type == "cuda") else "no"
     set_backends(recipe.precision, precision, processes.device)
-    sizes = resolve_batch(recipe.batch, record["world_size"])
+    readers = record["world_size"] // record.get("num_sharing", 1)
+    sizes = resolve_batch(recipe.batch, readers)
     accelerator = start_accelerator(precision, recipe.precision, recipe.guard, sizes, processes.device)
     task = load_task(recipe.task)
     data = task.load_data(recipe, progress=sys.stderr.isatty())
@@ -99,7 +100,7 @@ def replay_incident(folder: Path, device: str | None = None, *, debug: bool = Fa
     rerun = Rerun(
         inner,
         num_targets=record["num_targets"],
-        world_size=record["world_size"],
+        world_size=readers,
         loss_scale=record["loss_scale"],
         device=accelerator.device,
     )

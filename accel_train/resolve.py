@@ -18,6 +18,7 @@ from accel_train.sampling import DataOrder
 from accel_train.schedule import StepPlan, resolve_steps
 from accel_train.state import Choice
 from accel_train.task import TASKS, Task, TaskData, load_task
+from accel_train.tensor_parallel import check_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def check_recipe(recipe: Recipe) -> Task:
         raise ValueError(
             f"data.{column} is none, so there is nothing to learn from; it is for `accel-train predict` alone"
         )
+    check_tensor_parallel(recipe)
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
     check_tracker_names(recipe.log.trackers)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from accel_train.batch_record import Remembered
 from accel_train.batching import BatchSizes
+from accel_train.data_group import is_sharded
 from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, Limits
 from accel_train.health import Health
@@ -26,10 +27,7 @@ from accel_train.resume import Found
 from accel_train.sampling import DataOrder
 from accel_train.saver import Saver
 from accel_train.schedule import StepPlan
-from accel_train.sharding import (
-    is_sharded,
-    reshard,
-)
+from accel_train.sharding import reshard
 from accel_train.signals import StopRequest
 from accel_train.state import Choice, Requests, TrainState
 from accel_train.step import MicroBatch, TrainingModule, Wishes

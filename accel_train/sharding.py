@@ -1,5 +1,8 @@
 """Weights spread over the processes by FSDP2, through Accelerate: how a model is wrapped, and what of it is held here."""
 
+import logging
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,26 +14,25 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
+from accel_train.batching import divisors
 from accel_train.compiling import repeated_blocks
+from accel_train.data_group import data_group
 from accel_train.recipe import Parallel
 from accel_train.state import Choice
 from accel_train.step import TrainingModule
+from accel_train.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
 from accel_train.zero import choose_zero
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether the processes of this run hold parts of the model, and not the whole of it each."""
-    return bool(accelerator.is_fsdp2)
-
-
 def choose_sharding(section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
-    """Processes that share one copy of the model (1: each holds all of it), with the reason.
+    """Processes that share one copy of the model (1: each holds all of it), with the reason; of tensor parallelism, groups.
 
     Raises:
-        ValueError: the number of processes is no multiple of dp_shard_size, or an offload would lead nowhere.
+        ValueError: the number of processes is no multiple of dp_shard_size or tp_size, or an offload would lead nowhere.
     """
     if section.strategy == "ddp":
         return Choice(1, "parallel.strategy ddp: every process holds the whole model")
@@ -38,6 +40,8 @@ def choose_sharding(section: Parallel, world_size: int, device: torch.device) ->
         return choose_zero(section, world_size)
     if section.cpu_offload and device.type == "cpu":
         raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
+    if section.tp_size > 1:
+        return _choose_groups(section, world_size)
     size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size
     if world_size % size:
         fitting = [str(divisor) for divisor in range(1, world_size + 1) if world_size % divisor == 0]
@@ -51,14 +55,52 @@ def choose_sharding(section: Parallel, world_size: int, device: torch.device) ->
     return Choice(size, shared if copies == 1 else f"{shared}, {copies} copies (HSDP)")
 
 
+def _choose_groups(section: Parallel, world_size: int) -> Choice[int]:
+    split = section.tp_size
+    if world_size % split:
+        raise ValueError(
+            f"parallel.tp_size={split} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; use "
+            f"{', '.join(map(str, divisors(world_size)))}, or run on {split} or {2 * split} processes"
+        )
+    groups = world_size // split
+    if section.dp_shard_size not in ("auto", groups):
+        raise ValueError(
+            f"parallel.dp_shard_size={section.dp_shard_size} x parallel.tp_size={split} is not the number of processes, "
+            f"{world_size}; several copies of a model whose layers are split are not supported: leave dp_shard_size at auto"
+        )
+    reason = f"tensor parallelism: layers are split over {split} neighbours, which read the same samples"
+    return Choice(groups, reason if groups == 1 else f"{reason}; fsdp2 over {groups} such groups")
+
+
+def processes_on_machine(world_size: int) -> int:
+    """Of this run, by what the launcher says; all of them where it says nothing."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdigit() and int(said) > 0 else world_size
+
+
+def across_machines(section: Parallel, processes_on_machine: int) -> str | None:
+    """What to know where neighbours that split layers are on several machines; None where they are on one."""
+    if section.tp_size == 1 or processes_on_machine % section.tp_size == 0:
+        return None
+    return (
+        f"parallel.tp_size={section.tp_size} reaches over machines of {processes_on_machine} processes, and each layer waits for the "
+        f"network several times; use {', '.join(map(str, divisors(processes_on_machine)))}"
+    )
+
+
 def sharding_plugins(section: Parallel, shard_size: int, world_size: int, mixed_precision: str) -> dict[str, Any]:
     """What the Accelerator is told of it, by its own names; nothing where every process holds the whole model."""
-    if shard_size == 1 or section.strategy != "fsdp2":
-        return {}
-    plugins: dict[str, Any] = {"fsdp_plugin": fsdp_plugin(section, mixed_precision)}
-    if shard_size < world_size:
-        copies = world_size // shard_size
-        plugins["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shard_size)
+    split = section.tp_size
+    plugins: dict[str, Any] = {}
+    if section.strategy != "fsdp2":
+        return plugins
+    if shard_size > 1:
+        plugins["fsdp_plugin"] = fsdp_plugin(section, mixed_precision)
+    if shard_size < world_size and (split > 1 or shard_size > 1):
+        copies = world_size // (shard_size * split)
+        plugins["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=copies, dp_shard_size=shard_size, tp_size=split, cp_size=1, sp_size=1
+        )
     return plugins
 
 
@@ -78,7 +120,7 @@ def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataPara
 
 
 def allow_sharding(device: torch.device) -> None:
-    """Let Accelerate take its FSDP plugin on a CPU as well, where it would quietly use DDP; before the Accelerator is built."""
+    """Let Accelerate take its FSDP plugin, or a mesh, on a CPU as well, where it would quietly use DDP; before the Accelerator is built."""
     if device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
@@ -112,46 +154,58 @@ def build_for_sharding(
 
 
 def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None) -> Choice[str]:
-    """Wrap the training module in place, block by block, and give every process its part of the weights.
+    """Split its layers, where the recipe says so, wrap the training module in place, block by block, and give every process
+    its part of the weights.
 
     `weights` are those of `inner.model` on the main process; used where the model has none of its own.
     """
-    blocks = repeated_blocks(inner)
-    plugin = accelerator.state.fsdp_plugin
+    tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
+    split = None
+    if data_group(accelerator).num_sharing > 1:
+        if not is_empty:
+            inner.to(accelerator.device)
+        split = split_layers(inner.model, accelerator.torch_device_mesh["tp"])
+    wrapped = _wrap_blocks(accelerator, inner) if accelerator.is_fsdp2 else Choice("not", "")
+    if is_empty:
+        _fill(accelerator, inner, weights, tied)
+    if not accelerator.is_fsdp2:
+        keep_gradients_in_parts(inner)
+    if accelerator.mixed_precision != "no":
+        inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
+    begun = "" if is_empty else "every process began with the whole model, which cannot be built without its weights"
+    said = [wrapped.reason, "" if split is None else split.reason, begun]
+    return Choice(wrapped.value, "; ".join(each for each in said if each))
+
+
+def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]:
+    blocks, plugin = repeated_blocks(inner), accelerator.state.fsdp_plugin
     kinds = sorted({type(block).__name__ for block in blocks})
     plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
     plugin.transformer_cls_names_to_wrap = kinds or None
-    tied, is_empty = _tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
-    # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
-    fsdp2_prepare_model(accelerator, inner)
-    if is_empty:
-        _fill(accelerator, inner, weights, tied)
-    if accelerator.mixed_precision != "no":
-        inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
-    begun = "" if is_empty else "; every process began with the whole model, which cannot be built without its weights"
+    with warnings.catch_warnings():
+        # As Accelerate does it, with the mesh that it flattens.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+        # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
+        fsdp2_prepare_model(accelerator, inner)
+    first = next(inner.parameters())
+    if isinstance(first, DTensor) and data_group(accelerator).num_sharing > 1:
+        first.device_mesh._flatten()  # so that the gradient norm is one collective, not two
+        # Gathering the whole of a weight at the end takes two, and is as meant.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not blocks:
-        return Choice("as a whole", f"the model repeats no block, so all its weights are gathered at once{begun}")
-    gathered = f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
-    return Choice(", ".join(kinds), gathered + begun)
-
-
-def _tied_names(module: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+        return Choice("as a whole", "the model repeats no block, so all its weights are gathered at once")
+    return Choice(
+        ", ".join(kinds), f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
+    )
 
 
 def _fill(
     accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, tied: Sequence[Sequence[str]]
 ) -> None:
     """Storage for what is on the meta device, and the main process's values in it: a parameter at a time over the wire."""
-    offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    offloads = accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     inner.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
-    for first, *others in tied:
-        for name in others:
-            path, _, leaf = name.rpartition(".")
-            setattr(inner.get_submodule(path), leaf, inner.get_parameter(first))
+    tie(inner, tied)
     named = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
     with torch.no_grad():
         for name, buffer in inner.named_buffers():

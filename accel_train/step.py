@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accel_train.data_group import data_group, is_sharded
 from accel_train.guard import Limits
 from accel_train.precision import FlooredGradScaler
 from accel_train.state import StepResult
@@ -87,7 +88,7 @@ class Agreement:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.world_size = accelerator.num_processes
+        self.world_size, self.num_sharing = accelerator.num_processes, data_group(accelerator).num_sharing
         self.device = accelerator.device
         # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
@@ -115,7 +116,8 @@ class Agreement:
     def share_of_a_target(self) -> Tensor:
         """1 / targets of the global batch, 0-dim fp32: what each target's loss weighs in the gradient.
 
-        Times the world size, because DDP averages gradients over processes and we want their sum.
+        Times the world size, because DDP averages gradients over processes and we want their sum. (Of processes that read the
+        same samples each has counted them: averages are over as many fewer.)
         """
         self._receive()
         if self._sums is None:
@@ -194,7 +196,7 @@ class Agreement:
             learning_rate=last.learning_rate,
             loss=loss_sum / max(wishes.num_targets, 1),
             grad_norm=grad_norm,
-            num_targets=int(wishes.num_targets),
+            num_targets=int(wishes.num_targets) // self.num_sharing,
             skipped=skips != 0,
             loss_scale=scale if last.has_loss_scale else None,
             stop_requested=bool(wishes.stop),
@@ -238,7 +240,7 @@ def forward_backward(
     last = len(micro_batches) - 1
     for index, (batch, num_targets) in enumerate(micro_batches):
         # Gradients of a model that is spread over processes are reduced each time: whole ones would not fit.
-        is_reduced = accelerator.is_fsdp2 or (reduce and index == last)
+        is_reduced = is_sharded(accelerator) or (reduce and index == last)
         with nullcontext() if is_reduced else accelerator.no_sync(module):
             loss_sum = module(batch)
             detached = loss_sum.detach()

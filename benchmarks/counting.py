@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-SMALL_BYTES = 64
-"""What processes agree with, and norms: not of the model."""
+SMALL_BYTES = 256
+"""What processes agree with, and the norms of gradients: not of the model."""
 METHODS = {
     "all_gather_single": ("all-gather", 0),
     "_allgather_base": ("all-gather", 0),  # before torch 2.13
@@ -14,6 +14,8 @@ METHODS = {
     "allreduce": ("all-reduce", 0),
 }
 """Of a process group: the kind of collective, and which argument is the whole tensor."""
+OF_TENSORS_IN_PARTS = {"all_reduce": "all-reduce", "all_gather_single": "all-gather"}
+"""Those of torch.distributed._functional_collectives that DTensor calls (torch 2.13): they reach a group without Python."""
 
 
 def count_collectives() -> Counter[str]:
@@ -22,12 +24,26 @@ def count_collectives() -> Counter[str]:
     DDP reduces its buckets without a call from Python: `show_buckets` has it call.
     """
     import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
 
     counts: Counter[str] = Counter()
     for method, (kind, which) in METHODS.items():
         if hasattr(dist.ProcessGroup, method):
             setattr(dist.ProcessGroup, method, _counted(getattr(dist.ProcessGroup, method), kind, which, counts))
+    for function, kind in OF_TENSORS_IN_PARTS.items():
+        if hasattr(functional, function):
+            setattr(functional, function, _counted_result(getattr(functional, function), kind, counts))
     return counts
+
+
+def _counted_result(original: Any, kind: str, counts: Counter[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if result.nbytes > SMALL_BYTES:
+            counts[kind] += result.nbytes
+        return result
+
+    return call
 
 
 def _counted(original: Any, kind: str, which: int, counts: Counter[str]) -> Any:

@@ -61,6 +61,8 @@ def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it
         "dp_shard_size": 8,
         "reshard_after_forward": False,
         "cpu_offload": True,
+        "tp_size": 1,
+        "cp_size": 1,
     }
     assert recipe.origin("parallel.strategy").kind == "environment"
     assert str(recipe.origin("parallel.dp_shard_size")) == "PARALLELISM_CONFIG_DP_SHARD_SIZE of the launch"
@@ -76,6 +78,18 @@ def test_launcher_sets_the_stage_of_zero() -> None:
         ValueError, match=r"parallel\.strategy=fsdp2 \(.*\), but the launch says ACCELERATE_USE_DEEPSPEED"
     ):
         with_launch_environment(recipe_with(strategy="fsdp2"), ZERO)
+
+
+def test_launcher_sets_how_many_neighbours_split_a_layer() -> None:
+    said = {**FSDP, "FSDP_OFFLOAD_PARAMS": "false", "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": "8"}
+    sizes = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    recipe = with_launch_environment(recipe_with(), {**said, **sizes})
+    assert (recipe.parallel.dp_shard_size, recipe.parallel.tp_size) == (4, 2)
+    assert str(recipe.origin("parallel.tp_size")) == "PARALLELISM_CONFIG_TP_SIZE of the launch"
+    with pytest.raises(ValueError, match=r"parallel\.tp_size=4.*, but the launch says PARALLELISM_CONFIG_TP_SIZE=2"):
+        with_launch_environment(
+            recipe_with(strategy="fsdp2", tp_size=4), {**said, **sizes, "FSDP_RESHARD_AFTER_FORWARD": "true"}
+        )
 
 
 def test_without_parallelism_config_all_processes_share_one_copy() -> None:
@@ -124,9 +138,10 @@ def test_recipe_that_says_otherwise_is_refused_with_both_named(
         ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "ZERO3_INIT=true", "launch/fsdp2.yaml"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "ZERO_STAGE=0", "launch/ddp.yaml"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported", "launch/fsdp2.yaml"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "TP_SIZE=2: tensor parallelism", "leave its size at 1"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "8 x PARALLELISM_CONFIG_TP_SIZE=2 is not the number of processes, 32", "multiply"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_FSDP": "false"}, "TP_SIZE=2: tensor parallelism goes with FSDP2", "launch/tp.yaml"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "leave its size at 1"),
-        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "SP_SIZE=2: sequence parallelism", "leave its size at 1"),
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "SP_SIZE=2: sequence parallelism is DeepSpeed's", "leave its size at 1"),
         ({"WORLD_SIZE": "16"}, "4 x PARALLELISM_CONFIG_DP_SHARD_SIZE=8 is not the number of processes, 16", "multiply"),
         ({"FSDP_OFFLOAD_PARAMS": "cpu"}, "FSDP_OFFLOAD_PARAMS=cpu", "true or false"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE=-1", "whole number"),

@@ -51,6 +51,7 @@ MAY_KNOW_TRANSFORMERS = {
     "generate",  # loads a finished run's model
     "export",  # writes a folder for from_pretrained, and loads it again
     "int8",  # tells transformers' Conv1D from a linear layer
+    "tensor_parallel",  # splits a model by transformers' own plan for it
     "lora",  # tells transformers' Conv1D from a linear layer
     "data.vision",  # reads what a pretrained model says of its images
     "hf",  # the Trainer face is about transformers' TrainingArguments, callbacks and collators

@@ -1,5 +1,6 @@
 """A run on any number of GPUs, put together: where its processes are, what they send, what a step takes, what fails."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_train.recipe import Recipe
@@ -7,7 +8,7 @@ from accel_train.scale.hardware import Gpu, Interconnect, choose_interconnect, g
 from accel_train.scale.layout import Layout
 from accel_train.scale.saving_cost import Interval, SavingCost, best_intervals, saving_cost
 from accel_train.scale.step_time import StepTime, model_step
-from accel_train.scale.traffic import Traffic, collectives, traffic_of
+from accel_train.scale.traffic import Collective, Traffic, collectives, traffic_of
 from accel_train.scale.weights import ModelWeights
 from accel_train.state import Choice
 
@@ -74,6 +75,7 @@ def estimate_scale(
     flops_per_step: float | None,
     peak_flops: float | None,
     checkpoint_bytes: int,
+    of_split_layers: Sequence[Collective] = (),
 ) -> Scale:
     """All of it, for processes laid out like this; `flops_per_step` are of all of them together, `compute_bytes` of one
     number that is computed with.
@@ -82,7 +84,7 @@ def estimate_scale(
         ValueError: the interconnect is not known, or the MFU is no share.
     """
     is_zero = recipe.parallel.strategy == "deepspeed" and layout.world_size > 1
-    found = () if is_zero else collectives(recipe.parallel, layout, weights, compute_bytes)
+    found = () if is_zero else (*collectives(recipe.parallel, layout, weights, compute_bytes), *of_split_layers)
     gpu, mfu = gpu_facts(device), choose_mfu(recipe, hardware.mfu)
     network = choose_interconnect(hardware.interconnect, gpu)
     step = None

@@ -19,6 +19,8 @@ class Layout:
     shard_size: int
     """Processes that share one copy of the model as FSDP2 has it; 1: each holds all of it, or ZeRO spreads it its own way."""
     reason: str
+    tp_size: int = 1
+    """Neighbours that split each layer; the copy's other parts are with as many groups of them."""
 
     @property
     def num_nodes(self) -> int:
@@ -28,7 +30,7 @@ class Layout:
     @property
     def num_copies(self) -> int:
         """Copies of the model, whose gradients are averaged."""
-        return self.world_size // self.shard_size
+        return self.world_size // (self.shard_size * self.tp_size)
 
 
 def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per_node: int | None = None) -> Layout:
@@ -46,4 +48,4 @@ def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per
         raise ValueError(f"--gpus-per-node={size}: {world_size} processes do not fill such nodes; use {fitting}")
     sharding = choose_sharding(section, world_size, torch.device(device_type))
     shard_size = sharding.value if section.strategy == "fsdp2" else 1
-    return Layout(world_size, size, shard_size, sharding.reason)
+    return Layout(world_size, size, shard_size, sharding.reason, section.tp_size)

@@ -1,6 +1,7 @@
 """The memory of one process when the model is spread over several, part by part."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from accel_train.memory_estimate import MemoryPart
 from accel_train.recipe import Parallel
@@ -28,17 +29,20 @@ def spread_memory(
     Of all processes it is the first one's, which holds most: rows are dealt out whole, beginning there.
     """
     known = {part.name: part for part in parts}
-    is_zero = section.strategy == "deepspeed" and layout.world_size > 1
+    is_zero, in_parts = (
+        section.strategy == "deepspeed" and layout.world_size > 1,
+        layout.shard_size * layout.tp_size > 1,
+    )
     if is_zero:
         found = [*zero_memory(known, section.zero_stage, layout.world_size, weights)]
     else:
-        found = [*(_shards(known, section, layout, weights) if layout.shard_size > 1 else _wholes(known))]
+        found = [*(_shards(known, section, layout, weights) if in_parts else _wholes(known))]
     if layout.shard_size > 1:
         found += _gathered(section, layout.shard_size, weights, compute_bytes)
-    elif layout.world_size > 1 and not is_zero:
+    elif layout.world_size > 1 and not in_parts and not is_zero:
         how = "the gradients lie in DDP's buckets (gradient_as_bucket_view): none beside them"
         found.append(MemoryPart("DDP buckets", 0, "arithmetic", how))
-    found += [part for name, part in known.items() if name in ("activations", "logits", "CUDA context")]
+    found += [_upper_bound(known[name], layout) for name in ("activations", "logits", "CUDA context") if name in known]
     if device_type == "cuda":
         found += _of_cuda(found, layout)
     return tuple(found)
@@ -51,15 +55,27 @@ def _wholes(known: dict[str, MemoryPart]) -> Iterator[MemoryPart]:
 def _shards(
     whole: dict[str, MemoryPart], section: Parallel, layout: Layout, weights: ModelWeights
 ) -> Iterator[MemoryPart]:
-    size = layout.shard_size
+    size, split = layout.shard_size, layout.tp_size
+    dealt = f"1/{size} of the rows" if split == 1 else f"of split layers 1/{split}"
+    dealt += f", and of that 1/{size} of the rows" if split > 1 and size > 1 else ""
     held = [weights.part_numel(size, trainable_only=only) for only in (False, True)]
     for name, numel in zip(("parameters", "gradients"), held, strict=True):
-        yield _on_host(MemoryPart(name, 4 * numel, "arithmetic", f"{whole[name].how}, 1/{size} of the rows"), section)
+        yield _on_host(MemoryPart(name, 4 * numel, "arithmetic", f"{whole[name].how}, {dealt}"), section)
+    trainable = (whole["gradients"].num_bytes or 0) // 4
     for name in ("optimizer", "averaged weights"):
         if name in whole:
-            trainable = weights.trainable_numel
             num_bytes = (whole[name].num_bytes or 0) // trainable * held[1] if trainable else 0
-            yield _on_host(MemoryPart(name, num_bytes, "arithmetic", f"{whole[name].how}, 1/{size}"), section)
+            how = f"{whole[name].how}, {dealt if split > 1 else f'1/{size}'}"
+            yield _on_host(MemoryPart(name, num_bytes, "arithmetic", how), section)
+
+
+def _upper_bound(part: MemoryPart, layout: Layout) -> MemoryPart:
+    """Activations are found for whole layers; what splitting them saves is not modelled."""
+    if layout.tp_size == 1 or part.name != "activations":
+        return part
+    return replace(
+        part, how=f"{part.how}, of whole layers: an upper bound, for what splitting them saves is not modelled"
+    )
 
 
 def _on_host(part: MemoryPart, section: Parallel) -> MemoryPart:
@@ -95,7 +111,7 @@ def _gathered(section: Parallel, size: int, weights: ModelWeights, compute_bytes
 def _of_cuda(found: Sequence[MemoryPart], layout: Layout) -> Iterator[MemoryPart]:
     moving = [part.num_bytes for part in found if part.name in COMES_AND_GOES]
     if layout.world_size > 1:
-        groups = 3 if 1 < layout.shard_size < layout.world_size else 1
+        groups = 3 if 1 < layout.shard_size < layout.world_size else 1 + (layout.tp_size > 1)
         yield MemoryPart("NCCL buffers", groups * NCCL_BUFFER_BYTES, "estimate", f"{groups} x 24 channels x 2 x 4 MiB")
     lost = None if None in moving else round(FRAGMENTATION * sum(size for size in moving if size is not None))
     yield MemoryPart("fragmentation", lost, "estimate", f"assumed {FRAGMENTATION:.0%} of what comes and goes in a step")

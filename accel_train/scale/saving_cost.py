@@ -42,8 +42,9 @@ class SavingCost:
 
 def saving_cost(section: Checkpoint, layout: Layout, num_bytes: int) -> SavingCost:
     """Of a whole model one process writes all; of a model in parts every process writes its own."""
-    writers = layout.world_size if layout.shard_size > 1 else 1
-    held = num_bytes / layout.shard_size
+    parts = layout.shard_size * layout.tp_size
+    writers = layout.world_size if parts > 1 else 1
+    held = num_bytes / parts
     slowest = max(num_bytes / writers / WRITE_BYTES_PER_SECOND, num_bytes / STORAGE_BYTES_PER_SECOND)
     return SavingCost(num_bytes, writers, held / COPY_BYTES_PER_SECOND, slowest, section.in_background)
 

@@ -17,6 +17,7 @@ from accel_train.scale.layout import Layout
 from accel_train.scale.weights import ModelWeights, WeightGroup
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+Phase = Literal["forward", "backward"]
 FP32_BYTES = 4
 BUCKET_BYTES = 25 * 2**20
 """DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
@@ -90,7 +91,7 @@ class Collective:
     num_bytes: int
     """What an all-gather ends with, a reduction begins with."""
     ring: Ring
-    phase: Literal["forward", "backward"]
+    phase: Phase
     """What it runs beside; of several micro-batches, each has it unless `per_step`."""
     per_step: bool
     """Once a step, with the last micro-batch; else once a micro-batch."""
@@ -106,12 +107,12 @@ class Collective:
 def collectives(
     section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int = FP32_BYTES
 ) -> tuple[Collective, ...]:
-    """All large collectives of a step; `compute_bytes` of an element of gathered weights (2 in mixed precision, else 4),
+    """All large collectives of a step but those of split layers (`split.py`); `compute_bytes` of an element of gathered weights (2 in mixed precision, else 4),
     `reduce_bytes` of one of reduced gradients (always 4 here: others reduce in 16 bits).
 
     Left out: a few bytes a step that the processes agree with, the gradients' norm, and the checks of drift.
     """
-    if layout.world_size == 1:
+    if layout.world_size == layout.tp_size:
         return ()
     if layout.shard_size == 1:
         return tuple(_buckets(layout, weights, reduce_bytes))
@@ -139,12 +140,12 @@ def _of_shards(
     section: Parallel, layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
 ) -> list[Collective]:
     size = layout.shard_size
-    shard = Ring(size, 1, layout.gpus_per_node)
+    shard = Ring(size, layout.tp_size, layout.gpus_per_node)
     copies = Ring(layout.num_copies, size, layout.gpus_per_node)
     dtype = "fp32" if compute_bytes == FP32_BYTES else f"{8 * compute_bytes} bits"
     found: list[Collective] = []
 
-    def gather(group: WeightGroup, phase: Literal["forward", "backward"], hidden: bool) -> None:
+    def gather(group: WeightGroup, phase: Phase, hidden: bool) -> None:
         num_bytes = compute_bytes * size * group.part_numel(size)
         found.append(Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}"))
 

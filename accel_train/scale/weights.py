@@ -1,7 +1,7 @@
 """How FSDP2 cuts a model: into groups that are gathered together, and each weight of a group by its rows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -77,20 +77,26 @@ class ModelWeights:
         return 1 - self.numel / held if held else 0.0
 
 
-def group_weights(model: nn.Module) -> ModelWeights:
-    """The groups of `sharding.shard_model`: each module of the repeated block's class, and the rest. Tied weights count once."""
+def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None = None) -> ModelWeights:
+    """The groups of `sharding.shard_model`: each module of the repeated block's class, and the rest. Tied weights count once.
+
+    `shapes`, by the id of a parameter, are of what tensor parallelism leaves of it to FSDP2.
+    """
     kinds = tuple({type(block) for block in repeated_blocks(model)})
     seen: set[int] = set()
-    blocks = [_group(list(module.parameters()), seen) for module in model.modules() if isinstance(module, kinds)]
-    return ModelWeights(_group(list(model.parameters()), seen), tuple(block for block in blocks if block.weights))
+    parts = shapes or {}
+    blocks = [_group(list(module.parameters()), seen, parts) for module in model.modules() if isinstance(module, kinds)]
+    return ModelWeights(
+        _group(list(model.parameters()), seen, parts), tuple(block for block in blocks if block.weights)
+    )
 
 
-def _group(parameters: Sequence[nn.Parameter], seen: set[int]) -> WeightGroup:
+def _group(parameters: Sequence[nn.Parameter], seen: set[int], shapes: Mapping[int, Sequence[int]]) -> WeightGroup:
     new = [parameter for parameter in parameters if id(parameter) not in seen]
     seen.update(map(id, new))
-    return WeightGroup(tuple(_weight(parameter) for parameter in new))
+    return WeightGroup(tuple(_weight(parameter, shapes.get(id(parameter), parameter.shape)) for parameter in new))
 
 
-def _weight(parameter: nn.Parameter) -> Weight:
-    shape = tuple(parameter.shape) or (1,)
+def _weight(parameter: nn.Parameter, part: Sequence[int]) -> Weight:
+    shape = tuple(part) or (1,)
     return Weight(shape[0], math.prod(shape[1:]), parameter.requires_grad)

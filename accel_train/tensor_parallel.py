@@ -1,0 +1,220 @@
+"""Layers split over neighbouring processes (tensor parallelism), by the plan that transformers has for a model.
+
+transformers' own styles split what the plan names. What it leaves whole (norms, say) becomes a tensor of the same mesh that
+every process holds alike: so the gradient norm, the fused optimizer and a checkpoint see tensors of one kind, each counted
+once. (Accelerate 1.15's `prepare` means to do this, by a class that transformers 5.23 no longer has.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from accel_train.recipe import Recipe
+from accel_train.state import Choice
+from accel_train.task import TASKS
+
+ROWS, COLUMNS, WHOLE = 0, -1, None
+STYLES: dict[str, int | None] = {
+    "colwise": ROWS,
+    "colwise_gather_output": ROWS,
+    "embedding_rowwise": ROWS,
+    "rowwise": COLUMNS,
+    "rowwise_split_input": COLUMNS,
+    "replicated_with_grad_allreduce": WHOLE,
+}
+"""transformers' styles that are known to train as one process does, and the dimension of a weight that each of them splits."""
+SUMMED = "replicated_with_grad_allreduce"
+"""A weight that all hold and each applies to its own heads: its gradient is the sum of theirs."""
+MODELS = "llama, mistral, qwen2, qwen3, gemma and gpt_neox are some that can"
+
+
+def check_tensor_parallel(recipe: Recipe) -> None:
+    """Refuse what tensor parallelism cannot train, before data is read or a model is built.
+
+    Raises:
+        ValueError: the model has no plan, or heads that do not divide; or it is asked for with what it does not go with.
+    """
+    size = recipe.parallel.tp_size
+    if size == 1:
+        return
+    for name, is_set in (
+        ("model.lora", recipe.model.lora is not None),
+        ("precision.compile", recipe.precision.compile is not False),
+        ("parallel.cpu_offload", recipe.parallel.cpu_offload),
+    ):
+        if is_set:
+            raise ValueError(f"parallel.tp_size={size} does not go with {name}; leave one of them out")
+    if recipe.task not in TASKS:
+        return  # a task of one's own: its model tells (`styles_of`)
+    if recipe.task != "causal-lm":
+        raise ValueError(f"parallel.tp_size={size} is for causal-lm, and task is {recipe.task}; set it to 1")
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from accel_train.model_check import pretrained_config
+
+    fields = dict(recipe.model.config or {})
+    config = pretrained_config(recipe) if not fields else CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else the task says that it is no language model
+        of_head = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_tp_plan", None) or {}
+        _check_plan(config, {**(config.base_model_tp_plan or {}), **of_head} if config.base_model_tp_plan else {}, size)
+
+
+def _check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
+    text = config.get_text_config()
+    if not plan:
+        raise ValueError(
+            f"parallel.tp_size={size}: transformers has no plan of how to split {text.model_type} (base_model_tp_plan); "
+            f"{MODELS}. Set parallel.tp_size to 1, which leaves the model to fsdp2"
+        )
+    unknown = sorted({style for style in plan.values() if style not in STYLES})
+    if unknown:
+        raise ValueError(
+            f"parallel.tp_size={size}: the plan of {text.model_type} splits layers by {', '.join(unknown)}, which is not "
+            f"supported; {MODELS}. Set parallel.tp_size to 1"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ValueError(
+                f"parallel.tp_size={size} does not divide the {heads} {text.attribute_map.get(name, name)} of "
+                f"{text.model_type}, and heads are not cut; use {_divisors_in_words(heads)}"
+            )
+
+
+def _divisors_in_words(number: int) -> str:
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+
+
+def styles_of(model: nn.Module, size: int) -> dict[str, str]:
+    """The style of each module and parameter that the model's plan names, by its full name.
+
+    Raises:
+        ValueError: it has no plan, one with styles or heads that do not fit, or ties a weight that is split to one that is not.
+    """
+    plan = getattr(model, "tp_plan", None)
+    config = getattr(model, "config", None)
+    expand = getattr(model, "_expand_parallel_plan", None)
+    if config is None or not callable(expand):
+        raise ValueError(
+            f"parallel.tp_size={size}: {type(model).__name__} is no model of transformers, which say how they are split; "
+            "set it to 1"
+        )
+    _check_plan(config, plan or {}, size)
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    found: dict[str, str] = expand(plan)
+    for first, *others in tied_names(model):
+        split = {name: STYLES.get(found.get(name.rpartition(".")[0], SUMMED)) for name in (first, *others)}
+        if len(set(split.values())) > 1:
+            raise ValueError(
+                f"parallel.tp_size={size}: {first} and {others[0]} are one weight, and the plan of {config.model_type} splits "
+                "only one of them; set model.config.tie_word_embeddings to false, or parallel.tp_size to 1"
+            )
+    return {name: style for name, style in found.items() if name in parameters or name in modules}
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def tie(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    """Let the first parameter of each list stand for all the others again."""
+    for first, *others in tied:
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, module.get_parameter(first))
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
+    """Split a model in place over the processes of a 1-D mesh; all of them hold the same weights, or (meta device) none.
+
+    Raises:
+        ValueError: as `styles_of`.
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    styles, tied = styles_of(model, mesh.size()), tied_names(model)
+    split = {name: style for name, style in styles.items() if style != SUMMED}
+    apply_tensor_parallelism(model, mesh, split)
+    tie(model, tied)
+    for name, module in model.named_modules():
+        _hold_alike(module, mesh, is_summed=styles.get(name) == SUMMED)
+    count = sum(isinstance(parameter, DTensor) and _is_split(parameter) for parameter in model.parameters())
+    return Choice(
+        str(mesh.size()), f"{count} weights are split over {mesh.size()} neighbours, the rest is held by each"
+    )
+
+
+def _is_split(parameter: DTensor) -> bool:
+    return not all(isinstance(placement, Replicate) for placement in parameter.placements)
+
+
+def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None:
+    """Make what a module holds whole part of the mesh, and let its forward see plain tensors all the same."""
+    whole = {name: p for name, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
+    if not whole:
+        return
+    for name, parameter in whole.items():
+        alike = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
+        module.register_parameter(name, nn.Parameter(alike, requires_grad=parameter.requires_grad))
+    forward, of_gradient = module.forward, [Partial() if is_summed else Replicate()]
+    module.forward = _with_plain(module, tuple(whole), forward, of_gradient)
+
+
+def _with_plain(
+    module: nn.Module, names: Sequence[str], forward: Callable[..., Any], of_gradient: Sequence[Any]
+) -> Callable[..., Any]:
+    def with_plain(*args: Any, **kwargs: Any) -> Any:
+        held = {name: module._parameters[name] for name in names}  # FSDP has put there what it gathered
+        for name, parameter in held.items():
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = parameter.to_local(grad_placements=of_gradient)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(held)
+
+    return with_plain
+
+
+def keep_gradients_in_parts(model: nn.Module) -> None:
+    """Give each gradient the layout of its weight as soon as it is there: that of an embedding comes whole, on every process.
+
+    For a model that only this splits; FSDP2 does it with what it reduces. Call it once the weights have their storage.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_like_its_weight)
+
+
+def _like_its_weight(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert isinstance(parameter, DTensor)
+    assert isinstance(gradient, DTensor)
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def part_shapes(model: nn.Module, size: int) -> dict[int, torch.Size]:
+    """What the first of `size` neighbours holds of each parameter, by its id: the largest part, where they are unequal.
+
+    Raises:
+        ValueError: as `styles_of`.
+    """
+    styles = styles_of(model, size)
+    shapes: dict[int, torch.Size] = {}
+    for name, parameter in model.named_parameters():
+        style = styles.get(name, styles.get(name.rpartition(".")[0], SUMMED))
+        dimension = STYLES[style]
+        shape = list(parameter.shape)
+        if dimension is not None and (dimension == ROWS or len(shape) > 1):  # a bias is split by rows, or not at all
+            shape[dimension] = -(-shape[dimension] // size)
+        shapes[id(parameter)] = torch.Size(shape)
+    return shapes
