@@ -99,7 +99,7 @@ def sharding_plugins(section: Parallel, shard_size: int, world_size: int, mixed_
     if shard_size < world_size and (split > 1 or shard_size > 1):
         copies = world_size // (shard_size * split)
         plugins["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=copies, dp_shard_size=shard_size, tp_size=split, cp_size=1, sp_size=1
+            dp_replicate_size=copies, dp_shard_size=shard_size, tp_size=split, cp_size=1
         )
     return plugins
 

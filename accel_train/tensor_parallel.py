@@ -48,6 +48,12 @@ def check_tensor_parallel(recipe: Recipe) -> None:
     ):
         if is_set:
             raise ValueError(f"parallel.tp_size={size} does not go with {name}; leave one of them out")
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"parallel.tp_size={size} needs a newer transformers ({error}); it is known to work with 5.23"
+        ) from error
     if recipe.task not in TASKS:
         return  # a task of one's own: its model tells (`styles_of`)
     if recipe.task != "causal-lm":
