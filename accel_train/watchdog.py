@@ -55,7 +55,7 @@ class Watchdog:
         self._first_step: int | None = None
         self._failure: Failure | None = None
         self._halfway: dict[int, Standing] | None = None
-        self._ending = self._is_limited = False
+        self._ending = self._ends_process = self._is_limited = False
         self._over = threading.Event()
         self._contact = time.monotonic()
 
@@ -81,6 +81,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """This process is on its way out, by an error or not: tell the others, and learn what came first."""
+        if self._ends_process:  # it has the word, and must not be cut short
+            time.sleep(LEFT_SECONDS)
         if self._ending:
             return
         self._ending = True
@@ -291,7 +293,7 @@ class Watchdog:
         peers = self.peers
         if self._ending or self._over.is_set():
             return
-        self._ending = True
+        self._ending = self._ends_process = True
         if failure is not None and "hangs: " in failure.line:
             self._write_stacks(aloud=False)
         if peers and code == 75:

@@ -125,10 +125,9 @@ def test_what_scaling_says_of_settings_codes_and_times_is_so() -> None:
     def says(text: str) -> bool:
         return text in " ".join(SCALING.split())
 
-    sections = re.findall(r"`(parallel: {.*?})`", SCALING)
-    assert len(sections) == 2
-    for section in sections:
-        assert Parallel(**yaml.safe_load(section)["parallel"], dp_shard_size=8).strategy == "fsdp2"
+    sections = [yaml.safe_load(each)["parallel"] for each in re.findall(r"`(parallel: {.*?})`", SCALING)]
+    assert [Parallel(**each).strategy for each in sections] == ["fsdp2", "fsdp2", "deepspeed"]
+    assert Parallel(**sections[0], dp_shard_size=8).dp_shard_size == 8
     assert says("`dp_shard_size: 8`")
     assert says(f"| {', '.join(map(str, FINAL))} |")
     assert says(f"runs again after {PEER} and {PREEMPTED}")

@@ -1,6 +1,8 @@
 """A process that dies, hangs or cannot stop takes the whole run with it, soon, and with a word on who and why."""
 
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from accel_train.peers import Failure, Peers, Standing, behind
 from forked import Forked, run_forked
-from runs import events, losses, write_recipe_file
+from runs import environment, events, losses, write_recipe_file
 
 TASK = "fault_task:FaultTask"
 
@@ -41,6 +43,35 @@ def errors(forked: Forked) -> list[str]:
     """The lines for the user, of all processes."""
     lines = [line for rank in range(len(forked.pids)) for line in forked.stderr(rank).splitlines()]
     return [line for line in lines if line.startswith(("error: ", "preempted: "))]
+
+
+ENDS_WHILE_THE_LOOP_FAILS = """
+import os, threading, time
+from pathlib import Path
+from accel_train.signals import StopRequest
+from accel_train.watchdog import Watchdog
+
+class Slow(Watchdog):
+    def speaks(self):
+        has_begun.set()
+        time.sleep(1)
+        return True
+
+has_begun = threading.Event()
+watchdog = Slow(StopRequest(), Path("run"), 60.0, None)
+threading.Thread(target=watchdog._end, args=(5, "rank 0 is gone"), daemon=True).start()
+has_begun.wait()
+watchdog.note_end(RuntimeError, RuntimeError("Connection closed by peer"), None)
+os._exit(9)
+"""
+
+
+def test_a_loop_that_fails_while_the_watchdog_says_why_does_not_cut_it_short(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_THE_LOOP_FAILS],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (5, "error: rank 0 is gone\n")
 
 
 @pytest.mark.parametrize(
