@@ -38,6 +38,12 @@ class Reduction:
 
     def reduce(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """The mean over all processes, under way; as torch's own `allreduce_hook`."""
+        self.note(bucket)
+        gradients = bucket.buffer().div_(self._group.size())
+        return dist.all_reduce(gradients, group=self._group, async_op=True).get_future().then(_first)
+
+    def note(self, bucket: dist.GradBucket) -> None:
+        """Take note of a bucket that is handed in now."""
         gradients = bucket.buffer()
         if bucket.index() == 0:
             self._sums = []
@@ -47,8 +53,6 @@ class Reduction:
         self._layout[bucket.index()] = (gradients.numel(), gradients.dtype)
         if bucket.is_last():
             del self._layout[bucket.index() + 1 :]
-        gradients.div_(self._group.size())
-        return dist.all_reduce(gradients, group=self._group, async_op=True).get_future().then(_first)
 
 
 def reduce_bucket(reduction: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

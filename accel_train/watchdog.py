@@ -61,6 +61,8 @@ class Watchdog:
 
     def watch_steps(self, progress: Callable[[], tuple[int, int]], phase: Callable[[], str]) -> None:
         """From now on steps are to be done: `progress` counts them, and batches evaluated; `phase` is what is done now."""
+        if self.peers is not None:
+            within(3.0, self.peers.meet)  # by now all have said which processes they are
         self._limit_collectives(FIRST_STEPS_ALLOWANCE * self.timeout_seconds)
         self._idle, self._first_step = 0.0, progress()[0]
         self._phase, self._progress = phase, progress
@@ -118,8 +120,10 @@ class Watchdog:
             if within(1.0, peers.is_told):
                 return False
         claimed = within(1.0, peers.claim_word)
-        if claimed is None:  # the store is gone, mostly with rank 0
-            return all(peers.state(rank) in ("X", "T", "t") for rank in range(self.rank))
+        if (
+            claimed is None
+        ):  # the store is gone, mostly with rank 0: better said twice, by another machine too, than never
+            return all(peers.state(rank) in ("", "X", "T", "t") for rank in range(self.rank))
         return claimed
 
     def see_others_off(self) -> None:

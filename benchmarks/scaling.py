@@ -76,14 +76,12 @@ def measure_here(variant: str, recipe: Mapping[str, Any], warmup_steps: int) -> 
     from accel_train.loop import run_steps
     from accel_train.prepare import prepare_run
     from accel_train.signals import StopRequest
-    from benchmarks.counting import count_collectives, per_step, show_buckets
+    from benchmarks.counting import count_collectives, per_step
 
     counts = count_collectives()
     run = prepare_run(Recipe.model_validate(recipe))
-    if variant == "ddp":
-        show_buckets(run.module)
-    elif variant == "ddp, after":
-        reduce_after_backward(run.module)
+    if variant == "ddp, after":
+        reduce_after_backward(run.reduction)
     ended: list[float] = []
 
     def after_step(*_: Any) -> None:
@@ -105,14 +103,15 @@ def measure_here(variant: str, recipe: Mapping[str, Any], warmup_steps: int) -> 
     }
 
 
-def reduce_after_backward(module: Any) -> None:
+def reduce_after_backward(reduction: Any) -> None:
     """Let DDP hold every bucket back until the last one is full, and reduce them then: nothing runs beside it."""
     import torch
     import torch.distributed as dist
 
     held: list[tuple[Any, Any]] = []
 
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        reduction.note(bucket)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         held.append((bucket.buffer(), future))
         if bucket.is_last():
@@ -123,7 +122,7 @@ def reduce_after_backward(module: Any) -> None:
             held.clear()
         return future
 
-    module.register_comm_hook(None, hook)
+    reduction.reduce = reduce
 
 
 # --- the parent ---------------------------------------------------------------------------------------------------

@@ -21,8 +21,17 @@ def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) ->
     return run(recipe, processes=processes, expect=expect).stderr
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 1), (2, 0)])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("processes", "rank", "where"),
+    [
+        (1, 0, "forward"),
+        (2, 1, "backward"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1, 0, "backward"), (2, 1, "forward"), (2, 0, "forward"), (2, 0, "backward"))
+        ),
+    ],
+)
 def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_same(
     tmp_path: Path, processes: int, rank: int, where: str
 ) -> None:
@@ -46,7 +55,7 @@ def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_
     assert "8 = 2 per device" in told[-1]["message"]
 
 
-@pytest.mark.parametrize(("where", "rank"), [("forward", 0), ("backward", 1)])
+@pytest.mark.parametrize(("where", "rank"), [pytest.param("forward", 0, marks=pytest.mark.slow), ("backward", 1)])
 @pytest.mark.parametrize(
     "sections",
     [
@@ -71,6 +80,7 @@ def test_memory_that_runs_out_late_on_one_of_several_processes_costs_no_step(
     assert not events(tmp_path / "tight/run", "skip")
 
 
+@pytest.mark.slow
 def test_fp16_keeps_its_loss_scale_where_memory_ran_out(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     seen = {}

@@ -100,6 +100,7 @@ def test_process_that_dies_ends_the_whole_run_within_10_seconds_and_is_named(
     forked = start(corpus, started, options={fault: {"step": 4, "rank": rank}})
     assert seconds_until_end(forked, corpus, after_step=2) < 10
     assert forked.exit_codes() == codes
+    assert len(errors(forked)) == 1, forked.stderr(0) + forked.stderr(1)
     [line] = errors(forked)
     assert line.startswith("error: " + said.format(pid=forked.pids[rank], host=socket.gethostname()))
     if rank != 0:
