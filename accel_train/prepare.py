@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -52,7 +51,7 @@ from accel_train.reduction import Reduction
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.resume import agree_on_checkpoint
 from accel_train.rollback_record import take_up
-from accel_train.run import Run, Update, make_guard
+from accel_train.run import Run, make_guard
 from accel_train.saver import Saver
 from accel_train.schedule import make_schedule
 from accel_train.sharding import (
@@ -67,7 +66,7 @@ from accel_train.sharding import (
 from accel_train.signals import StopRequest
 from accel_train.snapshot import restore
 from accel_train.state import Choice, Requests, TrainState
-from accel_train.step import TrainingModule, update_within
+from accel_train.step import TrainingModule
 from accel_train.task import Task, TaskData
 from accel_train.watchdog import Watchdog
 from accel_train.zero import check_zero, wrap_in_zero
@@ -224,11 +223,9 @@ def _build(
     optimizer = name_parameters(build(inner.model), inner.model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     flops_per_target = task.flops_per_target(recipe, inner.model)
-    update: Update = partial(update_within, optimizer=optimizer, parameters=parameters, scaler=accelerator.scaler)
     zero = None
     if recipe.parallel.strategy == "deepspeed" and accelerator.num_processes > 1:
         module, zero = wrap_in_zero(accelerator, inner, optimizer, recipe.parallel.zero_stage)
-        update = zero.update_within
     with warnings.catch_warnings():
         # Accelerate hands it to DDP by this name, which torch is about to rename.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
@@ -269,7 +266,6 @@ def _build(
         inner=inner,
         optimizer=optimizer,
         parameters=parameters,
-        update=update,
         zero=zero,
         flops_per_target=flops_per_target,
         set_learning_rate=set_rates,

@@ -30,13 +30,10 @@ from accel_train.schedule import StepPlan
 from accel_train.sharding import reshard
 from accel_train.signals import StopRequest
 from accel_train.state import Choice, Requests, TrainState
-from accel_train.step import MicroBatch, TrainingModule, Wishes
+from accel_train.step import MicroBatch, TrainingModule, Wishes, update_within
 from accel_train.task import Task, TaskData
 from accel_train.watchdog import Watchdog
 from accel_train.zero import Zero
-
-Update = Callable[[Limits], tuple[Tensor, Tensor, Tensor | None]]
-"""As `step.update_within`, of the run's own optimizer."""
 
 
 @dataclass
@@ -59,8 +56,6 @@ class Run:
     """The training module inside the wrapper: what evaluation forwards, and what is saved."""
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
-    update: Update
-    """The update of a step, within the guard's limits."""
     zero: Zero | None
     """Where DeepSpeed spreads the optimizer (and more) over the processes."""
     flops_per_target: float | None
@@ -170,6 +165,12 @@ class Run:
             return step + 1
         intervals = (evaluate.every_steps, self.recipe.checkpoint.every_steps, self.recipe.guard.drift_check_steps)
         return min([self.max_steps, *((step // every + 1) * every for every in intervals if every)])
+
+    def update(self, limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The update of a step, within the guard's limits; as `step.update_within`."""
+        if self.zero is not None:
+            return self.zero.update_within(limits)
+        return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler)
 
     def step_back(self, step: int) -> None:
         """Go on from an earlier step, whose weights are still those of now: what came since was not applied."""
