@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 GIVE_UP_SECONDS = 2.0
 """How long a save that is abandoned may take to notice."""
+STARTING_TRIES = 20
 
 
 class Saved(NamedTuple):
@@ -69,7 +70,14 @@ class Saver:
         if self._thread is None:
             return 0.0
         began = time.monotonic()
-        self._thread.join(timeout_seconds)
+        for _ in range(STARTING_TRIES):
+            try:
+                self._thread.join(timeout_seconds)
+                break
+            except (
+                RuntimeError
+            ):  # not started: an error out of a signal handler has broken `start` off, and it may yet begin
+                time.sleep(0.05)
         if not self._thread.is_alive():
             self._thread = None
         return time.monotonic() - began

@@ -309,3 +309,22 @@ def test_interrupted_twice_the_command_ends_at_once_and_leaves_nothing_half(corp
     root = corpus / "run" / "checkpoints"
     assert saved_steps(root) == [step_of(folder) for folder in checkpoint_folders(root)]
     publish(root, 99, {"model": write})
+
+
+def test_save_whose_start_was_broken_off_by_a_signal_handler_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises in the main thread, wherever that is, when a worker that reads data dies."""
+    saver, start = Saver(tmp_path, in_background=True), threading.Thread.start
+
+    def break_off(thread: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        threading.Timer(0.2, start, (thread,)).start()
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    monkeypatch.setattr(threading.Thread, "start", break_off)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        saver.save(1, {"model": write}, nothing)
+    saver.wait()
+    assert [saved.error for saved in saver.take_ended()] == [None]
+    assert not saver.is_busy
