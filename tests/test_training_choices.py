@@ -179,7 +179,7 @@ def test_a_pretrained_model_is_trained_with_its_dropout(corpus: Path) -> None:
         assert all(module.training for module in prepared.inner.modules())
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_short_last_steps_give_the_same_losses_on_any_number_of_processes(corpus: Path, processes: int) -> None:
     sections: dict[str, Any] = {
         "data": {"last_batch": "short", "sequence_length": 64},
