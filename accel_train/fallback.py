@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.batching import BatchSizes
-from accel_train.data_group import is_sharded
 from accel_train.memory import is_out_of_memory
 from accel_train.run import Run
 from accel_train.sampling import DataOrder
 from accel_train.state import OutOfMemory, StepResult
 from accel_train.step import Agreement, MicroBatch, forward_backward
-from accel_train.zero import ZeroModule
 
 CAREFUL_STEPS = 2
 """The first step allocates gradients and activations, its update the moments: from the second one on memory stays as it is."""
@@ -64,7 +62,7 @@ def forward_backward_or_run_out(
     runs out there all the same (another program took the memory, or it is in pieces) hands in NaN.
     """
     accelerator, module = run.accelerator, run.module
-    if is_sharded(accelerator) or isinstance(module, ZeroModule):  # full of collectives: nobody can stay behind
+    if run.is_sharded:  # its forward is full of collectives: nobody can stay behind
         return forward_backward(accelerator, module, micro_batches, agreement)
     is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
     if not is_alone and not carefully:

@@ -144,6 +144,8 @@ def start_accelerator(
     AcceleratorState._reset_state()  # a second run in this process (a notebook) may have another precision
     # Read by the Accelerator, and set by it where it is given a plugin; the launcher's are in the recipe by now.
     os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+    # Where DeepSpeed is installed, saving a model imports it, and on a CPU it warns that it had to find that out by itself.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision,

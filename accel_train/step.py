@@ -240,7 +240,7 @@ def forward_backward(
     last = len(micro_batches) - 1
     for index, (batch, num_targets) in enumerate(micro_batches):
         # Gradients of a model that is spread over processes are reduced each time: whole ones would not fit.
-        is_reduced = is_sharded(accelerator) or (reduce and index == last)
+        is_reduced = (reduce and index == last) or is_sharded(accelerator)
         with nullcontext() if is_reduced else accelerator.no_sync(module):
             loss_sum = module(batch)
             detached = loss_sum.detach()
