@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from accel_train.recipe import Batch, LRScaling
+from accel_train.recipe import Batch
+from accel_train.recipe_optimizer import LRScaling
 from accel_train.state import Choice
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32

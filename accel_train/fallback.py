@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.batching import BatchSizes
+from accel_train.diagnosis import SamplesOf
 from accel_train.memory import is_out_of_memory
+from accel_train.rerun import each_row_for_itself, eager, undisturbed
 from accel_train.run import Run
 from accel_train.sampling import DataOrder
 from accel_train.state import OutOfMemory, StepResult
@@ -62,8 +64,8 @@ def forward_backward_or_run_out(
     runs out there all the same (another program took the memory, or it is in pieces) hands in NaN.
     """
     accelerator, module = run.accelerator, run.module
-    if run.is_sharded:  # its forward is full of collectives: nobody can stay behind
-        return forward_backward(accelerator, module, micro_batches, agreement)
+    if run.is_sharded:
+        return _or_keep_up(run, micro_batches, agreement)
     is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
     if not is_alone and not carefully:
         return _or_hand_in_nan(run, micro_batches, agreement)
@@ -125,6 +127,36 @@ def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Ag
     return torch.full((), math.nan, device=accelerator.device)
 
 
+def _or_keep_up(run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreement) -> Tensor:
+    """As `forward_backward`, where each forward and backward is full of collectives, and nobody can stay behind (FSDP2).
+
+    A process that runs out of memory does its step again with one sample in each micro-batch, takes part in what collectives
+    are left of it, and hands in NaN: so the step ends for all, nobody applies it, and all hear of the reason with its outcome.
+    """
+    module, collectives = run.module, run.collectives
+    if collectives is None:  # tensor parallelism and DeepSpeed hold others, too
+        return forward_backward(run.accelerator, module, micro_batches, agreement)
+    collectives.begin()
+    try:
+        return forward_backward(run.accelerator, module, micro_batches, agreement)
+    except (RuntimeError, MemoryError) as error:
+        run.no_room = _said_of_memory(error)
+    agreement.share_of_a_target()
+    compiled = run.recipe.precision.compile is not False
+    reduced = [parameter for parameter in run.parameters if parameter.grad is not None]
+    with collectives.resumed(), undisturbed(run.inner, run.accelerator.device), each_row_for_itself(run.inner):
+        free_memory(run.optimizer, run.accelerator.device)
+        for micro_batch in micro_batches:
+            batch, _ = SamplesOf(micro_batch, None).part([0])
+            with eager(compiled):
+                loss_sum = module(batch)
+                loss_sum.backward(torch.full_like(loss_sum, math.nan))
+    for parameter in reduced:
+        if parameter.grad is None:  # of several copies of the model: its sum over them was held, and is left out
+            parameter.grad = torch.full_like(parameter, math.nan)
+    return torch.full((), math.nan, device=run.accelerator.device)
+
+
 def _reducing(run: Run) -> DistributedDataParallel:
     assert isinstance(run.module, DistributedDataParallel), "several processes that each hold the whole model"
     return run.module
@@ -136,8 +168,9 @@ def nothing_done(run: Run, result: StepResult) -> RanOutOfMemory:
     run.step_back(result.step - 1)
     if result.loss_scale is not None:
         run.accelerator.scaler.update(result.loss_scale)  # NaN was handed in: no overflow that should lower it
-    module = _reducing(run)
-    module._update_process_group(module.process_group)  # lays its buckets out anew, on all processes
+    if run.reduction is not None:
+        module = _reducing(run)
+        module._update_process_group(module.process_group)  # lays its buckets out anew, on all processes
     return RanOutOfMemory(_who(run.accelerator, bool(said)), said or "another process ran out of memory")
 
 

@@ -186,7 +186,7 @@ def load_best(run: Run) -> bool:
         run.observer.on_event("best_model_lost", run.state.step, said)
         return False
     run.let_go_of_gathered_weights()
-    restore_weights(path, run.inner.model, run.average, None if run.zero is None else run.zero.parts)
+    restore_weights(path, run.inner.model, run.average, run.zero_parts)
     run.observer.on_event("best_model", run.state.step, f"the weights of step {step} evaluated best, and are kept")
     return True
 

@@ -101,7 +101,10 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
         loss_sum = forward_backward_or_run_out(run, micro_batches, agreement, step, sizes)
         previous = agreement.read_last()
         if previous is not None:
-            account(run, previous, last_batches)
+            try:
+                account(run, previous, last_batches)
+            except RanOutOfMemory as told:  # in the step before: what was computed since is let go, too
+                loss_sum = told
         if isinstance(loss_sum, RanOutOfMemory):
             statistics.put_back(torch.ones((), device=device))
             raise loss_sum

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from accel_train.loading import Drawn, fetch
 from accel_train.model_check import pretrained_config
-from accel_train.recipe import Optimizer, Recipe
+from accel_train.recipe import Recipe
+from accel_train.recipe_optimizer import Optimizer
 from accel_train.task import TASKS, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20

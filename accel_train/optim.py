@@ -8,8 +8,8 @@ from torch import nn
 
 from accel_train.compiling import repeated_blocks
 from accel_train.freezing import matching
-from accel_train.recipe import Optimizer as OptimizerSection
-from accel_train.recipe import ParameterGroup
+from accel_train.recipe_optimizer import Optimizer as OptimizerSection
+from accel_train.recipe_optimizer import ParameterGroup
 from accel_train.tensor_parts import is_spread
 
 

@@ -25,7 +25,8 @@ from accel_train.batch_search import fit_micro_batch
 from accel_train.batch_trial import Trials
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.compiling import compile_module
-from accel_train.data_group import is_sharded
+from accel_train.counted_collectives import count_collectives
+from accel_train.data_group import data_group, is_sharded
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
 from accel_train.guard import learning_rate_factor
@@ -288,6 +289,7 @@ def _build(
         requests=extensions.requests,
         saving_group=dist.new_group(backend="gloo") if sharded else None,
         reduction=Reduction(module) if isinstance(module, DistributedDataParallel) else None,
+        collectives=count_collectives(inner, num_sharing=data_group(accelerator).num_sharing),
     )
     return run
 

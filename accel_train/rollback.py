@@ -37,8 +37,7 @@ def roll_back(run: Run, asked: RollBack) -> None:
         target, rollback = _agree(run, asked)
         before = run.state
         run.let_go_of_gathered_weights()
-        parts = None if run.zero is None else run.zero.parts
-        state = restore(target, run.inner.model, run.optimizer, run.accelerator, run.average, parts)
+        state = restore(target, run.inner.model, run.optimizer, run.accelerator, run.average, run.zero_parts)
     run.optimizer.zero_grad(set_to_none=True)  # of the step whose update will not be made
     if run.zero is not None:
         run.zero.drop_gradients()

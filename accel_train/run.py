@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from accel_train.batch_record import Remembered
 from accel_train.batching import BatchSizes
+from accel_train.counted_collectives import CountedCollectives
 from accel_train.data_group import is_sharded
 from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, Limits
@@ -34,6 +36,7 @@ from accel_train.step import MicroBatch, TrainingModule, Wishes, update_within
 from accel_train.task import Task, TaskData
 from accel_train.watchdog import Watchdog
 from accel_train.zero import Zero
+from accel_train.zero_parts import ZeroParts
 
 
 @dataclass
@@ -94,6 +97,8 @@ class Run:
     """Ends this process where it would wait for ever; none where it is alone, and not there for this run alone."""
     reduction: Reduction | None = None
     """Sums the gradients of several processes that each hold the whole model."""
+    collectives: CountedCollectives | None = None
+    """Of a model that FSDP2 spreads over the processes."""
     no_room: str = ""
     """What the allocator of this process said in the last step, if that ran out of memory; the others have yet to hear of it."""
     batches_evaluated: int = 0
@@ -109,10 +114,15 @@ class Run:
         """Steps of the whole run."""
         return self.steps.max_steps
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """Whether each process holds a part of the model or of its optimizer, and not the whole of them."""
         return is_sharded(self.accelerator) or self.zero is not None
+
+    @property
+    def zero_parts(self) -> ZeroParts | None:
+        """What DeepSpeed keeps of the model on this process, where it spreads it."""
+        return None if self.zero is None else self.zero.parts
 
     @property
     def can_evaluate(self) -> bool:

@@ -68,7 +68,7 @@ def _start_save(run: Run, wait: bool) -> CheckpointError | None:
         origins=identity_origins(run.recipe, run.identity),
         average=run.average,
         description=run.description,
-        zero=None if run.zero is None else run.zero.parts,
+        zero=run.zero_parts,
     )
     parts = None
     if run.is_sharded and run.zero is None:

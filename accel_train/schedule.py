@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from accel_train.recipe import Schedule
+from accel_train.recipe_optimizer import Schedule
 from accel_train.sampling import LastBatch, steps_per_epoch
 
 DEFAULT_WARMUP_RATIO = Fraction(1, 100)

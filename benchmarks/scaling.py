@@ -15,6 +15,7 @@ Modelled: no process is started. `--only model` and `--only measured` do one of 
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import sys
@@ -138,6 +139,7 @@ def launch(variant: str, world_size: int, folder: Path, num_steps: int, warmup_s
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
     recipe = recipe_of(variant, world_size, folder, num_steps)
+    shutil.rmtree(recipe["output_dir"], ignore_errors=True)  # of the round before: it would be gone on with
     pids = []
     for rank in range(world_size):
         pid = os.fork()

@@ -5,7 +5,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,22 @@ class FailsBackward(torch.autograd.Function):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
 
+@contextmanager
+def runs_out_in(block: nn.Module, where: str) -> Iterator[None]:
+    """Inside, memory runs out in this block's forward, or where its gradients come back."""
+
+    def fails(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if where == "forward":
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return FailsBackward.apply(output)
+
+    handle = block.register_forward_hook(fails, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class RecordingDataset(Dataset[Any]):
     """Writes the indices of each read to a file of its own process."""
 
@@ -53,8 +70,9 @@ class RecordingDataset(Dataset[Any]):
 
 class ProbeTask(CausalLM):
     """`options`: record (folder), ragged (bool), nan_at / inf_at / kill_at / term_at / hang_at: {step, rank}, nan_from: step;
-    no_room: {rank, rows, where: forward or backward, from_step}: out of memory with more rows in a micro-batch, in training;
-    no_room_to_evaluate: rows."""
+    no_room: {rank, rows, where: forward or backward, from_step, block}: out of memory with more rows in a micro-batch, in
+    training, at the end of the forward or, where a block is named, in that one;
+    no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options = recipe.options
@@ -75,15 +93,29 @@ class ProbeTask(CausalLM):
 
         return TaskData(train, data.eval, collate, data.fingerprint, data.facts, data.reading_is_free, data.source)
 
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        model = super().build_model(recipe, data)
+        if recipe.options.get("counts_forwards"):
+            model.add_module("count", nn.BatchNorm1d(1))
+        return model
+
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         rows, limit = len(batch["labels"]), self.options.get("no_room", {"rank": -1})
         calls = self.accumulation_calls + (batch is not self.last_batch)
         is_early = calls < limit.get("from_step", 1)
         has_room = not model.training or limit["rank"] != RANK or rows <= limit["rows"] or is_early
-        if not has_room and limit["where"] == "forward":
+        in_block = nullcontext()
+        if not has_room and "block" in limit:
+            in_block = runs_out_in(model.get_submodule(f"transformer.h.{limit['block']}"), limit["where"])
+        elif not has_room and limit["where"] == "forward":
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-        loss = super().loss_sum(model, batch)
-        if not has_room:  # in the middle of the backward pass, when some gradients are on their way
+        with in_block:
+            loss = super().loss_sum(model, batch)
+        if self.options.get("counts_forwards"):
+            loss = loss + 0 * model.get_submodule("count")(loss.detach().expand(2, 1)).sum()
+        if (
+            not has_room and "block" not in limit
+        ):  # in the middle of the backward pass, when some gradients are on their way
             loss = loss + FailsBackward.apply(next(model.parameters()).sum()) * 0
         if not model.training:
             return loss

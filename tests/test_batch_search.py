@@ -22,7 +22,8 @@ from accel_train.batch_search import largest_that_fits
 from accel_train.batch_trial import Cost, Trials
 from accel_train.batching import divisors, resolve_batch
 from accel_train.plan import resolve_plan
-from accel_train.recipe import Optimizer, Parallel
+from accel_train.recipe import Parallel
+from accel_train.recipe_optimizer import Optimizer
 from accel_train.step import TrainingModule
 from accel_train.task import TaskData
 from forked import Forked, run_forked

@@ -7,7 +7,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
-from accel_train.recipe import Batch, LRScaling
+from accel_train.recipe import Batch
+from accel_train.recipe_optimizer import LRScaling
 
 
 def sizes(world_size: int, **keys: int) -> tuple[int, int, int]:

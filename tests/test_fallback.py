@@ -81,6 +81,16 @@ def test_memory_that_runs_out_late_on_one_of_several_processes_costs_no_step(
 
 
 @pytest.mark.slow
+def test_a_step_that_memory_ran_out_of_leaves_no_trace_in_batch_norm(tmp_path: Path) -> None:
+    """Nor does the one that was begun before the processes heard of it."""
+    options = {"counts_forwards": True, "no_room": {"rank": 1, "rows": 2, "where": "backward", "from_step": 4}}
+    run_in(tmp_path / "tight", processes=2, options=options, schedule={"max_steps": 8})
+    found = checkpoint(tmp_path / "tight/run", 8)
+    [count] = [int(value) for name, value in found.items() if name.endswith("num_batches_tracked")]
+    assert count == 3 + 2 * 5
+
+
+@pytest.mark.slow
 def test_fp16_keeps_its_loss_scale_where_memory_ran_out(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     seen = {}

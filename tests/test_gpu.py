@@ -16,7 +16,7 @@ from accel_train.loop import run_steps
 from accel_train.optim import build_optimizer
 from accel_train.plan import resolve_plan
 from accel_train.prepare import prepare_run
-from accel_train.recipe import Optimizer
+from accel_train.recipe_optimizer import Optimizer
 from accel_train.signals import StopRequest
 from accel_train.step import update_within
 from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus, write_recipe_file

@@ -38,7 +38,7 @@ LAYERS = (
     ("recipe_names",),
     ("recipe_yaml",),
     ("recipe",),
-    ("recipe_data",),
+    ("recipe_data", "recipe_optimizer"),
     ("recipe_values", "state", "redaction"),
 )
 UPWARD_ON_PURPOSE = {

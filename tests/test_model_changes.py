@@ -12,7 +12,8 @@ from accel_train.ema import WeightAverage
 from accel_train.freezing import freeze
 from accel_train.lora import add_adapters, merge_adapters, save_adapters, without_adapters
 from accel_train.optim import build_optimizer, layer_scales, parameter_groups, set_learning_rate
-from accel_train.recipe import LoRA, Model, Optimizer
+from accel_train.recipe import LoRA, Model
+from accel_train.recipe_optimizer import Optimizer
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 from transformers import optimization
 
-from accel_train.recipe import Schedule
+from accel_train.recipe_optimizer import Schedule
 from accel_train.schedule import CURVES, make_schedule, resolve_steps
 
 MAX_STEPS = [1, 2, 3, 7, 100, 301]

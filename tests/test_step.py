@@ -12,7 +12,7 @@ from accel_train import step
 from accel_train.guard import Limits
 from accel_train.optim import build_optimizer
 from accel_train.precision import FlooredGradScaler
-from accel_train.recipe import Optimizer
+from accel_train.recipe_optimizer import Optimizer
 from accel_train.step import (
     Agreement,
     MicroBatch,

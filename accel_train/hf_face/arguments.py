@@ -12,7 +12,8 @@ from transformers import TrainingArguments
 
 from accel_train.hf_face.fields import FIELDS, OPTIMIZERS
 from accel_train.optim import parameter_groups
-from accel_train.recipe import Optimizer, ParameterGroup, Recipe
+from accel_train.recipe import Recipe
+from accel_train.recipe_optimizer import Optimizer, ParameterGroup
 
 if TYPE_CHECKING:
     from collections.abc import Collection
