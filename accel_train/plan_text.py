@@ -86,11 +86,14 @@ def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.flops_per_target is None or plan.total_flops is None:
         yield "FLOPs", "not known for this task"
         return
+    formula = ""
+    if plan.targets == "tokens":
+        formula = f"6 N {'- 2 for each frozen one ' if frozen else ''}+ 12 L D T a token; "
     yield (
         "FLOPs",
         (
             f"{plan.flops_per_target:.4g} for each of {plan.targets}, {plan.total_flops / plan.steps.max_steps:.4g} a step, {plan.total_flops:.4g} in all "
-            f"({'6 N + 12 L D T a token; ' if plan.targets == 'tokens' else ''}evaluation and recomputation left out)"
+            f"({formula}evaluation and recomputation left out)"
         ),
     )
 

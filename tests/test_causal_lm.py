@@ -181,7 +181,16 @@ def test_vocabulary_is_padded_and_tied_embeddings_are_counted_once(
     assert data.source.vocab_size == 257
     assert model.config.vocab_size == 320
     blocks_and_head = sum(p.numel() for p in model.parameters()) - 64 * 32
-    assert matmul_parameters(model) == blocks_and_head
+    assert sum(each.numel() for each in matmul_parameters(model)) == blocks_and_head
+
+
+def test_a_frozen_weight_costs_two_operations_less(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+    task, recipe, data = task_and_data
+    model = task.build_model(recipe, data)
+    whole = task.flops_per_target(recipe, model)
+    block = model.transformer.h[0].requires_grad_(False)
+    assert whole is not None
+    assert task.flops_per_target(recipe, model) == whole - 2 * sum(each.numel() for each in block.parameters())
 
 
 def test_pretrained_model_goes_on_with_padded_embeddings(

@@ -8,14 +8,21 @@ from dataclasses import dataclass
 
 
 def model_flops_per_token(
-    num_parameters_without_position_embeddings: int, num_layers: int, hidden_size: int, sequence_length: int
+    num_parameters_without_position_embeddings: int,
+    num_layers: int,
+    hidden_size: int,
+    sequence_length: int,
+    *,
+    num_frozen: int = 0,
 ) -> int:
-    """Floating-point operations that training on one token needs: 6 N + 12 L D T, forward and backward.
+    """Floating-point operations that training on one token needs: 6 N - 2 F + 12 L D T, forward and backward.
 
-    N parameters without position embeddings, L layers, D hidden size, T tokens of context; recomputation does not
-    count, and causal attention is not halved. PaLM (arXiv:2204.02311) appendix B; nanoGPT's `estimate_mfu`.
+    N parameters without position embeddings, F of them frozen (gradients pass through them, and none is computed for them),
+    L layers, D hidden size, T tokens of context; recomputation does not count, and causal attention is not halved.
+    PaLM (arXiv:2204.02311) appendix B; nanoGPT's `estimate_mfu`.
     """
-    return 6 * num_parameters_without_position_embeddings + 12 * num_layers * hidden_size * sequence_length
+    weights = 6 * num_parameters_without_position_embeddings - 2 * num_frozen
+    return weights + 12 * num_layers * hidden_size * sequence_length
 
 
 # Dense peak TFLOP/s of one device as torch sees it (an MI250X is two), from the makers' data sheets: half the figure

@@ -104,11 +104,16 @@ class CausalLM:
         return summed_loss(next_token_logits(model, batch), batch["labels"])
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """6 N + 12 L D T (PaLM, appendix B), N without embeddings that are only looked up; prompts and padding count too."""
+        """6 N - 2 F + 12 L D T (PaLM, appendix B), N without embeddings that are only looked up, F of them frozen (LoRA); prompts
+        and padding count too."""
         assert isinstance(model, PreTrainedModel)
-        text = model.config.get_text_config()
+        text, used = model.config.get_text_config(), matmul_parameters(model)
         return self.positions_per_target * model_flops_per_token(
-            matmul_parameters(model), text.num_hidden_layers, text.hidden_size, recipe.data.sequence_length
+            sum(each.numel() for each in used),
+            text.num_hidden_layers,
+            text.hidden_size,
+            recipe.data.sequence_length,
+            num_frozen=sum(each.numel() for each in used if not each.requires_grad),
         )
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -270,9 +275,9 @@ def same_document_mask(document_ids: Tensor) -> Tensor:
     return same & torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
 
 
-def matmul_parameters(model: PreTrainedModel) -> int:
+def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     """Parameters that take part in a matrix product: all but position embeddings and an untied input embedding."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     tied = {id(head.weight)} if head is not None else set()
-    return sum(p.numel() for p in model.parameters() if id(p) not in embeddings - tied)
+    return [each for each in model.parameters() if id(each) not in embeddings - tied]
