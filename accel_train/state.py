@@ -74,6 +74,8 @@ class StepResult:
     """Of this process's own share. Nothing is decided by it: it tells which process a fault was on."""
     gradient_sum_here: float = 0.0
     """The same of its own gradients, scaled as they were: finite where all of them were, or where nobody looked."""
+    ended: float | None = None
+    """When this process's host had queued its update, by `time.perf_counter`."""
 
     @property
     def finite(self) -> bool:

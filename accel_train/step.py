@@ -6,7 +6,8 @@ the host reads the outcome of a step while the next one runs.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -66,6 +67,8 @@ class StepOutcome:
     max_grad_norm: float
     ran_out_of_memory: bool = False
     """This process has no gradients of it, and has handed in NaN."""
+    ended: float = field(default_factory=perf_counter)
+    """When its update was queued."""
 
 
 class Wishes(NamedTuple):
@@ -206,6 +209,7 @@ class Agreement:
             agreed=skips in (0, self.world_size),
             loss_sum_here=loss_sum_here,
             gradient_sum_here=gradients,
+            ended=last.ended,
         )
 
     def settle(self, here: Wishes, last: StepOutcome) -> StepResult:

@@ -72,7 +72,8 @@ class ProbeTask(CausalLM):
     """`options`: record (folder), ragged (bool), nan_at / inf_at / kill_at / term_at / hang_at: {step, rank}, nan_from: step;
     no_room: {rank, rows, where: forward or backward, from_step, block}: out of memory with more rows in a micro-batch, in
     training, at the end of the forward or, where a block is named, in that one;
-    no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done."""
+    no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done;
+    seconds_a_forward: how long each takes at least."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options = recipe.options
@@ -119,6 +120,7 @@ class ProbeTask(CausalLM):
             loss = loss + FailsBackward.apply(next(model.parameters()).sum()) * 0
         if not model.training:
             return loss
+        time.sleep(self.options.get("seconds_a_forward", 0))
         if batch is not self.last_batch:  # forwarded again only to reduce gradients
             self.accumulation_calls += 1  # one micro-batch a step in the tests that ask for faults
         self.last_batch = batch

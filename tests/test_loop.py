@@ -175,6 +175,14 @@ def test_evaluation_and_logging_in_between_change_no_weight(corpus: Path) -> Non
     assert all(torch.equal(left, right) for left, right in zip(*weights, strict=True))
 
 
+def test_rates_around_an_evaluation_are_those_of_steps_and_not_of_when_the_host_heard_of_them(corpus: Path) -> None:
+    sections: dict[str, Any] = {"evaluate": {"every_steps": 2}, "schedule": {"max_steps": 6}, "log": {"every_steps": 1}}
+    train(Recipe(**recipe_dict(corpus, **sections, options={"seconds_a_forward": 0.1})))
+    lines = metrics(corpus / "run", "train")
+    assert len(lines) == 6
+    assert [line for line in lines if line["tokens_per_second"] * 0.1 > line["num_targets"]] == []
+
+
 def test_readers_in_other_processes_bring_the_same_samples(corpus: Path) -> None:
     for name, workers in (("none", 0), ("two", 2)):
         recipe = recipe_of(corpus, output_dir=str(corpus / name), data={"num_workers": workers})

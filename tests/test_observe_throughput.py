@@ -121,6 +121,20 @@ def test_pauses_count_neither_in_the_window_nor_in_the_training_time() -> None:
     assert meter.overall().mfu is None
 
 
+def test_a_window_may_end_before_now_where_no_pause_began_since() -> None:
+    clock = Clock()
+    meter = Meter(flops_per_token=None, peak_flops=None, clock=clock)
+    meter.add(100, 1)
+    clock.now += 1.9
+    assert meter.window(restart=True, until=101.0).tokens_per_second == 100.0
+    with meter.paused():
+        clock.now += 30
+    meter.add(100, 1)
+    clock.now += 0.1
+    assert meter.train_seconds_at(132.0) == pytest.approx(2.0)
+    assert meter.window(restart=True, until=132.0).tokens_per_second == pytest.approx(100.0)
+
+
 def test_an_error_inside_a_pause_lets_the_clock_run_again() -> None:
     clock = Clock()
     meter = Meter(flops_per_token=None, peak_flops=None, clock=clock)

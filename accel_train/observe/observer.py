@@ -164,7 +164,8 @@ class RunObserver:
             self._is_told = False
 
     def _log_step(self, result: StepResult, learning_rate: float, *, restart_window: bool) -> None:
-        rates = self._meter.window(restart=restart_window)
+        # Not to now: the host hears of a step while the next one runs, but of the one before a pause at once.
+        rates = self._meter.window(restart=restart_window, until=result.ended)
         line: JsonRecord = {
             "step": result.step,
             "split": "train",
@@ -178,7 +179,7 @@ class RunObserver:
             "samples_per_second": rates.samples_per_second,
             "mfu": rates.mfu,
             "epoch": round(result.step * self._samples_per_step / self._num_samples_per_epoch, 6),
-            "train_seconds": round(self._meter.train_seconds, 3),
+            "train_seconds": round(self._meter.train_seconds_at(result.ended), 3),
         }
         self._write(line)
         self._trackers.log({f"train/{name}": line[name] for name in line if name not in ("step", "split")}, result.step)

@@ -160,11 +160,16 @@ class Meter:
     @property
     def train_seconds(self) -> float:
         """Training time over all sittings, pauses left out."""
-        return self._seconds_before + self._now() - self._begin
+        return self.train_seconds_at(None)
 
-    def window(self, *, restart: bool) -> Rates:
-        """The rates since the last restart; `restart` begins the next window here."""
-        now = self._now()
+    def train_seconds_at(self, time: float | None) -> float:
+        """The same up to a time of the clock, since when there was no pause; None: now."""
+        return self._seconds_before + (self._now() if time is None else time) - self._begin
+
+    def window(self, *, restart: bool, until: float | None = None) -> Rates:
+        """The rates since the last restart, up to a time of the clock (since when there was no pause) or now; `restart` begins the
+        next window there."""
+        now = self._now() if until is None else until
         rates = self._rates(
             self._num_tokens - self._window_tokens, self._num_samples - self._window_samples, now - self._window_begin
         )
