@@ -16,7 +16,6 @@ from runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus,
 DDP: dict[str, Any] = {}
 FSDP2 = {"strategy": "fsdp2"}
 STAGES = (1, 2, 3)
-SLOW_1 = (pytest.param(1, marks=pytest.mark.slow), 2, 3)
 SLOW_1_AND_2 = (pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3)
 TEXT = {
     "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
@@ -83,14 +82,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return run_of
 
 
-@pytest.mark.parametrize("stage", SLOW_1)
+@pytest.mark.parametrize("stage", SLOW_1_AND_2)
 def test_losses_and_gradient_norms_are_those_of_one_process_with_clipping_and_accumulation(
     finished: Callable[[int], Path], undisturbed: Path, stage: int
 ) -> None:
     assert_same_run(finished(stage), undisturbed)
 
 
-@pytest.mark.parametrize("stage", SLOW_1)
+@pytest.mark.parametrize("stage", SLOW_1_AND_2)
 def test_a_checkpoint_is_that_of_ddp_by_name_and_value(
     finished: Callable[[int], Path], undisturbed: Path, stage: int
 ) -> None:
