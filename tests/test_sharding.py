@@ -70,6 +70,22 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+Layout = tuple[int, dict[str, Any]]
+"""Processes, and the recipe's `parallel`."""
+
+
+def assert_loaded_to_the_bit(train: Train, saved: Layout, loaded: Layout, steps: int, text: dict[str, Any]) -> None:
+    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
+    run = train("run", saved[0], parallel=saved[1], **text)
+    wrote = load_file(run / "model" / "model.safetensors")
+    weights = tensors(run, steps, "model")
+    assert_same_bits({name: weights[name] for name in wrote}, wrote)
+    shutil.rmtree(run / "model")
+    assert train("run", loaded[0], parallel=loaded[1], **text) == run
+    assert [event["step"] for event in events(run, "resume")] == [steps]
+    assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run on one process."""
@@ -189,18 +205,8 @@ LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "sharded": (2, FSDP2), "sharded-4": (
 def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
     train: Train, tmp_path: Path, saved: str, loaded: str
 ) -> None:
-    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
-    processes, parallel = LAYOUTS[saved]
     text = {**TEXT, "optimizer": {"learning_rate": 3e-3}}  # no average: `model/` holds the weights themselves
-    run = train("run", processes, parallel=parallel, **text)
-    wrote = load_file(run / "model" / "model.safetensors")
-    weights = tensors(run, 8, "model")
-    assert_same_bits({name: weights[name] for name in wrote}, wrote)
-    shutil.rmtree(run / "model")
-    processes, parallel = LAYOUTS[loaded]
-    assert train("run", processes, parallel=parallel, **text) == run
-    assert [event["step"] for event in events(run, "resume")] == [8]
-    assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
+    assert_loaded_to_the_bit(train, LAYOUTS[saved], LAYOUTS[loaded], 8, text)
 
 
 @pytest.mark.parametrize("damage", ["flipped", pytest.param("missing", marks=pytest.mark.slow)])

@@ -2,15 +2,19 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_sharding import assert_same_bits, assert_same_run, tensors, train  # noqa: F401 (a fixture)
+from test_sharding import (
+    assert_loaded_to_the_bit,
+    assert_same_bits,
+    assert_same_run,
+    tensors,
+    train,  # noqa: F401 (a fixture)
+)
 
 from accel_train.batching import resolve_batch
 from accel_train.cli import main
@@ -156,18 +160,8 @@ def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
     saved: str,
     loaded: str,
 ) -> None:
-    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
     text = {**TEXT, "optimizer": {"learning_rate": 3e-3}, "schedule": {"max_steps": 3}, "evaluate": {"every_steps": 0}}
-    processes, parallel = LAYOUTS[saved]
-    run = train("run", processes, parallel=parallel, **text)
-    wrote = load_file(run / "model" / "model.safetensors")
-    weights = tensors(run, 3, "model")
-    assert_same_bits({name: weights[name] for name in wrote}, wrote)
-    shutil.rmtree(run / "model")
-    processes, parallel = LAYOUTS[loaded]
-    assert train("run", processes, parallel=parallel, **text) == run
-    assert [event["step"] for event in events(run, "resume")] == [3]
-    assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
+    assert_loaded_to_the_bit(train, LAYOUTS[saved], LAYOUTS[loaded], 3, text)
 
 
 @pytest.mark.slow
