@@ -105,8 +105,6 @@ class Plan:
             return self.steps.max_steps * self.scale.step.seconds
         if self.total_flops is None or self.peak_flops is None or self.recipe.parallel.cpu_offload:
             return None
-        if self.recipe.parallel.strategy == "deepspeed" and self.world_size > 1:
-            return None
         return self.total_flops / (self.peak_flops * self.scale.mfu.value * self.world_size)
 
 

@@ -57,13 +57,10 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    scale, section, parallel = plan.scale, plan.recipe.checkpoint, plan.recipe.parallel
+    scale, section = plan.scale, plan.recipe.checkpoint
     if plan.world_size > 1:
         yield "Processes", list(layout_rows(scale))
-        if parallel.strategy == "deepspeed":
-            yield "Communication", [("not modelled", "what DeepSpeed sends in a step, and what of it is waited for")]
-        else:
-            yield "Communication", list(traffic_rows(scale))
+        yield "Communication", list(traffic_rows(scale))
     if scale.step is None or plan.peak_flops is None:
         yield "Time", [("training", _time(plan))]
         return
@@ -105,8 +102,6 @@ def _time(plan: Plan) -> str:
         return f"unknown: no peak is known for {plan.device} ({plan.precision.value}); plan --gpu NAME names one"
     if plan.recipe.parallel.cpu_offload:
         return "unknown: the copies to host memory and the update there (parallel.cpu_offload) are not modelled"
-    if plan.recipe.parallel.strategy == "deepspeed" and plan.world_size > 1:
-        return "unknown: the communication of DeepSpeed is not modelled; a plan with parallel.strategy fsdp2 says what that takes"
     if seconds is None:
         return "unknown: the FLOPs of this task are not known"
     peak = f"{plan.world_size} x {plan.peak_flops / 1e12:g} TFLOP/s"

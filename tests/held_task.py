@@ -29,24 +29,24 @@ class HeldTask(CausalLM):
     def build_model(self, recipe: Recipe, data: TaskData) -> torch.nn.Module:
         """The usual model; from here on steps and collectives are watched."""
         if not recipe.options.get("planned"):
-            watch(Path(recipe.options["held"]), recipe.schedule.max_steps or 0)
+            watch(Path(recipe.options["held"]), recipe.schedule.max_steps or 0, recipe.options.get("calls_a_step", 1))
         return super().build_model(recipe, data)
 
 
-def watch(folder: Path, max_steps: int) -> None:
-    """Once a process."""
+def watch(folder: Path, max_steps: int, calls_a_step: int) -> None:
+    """Once a process; DeepSpeed's stage 3 calls the optimizer for each of its groups."""
     if hasattr(dist, "_watched"):
         return
     dist._watched = True  # type: ignore[attr-defined]
     sent = count_collectives()
-    steps = 0
+    calls = 0
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 1:
+        nonlocal calls
+        calls += 1
+        if calls == calls_a_step:
             sent.clear()  # what a start sends is not of a step
-        if steps < max_steps:
+        if calls < max_steps * calls_a_step:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
@@ -54,7 +54,7 @@ def watch(folder: Path, max_steps: int) -> None:
             "parameters": local_bytes([parameter.detach() for parameter in parameters]),
             "gradients": local_bytes([parameter.grad for parameter in parameters if parameter.grad is not None]),
             "optimizer": local_bytes(moments),
-            "sent": per_step(sent, steps - 1),
+            "sent": per_step(sent, max_steps - 1),
         }
         (folder / f"held-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record))
 

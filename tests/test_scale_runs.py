@@ -1,6 +1,7 @@
 """What a plan says of several processes, beside what real ones hold and send."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,26 @@ def test_a_process_holds_and_sends_what_the_plan_says(
         for traffic in plan.scale.traffic:
             payloads[traffic.kind] = payloads.get(traffic.kind, 0) + traffic.payload_bytes
         assert each["sent"] == payloads
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_zero_sends_what_the_plan_says(tmp_path: Path, stage: int) -> None:
+    """Small and large weights, and two micro-batches a step, which some collectives are of."""
+    write_corpus(tmp_path)
+    sections: dict[str, Any] = {
+        "task": "held_task:HeldTask",
+        "model": {"config": {**TINY_MODEL, "n_embd": 160, "n_head": 4}},
+        "parallel": {"strategy": "deepspeed", "zero_stage": stage},
+        "schedule": {"max_steps": STEPS},
+        "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
+        "options": {"held": str(tmp_path), "calls_a_step": 2 if stage == 3 else 1},
+    }
+    forked = run_forked(["run", str(write_recipe_file(tmp_path, **sections))], 2, folder=tmp_path / "out")
+    assert forked.wait() == [0, 0], forked.stderr(0)
+    sections["options"]["planned"] = True
+    plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), 2)
+    planned = Counter[str]()
+    for traffic in plan.scale.traffic:
+        planned[traffic.kind] += traffic.payload_bytes
+    for rank in range(2):
+        assert json.loads((tmp_path / f"held-{rank}.json").read_text())["sent"] == planned

@@ -70,7 +70,7 @@ def test_without_the_package_the_error_names_what_to_install(tmp_path: Path, mon
         (3, 0.5 + 0.5 + 0.5 + 1 + 1 + 1),
     ],
 )
-def test_plan_counts_the_memory_of_each_stage_and_says_that_its_communication_is_not_modelled(
+def test_plan_counts_the_memory_of_each_stage_and_models_the_time_of_a_step(
     tmp_path: Path, stage: int, held: float
 ) -> None:
     write_corpus(tmp_path)
@@ -81,8 +81,9 @@ def test_plan_counts_the_memory_of_each_stage_and_says_that_its_communication_is
     assert sum(parts.get(name, 0) for name in names) == pytest.approx(4 * plan.num_parameters * held)
     text = format_plan(plan)
     assert f"deepspeed, ZeRO stage {stage}: " in text
-    assert "unknown: the communication of DeepSpeed is not modelled" in text
-    assert plan.train_seconds is None
+    assert "Time of a step" in text
+    assert plan.scale.step is not None
+    assert plan.train_seconds == plan.steps.max_steps * plan.scale.step.seconds
 
 
 def test_settings_of_another_strategy_are_a_mistake() -> None:

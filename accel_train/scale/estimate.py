@@ -10,6 +10,7 @@ from accel_train.scale.saving_cost import Interval, SavingCost, best_intervals, 
 from accel_train.scale.step_time import StepTime, model_step
 from accel_train.scale.traffic import Collective, Traffic, collectives, traffic_of
 from accel_train.scale.weights import ModelWeights
+from accel_train.scale.zero_traffic import zero_collectives
 from accel_train.state import Choice
 
 ASSUMED_MFU = 0.35
@@ -39,7 +40,7 @@ class Scale:
     network: Choice[Interconnect]
     mfu: Choice[float]
     step: StepTime | None
-    """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload or DeepSpeed, which are not modelled."""
+    """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload, which is not modelled."""
     saving: SavingCost
     intervals: tuple[Interval, ...]
     """One for each published rate of failures; empty where a step's time is not known."""
@@ -83,18 +84,22 @@ def estimate_scale(
     Raises:
         ValueError: the interconnect is not known, or the MFU is no share.
     """
-    is_zero = recipe.parallel.strategy == "deepspeed" and layout.world_size > 1
-    found = () if is_zero else (*collectives(recipe.parallel, layout, weights, compute_bytes), *of_split_layers)
+    section = recipe.parallel
+    is_zero = section.strategy == "deepspeed"
+    if is_zero:
+        found = zero_collectives(section.zero_stage, layout, weights)
+    else:
+        found = (*collectives(section, layout, weights, compute_bytes), *of_split_layers)
     gpu, mfu = gpu_facts(device), choose_mfu(recipe, hardware.mfu)
     network = choose_interconnect(hardware.interconnect, gpu)
     step = None
-    offloads = recipe.parallel.cpu_offload
-    if gpu is not None and peak_flops is not None and flops_per_step is not None and not offloads and not is_zero:
+    parts = layout.world_size if is_zero else layout.shard_size
+    if gpu is not None and peak_flops is not None and flops_per_step is not None and not section.cpu_offload:
         step = model_step(
             found,
             compute_seconds=flops_per_step / (peak_flops * mfu.value * layout.world_size),
             num_micro_batches=num_micro_batches,
-            optimizer_elements=weights.part_numel(layout.shard_size, trainable_only=True),
+            optimizer_elements=weights.part_numel(parts, trainable_only=True),
             num_moments=num_moments,
             gpu=gpu,
             network=network.value,

@@ -51,7 +51,9 @@ def traffic_rows(scale: Scale) -> Iterator[Row]:
 
 def _arithmetic(each: Traffic) -> str:
     factor = "2 (n - 1) / n" if each.kind == "all-reduce" else "(n - 1) / n"
-    return f"arithmetic: {each.purpose}; {each.times:,} collectives of {size(each.payload_bytes).strip()} together, x {factor}"
+    payload = size(each.payload_bytes).strip()
+    how_many = f"1 collective of {payload}" if each.times == 1 else f"{each.times:,} collectives of {payload} together"
+    return f"arithmetic: {each.purpose}; {how_many}, x {factor}"
 
 
 def step_rows(scale: Scale, peak_flops: float, device: str) -> Iterator[Row]:
