@@ -73,7 +73,8 @@ def open_run(
     processes = start_processes()
     check_launcher(processes.num_processes)
     summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
-    sizes = resolve_batch(recipe.batch, summary.get("world_size", 1))
+    section = recipe.parallel
+    sizes = resolve_batch(recipe.batch, summary.get("world_size", 1), section.num_sharing, section.shared_by)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     set_backends(recipe.precision, precision.value, processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)

@@ -75,7 +75,7 @@ def estimate_scale(
     flops_per_step: float | None,
     peak_flops: float | None,
     checkpoint_bytes: int,
-    of_split_layers: Sequence[Collective] = (),
+    of_neighbours: Sequence[Collective] = (),
 ) -> Scale:
     """All of it, for processes laid out like this; `flops_per_step` are of all of them together, `compute_bytes` of one
     number that is computed with.
@@ -84,7 +84,7 @@ def estimate_scale(
         ValueError: the interconnect is not known, or the MFU is no share.
     """
     is_zero = recipe.parallel.strategy == "deepspeed" and layout.world_size > 1
-    found = () if is_zero else (*collectives(recipe.parallel, layout, weights, compute_bytes), *of_split_layers)
+    found = () if is_zero else (*collectives(recipe.parallel, layout, weights, compute_bytes), *of_neighbours)
     gpu, mfu = gpu_facts(device), choose_mfu(recipe, hardware.mfu)
     network = choose_interconnect(hardware.interconnect, gpu)
     step = None
