@@ -153,16 +153,6 @@ class Parallel(Section):
             )
         return self
 
-    @property
-    def num_sharing(self) -> int:
-        """Processes that read the same samples."""
-        return self.tp_size * self.sp_size
-
-    @property
-    def shared_by(self) -> str:
-        """The setting that makes them."""
-        return "parallel.sp_size" if self.sp_size > 1 else "parallel.tp_size"
-
     @model_validator(mode="after")
     def sharding_is_asked_for(self) -> "Parallel":
         of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
@@ -174,6 +164,16 @@ class Parallel(Section):
                         f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}"
                     )
         return self
+
+    @property
+    def num_sharing(self) -> int:
+        """Processes that read the same samples."""
+        return self.tp_size * self.sp_size
+
+    @property
+    def shared_by(self) -> str:
+        """The setting that makes them."""
+        return "parallel.sp_size" if self.sp_size > 1 else "parallel.tp_size"
 
 
 class Guard(Section):

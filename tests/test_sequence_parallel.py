@@ -96,6 +96,7 @@ def test_losses_are_those_of_one_process_and_each_target_is_counted_once(
 ) -> None:
     run = sit(tmp_path / "split", processes, parallel)
     assert_trained_alike(run, undisturbed)
+    assert not [path for path in run.rglob("config.json") if "sdpa" in path.read_text()]
     shares = [reads(run, rank) for rank in range(processes)]
     assert shares[0::2] == shares[1::2]  # neighbours read the same samples
     assert sorted(index for share in shares[0::2] for index in share) == sorted(reads(undisturbed, 0))
@@ -249,6 +250,31 @@ def test_out_of_memory_on_one_process_ends_all_of_them(tmp_path: Path) -> None:
     codes = forked.wait()
     assert codes[1] == 6
     assert codes[0] == 5
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_those_with_the_other_slices_and_the_rest(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_corpus(folder)
+    recipe = write_recipe_file(folder, **{**TEXT, "options": {"kill_at": {"step": 5, "rank": 1}}, "parallel": SP})
+    forked = run_forked(["run", str(recipe)], 4, folder=folder / "processes", preload=[ULYSSES])
+    assert forked.wait() == [5, -9, 5, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [SP, {**FSDP2, **SP}], ids=["ddp", "fsdp2"])
+def test_short_steps_that_leave_groups_with_unequal_shares_hang_nobody(
+    tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    sections = {
+        "data": {"last_batch": "short", "sequence_length": 64},
+        "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+        "schedule": {"max_steps": None, "num_epochs": 1},
+        "optimizer": {"learning_rate": 1e-2},
+        "evaluate": {"every_steps": 0},
+    }
+    assert_same_run(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((4, parallel), (1, {}))))
 
 
 @pytest.mark.slow
