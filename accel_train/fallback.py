@@ -89,7 +89,8 @@ def forward_backward_or_run_out(
 
 
 def _said_of_memory(run: Run, error: Exception) -> str:
-    if run.meets_in_forward or not is_out_of_memory(error):
+    is_waited_for = run.recipe.parallel.sp_size > 1  # in the exchange of slices, by those who have the others
+    if is_waited_for or not is_out_of_memory(error):
         raise error
     return str(error).partition("\n")[0]
 
@@ -140,7 +141,7 @@ def _or_keep_up(run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreem
     try:
         return forward_backward(run.accelerator, module, micro_batches, agreement)
     except (RuntimeError, MemoryError) as error:
-        run.no_room = _said_of_memory(error)
+        run.no_room = _said_of_memory(run, error)
     agreement.share_of_a_target()
     compiled = run.recipe.precision.compile is not False
     reduced = [parameter for parameter in run.parameters if parameter.grad is not None]

@@ -121,9 +121,8 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     processes = start_processes(offloads=recipe.parallel.cpu_offload)
     check_launcher(processes.num_processes)
     sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
-    section = recipe.parallel
-    sequences = choose_sequences(section, processes.num_processes)
-    sizes = resolve_batch(recipe.batch, processes.num_processes, section.num_sharing, section.shared_by)
+    sequences = choose_sequences(recipe.parallel, processes.num_processes)
+    sizes = resolve_batch(recipe.batch, processes.num_processes, recipe.parallel.num_sharing, recipe.parallel.shared_by)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     check_zero(recipe, precision.value)
     choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
@@ -131,8 +130,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     if recipe.parallel.strategy != "ddp":
         told = across_machines(recipe.parallel, processes_on_machine(processes.num_processes))
         choices["parallel"] = sharding if told is None else replace(sharding, reason=f"{sharding.reason}; {told}")
-    if sequences.value > 1:
-        choices["parallel.sp_size"] = sequences
+    choices |= {"parallel.sp_size": sequences} if sequences.value > 1 else {}
     plugins = sharding_plugins(recipe.parallel, sharding.value, processes.num_processes, precision.value)
     if plugins:
         allow_sharding(processes.device)
