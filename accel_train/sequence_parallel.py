@@ -9,7 +9,7 @@ DeepSpeed's engine and its data loader are not used, nor is its registration: th
 own `sdpa`, for everything else in the process as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -32,6 +32,9 @@ from accel_train.zero import import_deepspeed
 
 BY_POSITION = "loss_is_by_position"
 """What a task of one's own says that may have its sequences split: its loss is a sum over positions, of each one's logits and label."""
+
+ROPES_OF_EACH_POSITION = ("default", "linear", "yarn", "llama3")
+"""Rotary embeddings by transformers' names that turn a position the same way whatever else is in the batch."""
 
 
 def check_sequence_parallel(recipe: Recipe, task: Task) -> None:
@@ -90,7 +93,8 @@ def _is_by_position(task: Task) -> bool:
     classes = type(task).__mro__
     for method in ("loss_sum", "evaluate_batch"):
         defined = next((number for number, each in enumerate(classes) if method in vars(each)), 0)
-        if not any(vars(each).get(BY_POSITION) is True for each in classes[: defined + 1]):
+        said = (vars(each)[BY_POSITION] for each in classes[: defined + 1] if BY_POSITION in vars(each))
+        if next(said, False) is not True:
             return False
     return True
 
@@ -104,6 +108,12 @@ def _check_attention(config: Any, attention: str, reason: str, size: int) -> Non
             f"parallel.sp_size={size} needs plain causal attention over the whole sequence: {reason}. Set it to 1, or take another "
             "model: gpt2, llama, mistral and qwen3 are some that can"
         )
+    for kind in _rope_types(getattr(text, "rope_parameters", None) or {}):
+        if kind not in ROPES_OF_EACH_POSITION:
+            raise ValueError(
+                f"parallel.sp_size={size}: rope_type {kind} turns a position by the longest that it sees, and each slice sees others; "
+                f"use {', '.join(ROPES_OF_EACH_POSITION)}, or set it to 1"
+            )
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (key_heads % size and size % key_heads):
@@ -113,6 +123,15 @@ def _check_attention(config: Any, attention: str, reason: str, size: int) -> Non
             f"parallel.sp_size={size} does not divide the {heads} {text.attribute_map.get('num_attention_heads', 'num_attention_heads')}"
             f"{pairs} of {text.model_type}, and each process attends with whole heads; use {', '.join(map(str, fitting))}"
         )
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Of a model's `rope_parameters`, which may be one set or one for each kind of layer."""
+    if "rope_type" in parameters:
+        yield str(parameters["rope_type"])
+    for each in parameters.values():
+        if isinstance(each, Mapping):
+            yield from _rope_types(each)
 
 
 def check_model(model: nn.Module, size: int) -> None:

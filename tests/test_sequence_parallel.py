@@ -300,6 +300,7 @@ def test_a_finished_run_is_evaluated_with_whole_sequences_and_the_same_result(tm
         ({"model": {"config": {**TINY_MODEL, "n_head": 1}}}, "does not divide the 1 n_head of gpt2", "use 1"),
         ({"model": {"config": {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}}, "does not divide the 6 num_attention_heads and 3 num_key_value_heads of llama", "use 1, 3"),
         ({"model": {"config": {**LLAMA, "model_type": "mistral", "sliding_window": 16}}}, "mistral attends within 16 tokens", "gpt2, llama"),
+        ({"model": {"config": {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}}, "rope_type dynamic turns a position by the longest that it sees", "use default, linear, yarn, llama3"),
         ({"model": {"config": {**LLAMA, "model_type": "mixtral"}}}, "mixtral is not among the models checked", "Set it to 1"),
     ],
 )  # fmt: skip
@@ -309,7 +310,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), **{"task": "causal-lm", "parallel": SP, **sections}))
     with pytest.raises(ValueError, match=re.escape(fault)) as caught:
         check_sequence_parallel(recipe, load_task(recipe.task))
-    assert str(caught.value).startswith("parallel.sp_size=2 ")
+    assert str(caught.value).startswith("parallel.sp_size=2")
     assert remedy in str(caught.value)
 
 
@@ -329,7 +330,11 @@ class SaysItTooEarly(LooksAheadNot):
         return super().evaluate_batch(model, batch)
 
 
-@pytest.mark.parametrize(("name", "is_refused"), [("LooksAhead", True), ("LooksAheadNot", False), ("SaysItTooEarly", True)])  # fmt: skip
+class TakesItBack(LooksAheadNot):
+    loss_is_by_position = False
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("LooksAhead", True), ("LooksAheadNot", False), ("SaysItTooEarly", True), ("TakesItBack", True)])  # fmt: skip
 def test_a_task_with_a_loss_of_its_own_has_to_say_that_it_is_a_sum_over_positions(name: str, is_refused: bool) -> None:
     task = f"test_sequence_parallel:{name}"
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task=task, parallel=SP))
