@@ -98,6 +98,10 @@ def test_launcher_sets_how_many_neighbours_split_a_sequence() -> None:
     recipe = with_launch_environment(recipe_with(), said)
     assert recipe.parallel == Parallel(sp_size=2)
     assert str(recipe.origin("parallel.sp_size")) == "PARALLELISM_CONFIG_SP_SIZE of the launch"
+    with pytest.raises(
+        ValueError, match=r"PARALLELISM_CONFIG_SP_SIZE, and accel_train\.Trainer trains data-parallel only"
+    ):
+        refuse_sharded_launch(said)
     copies = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
     sharded = with_launch_environment(
         recipe_with(), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **said, **copies}
