@@ -67,8 +67,9 @@ def fit_micro_batch(trials: Trials, sizes: BatchSizes) -> FittedBatch:
         reason = f"process {everywhere.index(size)} holds no more; here {answer.size}: {reason}"
     if size != sizes.per_device_batch_size:
         update = {"global_batch_size": sizes.global_batch_size, "per_device_batch_size": size}
-        sharing = data_group(accelerator).num_sharing
-        sizes = resolve_batch(recipe.batch.model_copy(update=update), sizes.world_size * sharing, sharing)
+        group = data_group(accelerator)
+        batch, processes = recipe.batch.model_copy(update=update), sizes.world_size * group.num_sharing
+        sizes = resolve_batch(batch, processes, group.num_sharing, group.shared_by)
     accelerator.gradient_accumulation_steps = sizes.gradient_accumulation_steps
     return FittedBatch(sizes, {"batch.per_device_batch_size": Choice(size, reason)}, remembered)
 

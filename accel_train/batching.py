@@ -22,7 +22,7 @@ class BatchSizes:
     """Micro-batches per process and step."""
     per_device_eval_batch_size: int
     world_size: int
-    """Processes that read different samples: all of them, but for tensor parallelism."""
+    """Processes that read different samples: all of them, but for tensor and sequence parallelism."""
     reason: str
 
 
@@ -31,13 +31,15 @@ def is_open(batch: Batch) -> bool:
     return batch.per_device_batch_size == "auto" and batch.gradient_accumulation_steps == "auto"
 
 
-def resolve_batch(batch: Batch, world_size: int, num_sharing: int = 1) -> BatchSizes:
+def resolve_batch(
+    batch: Batch, world_size: int, num_sharing: int = 1, shared_by: str = "parallel.tp_size"
+) -> BatchSizes:
     """Fill in the batch sizes that the recipe leaves open, and refuse those that do not multiply out.
 
     Any two of global_batch_size, per_device_batch_size and gradient_accumulation_steps give the third. One alone:
     accumulation is 1 (until a run has looked for the largest micro-batch that fits, `batch_search.py`); without
     per_device_batch_size, the global size is 32 unless it is said. Of `num_sharing` processes that read the same samples
-    (tensor parallelism) one counts.
+    (tensor and sequence parallelism) one counts; `shared_by` is the setting that makes them.
 
     Raises:
         ValueError: the sizes contradict each other or do not divide; the text has the nearest ones that do.
@@ -67,7 +69,9 @@ def resolve_batch(batch: Batch, world_size: int, num_sharing: int = 1) -> BatchS
     eval_size = batch.per_device_eval_batch_size
     reason = f"{total} = {per_device} per device x {accumulation} accumulation x {_processes(world_size)}"
     if num_sharing > 1:
-        reason += f", each with {num_sharing - 1} more that read{'s' * (num_sharing == 2)} the same samples (parallel.tp_size)"
+        reason += (
+            f", each with {num_sharing - 1} more that read{'s' * (num_sharing == 2)} the same samples ({shared_by})"
+        )
     return BatchSizes(
         global_batch_size=total,
         per_device_batch_size=per_device,

@@ -118,11 +118,13 @@ def examine(
     return finding, states
 
 
-def not_examined(question: Question, device: torch.device) -> Finding:
-    """What is known where a process cannot compute by itself, because it holds a part of the model only."""
+def not_examined(question: Question, device: torch.device, *, in_slices: bool = False) -> Finding:
+    """What is known where a process cannot compute by itself: it holds a part of the model, or has a slice of its sequences."""
     finding = Finding(question.rank, describe_device(device))
     finding.suspects = [sample for share in question.samples or [] for sample in share][:MAX_LISTED]
-    finding.error = "not computed again: the model is spread over the processes (parallel.strategy fsdp2 or deepspeed)"
+    parts = "the model is spread over the processes (parallel.strategy fsdp2 or deepspeed)"
+    slices = "sequences are split over the processes (parallel.sp_size)"
+    finding.error = f"not computed again: {slices if in_slices else parts}"
     return finding
 
 

@@ -214,7 +214,7 @@ def _sum_over_processes(
     described: list[Any] = [None] * accelerator.num_processes
     dist.all_gather_object(described, {name: (value.shape, value.dtype) for name, value in sums.items()})
     shapes = {name: shape for one in described for name, shape in one.items()}
-    counts = data_group(accelerator).is_first  # the others of its group have counted the same
+    counts = data_group(accelerator).does_count  # others of its group have counted the same
     counted = torch.tensor(num_targets if counts else 0, device=accelerator.device)
     dist.all_reduce(counted)
     totals = {"num_targets": counted.cpu().numpy()}

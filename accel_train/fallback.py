@@ -73,7 +73,7 @@ def forward_backward_or_run_out(
     try:
         loss_sum = forward_backward(accelerator, module, micro_batches, agreement, reduce=is_alone)
     except (RuntimeError, MemoryError) as error:
-        said = _said_of_memory(error)  # not the error itself: it would keep the tensors of its frames alive
+        said = _said_of_memory(run, error)  # not the error itself: it would keep the tensors of its frames alive
     if is_alone and loss_sum is not None:
         return loss_sum
     agreement.share_of_a_target()  # the first forward may have failed before what came of the last step was received
@@ -88,8 +88,9 @@ def forward_backward_or_run_out(
     return loss_sum
 
 
-def _said_of_memory(error: Exception) -> str:
-    if not is_out_of_memory(error):
+def _said_of_memory(run: Run, error: Exception) -> str:
+    is_waited_for = run.recipe.parallel.sp_size > 1  # in the exchange of slices, by those who have the others
+    if is_waited_for or not is_out_of_memory(error):
         raise error
     return str(error).partition("\n")[0]
 
@@ -114,7 +115,7 @@ def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Ag
     try:
         return forward_backward(accelerator, module, micro_batches, agreement)
     except (RuntimeError, MemoryError) as error:
-        run.no_room = _said_of_memory(error)
+        run.no_room = _said_of_memory(run, error)
     agreement.share_of_a_target()
     free_memory(run.optimizer, accelerator.device)
     # With unused parameters DDP says in one more collective which they are.
@@ -140,7 +141,7 @@ def _or_keep_up(run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreem
     try:
         return forward_backward(run.accelerator, module, micro_batches, agreement)
     except (RuntimeError, MemoryError) as error:
-        run.no_room = _said_of_memory(error)
+        run.no_room = _said_of_memory(run, error)
     agreement.share_of_a_target()
     compiled = run.recipe.precision.compile is not False
     reduced = [parameter for parameter in run.parameters if parameter.grad is not None]

@@ -90,7 +90,7 @@ def _task_scores(run: Run, whole: bool) -> tuple[dict[str, float], dict[str, Any
         piece_size=run.evaluation_piece_size,
         is_over=run.is_evaluation_over,
         timeout_seconds=run.data_timeout_seconds,
-        in_lockstep=run.is_sharded,
+        in_lockstep=run.meets_in_forward,
     )
     if result.piece_size < (run.evaluation_piece_size or run.sizes.per_device_eval_batch_size):
         run.evaluation_piece_size = result.piece_size

@@ -19,6 +19,7 @@ from accel_train.diagnosis import Finding, Question, examine, not_examined
 from accel_train.finish import environment
 from accel_train.guard import Verdict
 from accel_train.incident_writing import free_name, last_losses, weights_of, write_incident
+from accel_train.loading import fetch
 from accel_train.observe.incident_record import (
     FORMAT,
     INCIDENTS,
@@ -35,6 +36,7 @@ from accel_train.observe.incident_record import (
 from accel_train.redaction import redact
 from accel_train.rerun import RandomState
 from accel_train.run import Run
+from accel_train.sequence_slices import Slices
 from accel_train.state import JsonRecord, StepResult
 from accel_train.step import MicroBatch
 
@@ -65,12 +67,12 @@ def look_into(run: Run, result: StepResult, verdict: Verdict, micro_batches: lis
         question = _question(run, result)
         finding, states = (
             examine(run.inner, micro_batches, question, run.accelerator.device)
-            if not run.is_sharded
-            else (not_examined(question, run.accelerator.device), [])
+            if not run.meets_in_forward
+            else (not_examined(question, run.accelerator.device, in_slices=not run.is_sharded), [])
         )
         findings = gather_object([_as_record(run, finding, result)])
         record = _record(run, result, verdict, findings)
-        batches = _collect_batches(run, record, finding, micro_batches, states)
+        batches = _collect_batches(run, record, finding, _whole(run, result.step - 1, micro_batches), states)
         sentence = record["sentence"]
         if not run.accelerator.is_main_process:
             return Cause(None, sentence)
@@ -162,6 +164,15 @@ def _record(run: Run, result: StepResult, verdict: Verdict, findings: list[JsonR
     record["classification"] = classify(record)
     record["sentence"] = summarise_incident(record)
     return record
+
+
+def _whole(run: Run, step: int, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches of a 0-based step with whole sequences, where this process has computed slices: one process can replay them."""
+    collate = run.data.collate
+    if not isinstance(collate, Slices):
+        return micro_batches
+    whole = [collate.collate(fetch(run.data.train, indices)) for indices in _samples(run, step) or []]
+    return [(batch, int(batch.pop("num_targets"))) for batch in whole]
 
 
 def _collect_batches(

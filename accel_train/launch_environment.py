@@ -16,10 +16,10 @@ from accel_train.recipe_writing import show, who_set
 
 TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f", "")
 REFUSED_BACKENDS = {"ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
-TP_SIZE = "PARALLELISM_CONFIG_TP_SIZE"
+TP_SIZE, SP_SIZE = "PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"
+SP_ATTENTION = "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"
 REFUSED_SIZES = {
     "PARALLELISM_CONFIG_CP_SIZE": "context parallelism is not supported (parallel.cp_size says why)",
-    "PARALLELISM_CONFIG_SP_SIZE": "sequence parallelism is DeepSpeed's, and not supported",
 }
 HOW_TO_TRAIN = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "a configuration of DeepSpeed's own; write zero_stage, leave deepspeed_config_file",
@@ -27,7 +27,7 @@ HOW_TO_TRAIN = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "batch of the recipe; leave gradient_accumulation_steps",
 }
 """What a deepspeed_config may say of training, and whose word it is."""
-REMEDY = "launch with launch/fsdp2.yaml, launch/hsdp.yaml or launch/tp.yaml for a model that one GPU does not hold, or else launch/ddp.yaml"
+REMEDY = "launch with launch/fsdp2.yaml, launch/hsdp.yaml or launch/tp.yaml for a model that one GPU does not hold, launch/sp.yaml for long sequences, or else launch/ddp.yaml"
 
 
 @cache
@@ -84,6 +84,10 @@ def _said_by(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, s
             raise ValueError(
                 f"{variable}={environment[variable]}: {name}; leave its size at 1 in the launch's parallelism_config"
             )
+    sequences = _size(environment, SP_SIZE) if sizes else 1
+    if sequences > 1:
+        yield "sp_size", (sequences, SP_SIZE)
+        _check_sequences(environment)
     if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
         yield from _said_of_zero(environment)
     split = _size(environment, TP_SIZE) if sizes else 1
@@ -111,7 +115,7 @@ def _said_by(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[Any, s
     ):
         yield field, (_flag(environment, variable, default=default), variable)
     if sizes:
-        yield "dp_shard_size", (_shard_size(environment, split), "PARALLELISM_CONFIG_DP_SHARD_SIZE")
+        yield "dp_shard_size", (_shard_size(environment, split, sequences), "PARALLELISM_CONFIG_DP_SHARD_SIZE")
     if split > 1:
         yield "tp_size", (split, TP_SIZE)
 
@@ -141,16 +145,32 @@ def _said_of_zero(environment: Mapping[str, str]) -> Iterator[tuple[str, tuple[A
     yield "zero_stage", (int(stage), "ACCELERATE_DEEPSPEED_ZERO_STAGE")
 
 
-def _shard_size(environment: Mapping[str, str], split: int) -> int:
+def _check_sequences(environment: Mapping[str, str]) -> None:
+    if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            f"{SP_SIZE}={environment[SP_SIZE]}: sequences are split under FSDP2 and DDP, and not under DeepSpeed's ZeRO; launch with "
+            "launch/sp.yaml"
+        )
+    attention = environment.get(SP_ATTENTION, "sdpa")
+    if attention not in ("sdpa", "None"):
+        raise ValueError(
+            f"{SP_ATTENTION}={attention}: sequences that are split attend by SDPA, whose kernels torch chooses; leave it out of the "
+            "launch's parallelism_config"
+        )
+
+
+def _shard_size(environment: Mapping[str, str], split: int, sequences: int) -> int:
+    """Processes that share one copy of the model: as under Accelerate's cp_size, those that split sequences share it as well."""
     copies, shard = (_size(environment, f"PARALLELISM_CONFIG_DP_{name}_SIZE") for name in ("REPLICATE", "SHARD"))
     processes = environment.get("WORLD_SIZE", "")
-    if processes.isdigit() and copies * shard * split != int(processes):
+    if processes.isdigit() and copies * shard * split * sequences != int(processes):
         told = f" x {TP_SIZE}={split}" if split > 1 else ""
+        told += f" x {SP_SIZE}={sequences}" if sequences > 1 else ""
         raise ValueError(
             f"PARALLELISM_CONFIG_DP_REPLICATE_SIZE={copies} x PARALLELISM_CONFIG_DP_SHARD_SIZE={shard}{told} is not the number of "
             f"processes, {processes}; set them in the launch's parallelism_config so that they multiply to num_processes"
         )
-    return shard
+    return shard * sequences
 
 
 def _flag(environment: Mapping[str, str], variable: str, *, default: bool = False) -> bool:

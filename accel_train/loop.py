@@ -87,7 +87,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
     evaluation, a checkpoint, the end).
     """
     accelerator, state, guard, seed = run.accelerator, run.state, run.guard, run.recipe.seed
-    rank, device = data_group(accelerator).rank, accelerator.device
+    rank, device = data_group(accelerator).random_rank, accelerator.device
     agreement, stragglers = Agreement(accelerator), StragglerWatch(run)
     last: StepOutcome | None = None
     last_batches: list[MicroBatch] = []

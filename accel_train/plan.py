@@ -26,10 +26,13 @@ from accel_train.recipe import Recipe
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.scale.estimate import Hardware, Scale, estimate_scale
 from accel_train.scale.memory import spread_memory
+from accel_train.scale.sequences import sequence_collectives, with_exchange
 from accel_train.scale.split import split_collectives
 from accel_train.scale.traffic import Collective
 from accel_train.scale.weights import ModelWeights, group_weights
 from accel_train.schedule import StepPlan
+from accel_train.sequence_parallel import check_model
+from accel_train.sequence_slices import slice_of
 from accel_train.sharding import across_machines
 from accel_train.state import Choice
 from accel_train.task import TARGET_UNITS, Task, TaskData
@@ -128,7 +131,8 @@ def resolve_plan(
     processes = count_processes(world_size, gpu)
     place = choose_place(recipe, processes, gpu, hardware or Hardware())
     check_zero(recipe, place.precision.value)
-    sizes = resolve_batch(recipe.batch, processes, recipe.parallel.tp_size)
+    section = recipe.parallel
+    sizes = resolve_batch(recipe.batch, processes, section.num_sharing, section.shared_by)
     data = task.load_data(recipe, progress=progress)
     resolved = resolve_run(recipe, data, sizes)
     model = _look_at_model(recipe, task, data, sizes, place)
@@ -172,7 +176,8 @@ class _Model:
     num_targets_per_epoch: int
     memory: Sequence[MemoryPart]
     """Of a process that holds all of it."""
-    of_split_layers: Sequence[Collective]
+    of_neighbours: Sequence[Collective]
+    """What those exchange that split layers or sequences."""
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
@@ -181,6 +186,11 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
     held = group_weights(model, part_shapes(model, place.layout.tp_size)) if place.layout.tp_size > 1 else weights
     micro_batch = data.collate(largest_samples(data, recipe.seed, sizes.per_device_batch_size))
     num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
+    sequences = place.layout.sp_size
+    if sequences > 1:
+        check_model(model, sequences)
+        micro_batch = slice_of(micro_batch, 0, sequences)
+    num_positions, checkpointed = next(iter(micro_batch.values())).numel(), recipe.precision.gradient_checkpointing
     num_targets = (
         data.facts.get("train_targets")
         or max(data.facts.get("train_tokens", 0) - 1, 0)
@@ -190,11 +200,13 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         recipe, task, model, micro_batch,
         mixed_precision=place.precision.value, device_type=place.device_type, gathered=place.layout.shard_size > 1,
     )  # fmt: skip
-    of_split_layers = split_collectives(
-        model, place.layout, next(iter(micro_batch.values())).numel(), place.compute_bytes,
-        checkpointed=recipe.precision.gradient_checkpointing,
-    )  # fmt: skip
-    return _Model(weights, held, vocabulary, flops, num_targets, memory, of_split_layers)
+    memory = with_exchange(memory, model, place.layout, num_positions, place.compute_bytes)
+    of_neighbours = tuple(
+        each
+        for collectives in (split_collectives, sequence_collectives)
+        for each in collectives(model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed)
+    )
+    return _Model(weights, held, vocabulary, flops, num_targets, memory, of_neighbours)
 
 
 def _checkpoint_bytes(recipe: Recipe, weights: ModelWeights) -> int:
@@ -215,7 +227,7 @@ def _scale(
         flops_per_step=None if flops is None else flops * targets / steps.max_steps,
         peak_flops=place.peak_flops,
         checkpoint_bytes=checkpoint_bytes,
-        of_split_layers=model.of_split_layers,
+        of_neighbours=model.of_neighbours,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -55,6 +54,8 @@ from accel_train.rollback_record import take_up
 from accel_train.run import Run, make_guard
 from accel_train.saver import Saver
 from accel_train.schedule import make_schedule
+from accel_train.sequence_parallel import attend_over_slices, choose_sequences, tell_accelerator
+from accel_train.sequence_slices import in_slices
 from accel_train.sharding import (
     across_machines,
     allow_sharding,
@@ -65,10 +66,10 @@ from accel_train.sharding import (
     sharding_plugins,
 )
 from accel_train.signals import StopRequest
-from accel_train.snapshot import restore
+from accel_train.snapshot import describe_model, restore
 from accel_train.state import Choice, Requests, TrainState
 from accel_train.step import TrainingModule
-from accel_train.task import Task, TaskData
+from accel_train.task import Task
 from accel_train.watchdog import Watchdog
 from accel_train.zero import check_zero, wrap_in_zero
 
@@ -120,7 +121,8 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     processes = start_processes(offloads=recipe.parallel.cpu_offload)
     check_launcher(processes.num_processes)
     sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
-    sizes = resolve_batch(recipe.batch, processes.num_processes, recipe.parallel.tp_size)
+    sequences = choose_sequences(recipe.parallel, processes.num_processes)
+    sizes = resolve_batch(recipe.batch, processes.num_processes, recipe.parallel.num_sharing, recipe.parallel.shared_by)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     check_zero(recipe, precision.value)
     choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
@@ -128,10 +130,12 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     if recipe.parallel.strategy != "ddp":
         told = across_machines(recipe.parallel, processes_on_machine(processes.num_processes))
         choices["parallel"] = sharding if told is None else replace(sharding, reason=f"{sharding.reason}; {told}")
+    choices |= {"parallel.sp_size": sequences} if sequences.value > 1 else {}
     plugins = sharding_plugins(recipe.parallel, sharding.value, processes.num_processes, precision.value)
     if plugins:
         allow_sharding(processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device, plugins)
+    tell_accelerator(accelerator, sequences.value)
     with ExitStack() as resources:
         watchdog = open_watchdog(recipe, accelerator, extensions, stop)
         if watchdog is not None:
@@ -171,6 +175,7 @@ def _build(
     device = accelerator.device
     data = task.load_data(recipe, progress=accelerator.is_main_process)
     check_agreement(recipe, data, accelerator.num_processes)
+    data = in_slices(data, data_group(accelerator))
     resolved = resolve_run(recipe, data, sizes, extensions.epoch_order)
     steps, order = resolved.steps, resolved.order
     workers = choose_num_workers(recipe.data.num_workers, data, accelerator.num_processes)
@@ -199,9 +204,9 @@ def _build(
         inner.model.to(device)
     fitted = fit_micro_batch(Trials(recipe, task, data, inner, accelerator, build_empty), sizes)
     sizes = fitted.sizes
+    attend_over_slices(accelerator, inner.model)
     peak = scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes)
-    choices |= changes
-    choices |= fitted.choices
+    choices |= changes | fitted.choices
     choices |= {
         "batch": Choice(sizes.global_batch_size, sizes.reason),
         "optimizer.learning_rate": peak,
@@ -292,10 +297,3 @@ def _build(
         collectives=count_collectives(inner, num_sharing=data_group(accelerator).num_sharing),
     )
     return run
-
-
-def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:
-    """What `from_pretrained` needs beside the weights (configuration, tokenizer), by file name."""
-    with TemporaryDirectory() as folder:
-        task.save_description(model, data, Path(folder))
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

@@ -127,8 +127,11 @@ class Parallel(Section):
     """fsdp2: keep weights and optimizer in host memory, and update them there; slower, for models that fit in no other way."""
     tp_size: PositiveInt = 1
     """fsdp2: neighbouring processes that compute each layer together and read the same samples (tensor parallelism)."""
+    sp_size: PositiveInt = 1
+    """ddp and fsdp2: neighbouring processes that read the same samples and have a slice each of every sequence (sequence
+    parallelism, by DeepSpeed's Ulysses attention)."""
     cp_size: PositiveInt = 1
-    """Processes that share each sequence (context parallelism): only 1, for now."""
+    """Processes that share each sequence by ring attention (context parallelism): only 1; `sp_size` is the way to split sequences."""
 
     @model_validator(mode="after")
     def sequences_are_whole(self) -> "Parallel":
@@ -136,7 +139,17 @@ class Parallel(Section):
             raise ValueError(
                 f"parallel.cp_size={self.cp_size}: context parallelism is not supported, because torch's ring attention has no "
                 "kernel for the CPU, where this program proves that several processes train as one does; leave it at 1, and for "
-                "sequences that do not fit set parallel.strategy to fsdp2 and precision.gradient_checkpointing to true"
+                f"sequences that do not fit set parallel.sp_size to {self.cp_size}, and precision.gradient_checkpointing to true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def sequences_are_split_with_what_is_known_to_work(self) -> "Parallel":
+        if self.sp_size > 1 and (self.tp_size > 1 or self.strategy == "deepspeed"):
+            other = f"tp_size={self.tp_size}" if self.tp_size > 1 else "strategy deepspeed"
+            raise ValueError(
+                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}; leave one of them out: sequences are split "
+                "under parallel.strategy ddp and fsdp2"
             )
         return self
 
@@ -151,6 +164,16 @@ class Parallel(Section):
                         f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}"
                     )
         return self
+
+    @property
+    def num_sharing(self) -> int:
+        """Processes that read the same samples."""
+        return self.tp_size * self.sp_size
+
+    @property
+    def shared_by(self) -> str:
+        """The setting that makes them."""
+        return "parallel.sp_size" if self.sp_size > 1 else "parallel.tp_size"
 
 
 class Guard(Section):

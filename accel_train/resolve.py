@@ -16,6 +16,7 @@ from accel_train.observe.trackers import check_tracker_names
 from accel_train.recipe import Recipe
 from accel_train.sampling import DataOrder
 from accel_train.schedule import StepPlan, resolve_steps
+from accel_train.sequence_parallel import check_sequence_parallel
 from accel_train.state import Choice
 from accel_train.task import TASKS, Task, TaskData, load_task
 from accel_train.tensor_parallel import check_tensor_parallel
@@ -48,6 +49,7 @@ def check_recipe(recipe: Recipe) -> Task:
             f"data.{column} is none, so there is nothing to learn from; it is for `accel-train predict` alone"
         )
     check_tensor_parallel(recipe)
+    check_sequence_parallel(recipe, task)
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
     check_tracker_names(recipe.log.trackers)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accel_train.batch_record import Remembered
 from accel_train.batching import BatchSizes
 from accel_train.counted_collectives import CountedCollectives
-from accel_train.data_group import is_sharded
+from accel_train.data_group import data_group, is_sharded
 from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, Limits
 from accel_train.health import Health
@@ -123,6 +123,11 @@ class Run:
     def zero_parts(self) -> ZeroParts | None:
         """What DeepSpeed keeps of the model on this process, where it spreads it."""
         return None if self.zero is None else self.zero.parts
+
+    @cached_property
+    def meets_in_forward(self) -> bool:
+        """Whether a forward waits for other processes: nobody can compute alone, or stay behind."""
+        return self.is_sharded or data_group(self.accelerator).num_sharing > 1
 
     @property
     def can_evaluate(self) -> bool:

@@ -99,7 +99,7 @@ def sharding_plugins(section: Parallel, shard_size: int, world_size: int, mixed_
     if shard_size < world_size and (split > 1 or shard_size > 1):
         copies = world_size // (shard_size * split)
         plugins["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=copies, dp_shard_size=shard_size, tp_size=split, cp_size=1
+            dp_replicate_size=copies, dp_shard_size=shard_size, tp_size=split, cp_size=1, sp_size=1
         )
     return plugins
 
@@ -161,7 +161,7 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
     """
     tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
     split = None
-    if data_group(accelerator).num_sharing > 1:
+    if data_group(accelerator).num_alike > 1:
         if not is_empty:
             inner.to(accelerator.device)
         split = split_layers(inner.model, accelerator.torch_device_mesh["tp"])
@@ -188,7 +188,7 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
         # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
         fsdp2_prepare_model(accelerator, inner)
     first = next(inner.parameters())
-    if isinstance(first, DTensor) and data_group(accelerator).num_sharing > 1:
+    if isinstance(first, DTensor) and data_group(accelerator).num_alike > 1:
         first.device_mesh._flatten()  # so that the gradient norm is one collective, not two
         # Gathering the whole of a weight at the end takes two, and is as meant.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

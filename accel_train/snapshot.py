@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from accel_train.checkpoint import TRAINER, Writer, read_trainer
 from accel_train.ema import WeightAverage
 from accel_train.sharded_checkpoint import Parts, Stored, is_in_parts
 from accel_train.state import CheckpointError, Rollback, TrainState
+from accel_train.task import Task, TaskData
 from accel_train.tensor_parts import is_spread
 
 if TYPE_CHECKING:
@@ -269,3 +271,10 @@ def restore(
         return TrainState(**counters)
     except TypeError as error:
         raise CheckpointError(f"{folder / TRAINER} is of another version of this program ({error})") from error
+
+
+def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:
+    """What `from_pretrained` needs beside the weights (configuration, tokenizer), by file name."""
+    with TemporaryDirectory() as folder:
+        task.save_description(model, data, Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

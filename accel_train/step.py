@@ -91,7 +91,7 @@ class Agreement:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.world_size, self.num_sharing = accelerator.num_processes, data_group(accelerator).num_sharing
+        self.world_size, self.num_alike = accelerator.num_processes, data_group(accelerator).num_alike
         self.device = accelerator.device
         # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
@@ -119,8 +119,8 @@ class Agreement:
     def share_of_a_target(self) -> Tensor:
         """1 / targets of the global batch, 0-dim fp32: what each target's loss weighs in the gradient.
 
-        Times the world size, because DDP averages gradients over processes and we want their sum. (Of processes that read the
-        same samples each has counted them: averages are over as many fewer.)
+        Times the world size, because DDP averages gradients over processes and we want their sum. (Of processes that compute
+        the same of them each has counted it: averages are over as many fewer.)
         """
         self._receive()
         if self._sums is None:
@@ -199,7 +199,7 @@ class Agreement:
             learning_rate=last.learning_rate,
             loss=loss_sum / max(wishes.num_targets, 1),
             grad_norm=grad_norm,
-            num_targets=int(wishes.num_targets) // self.num_sharing,
+            num_targets=int(wishes.num_targets) // self.num_alike,
             skipped=skips != 0,
             loss_scale=scale if last.has_loss_scale else None,
             stop_requested=bool(wishes.stop),

@@ -123,7 +123,8 @@ class StragglerWatch:
         self.rank, self.world_size = run.accelerator.process_index, run.accelerator.num_processes
         self.is_on = self.section.straggler_factor is not None and self.world_size > 1
         is_traced = run.choices["precision.compile"].value == "model"  # hooks would be compiled with it
-        self.stopwatch = Stopwatch(run.inner, run.accelerator.device, times_forward=not is_traced)
+        waits = run.recipe.parallel.sp_size > 1  # in its forward, for whoever has the other slices
+        self.stopwatch = Stopwatch(run.inner, run.accelerator.device, times_forward=not is_traced and not waits)
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._arriving: tuple[torch.Tensor, Any] | None = None
         self._slow_rank, self._num_windows = -1, 0

@@ -77,7 +77,11 @@ class Scores:
 
 @runtime_checkable
 class Task(Protocol):
-    """What the loop asks of a task."""
+    """What the loop asks of a task.
+
+    The class that defines `loss_sum` or `evaluate_batch` may say `loss_is_by_position = True`: what they sum up is of each position's
+    logits and label alone. Then sequences may be split over processes (`parallel.sp_size`).
+    """
 
     def load_data(self, recipe: "Recipe", *, progress: bool) -> TaskData:
         """Read the data. Called on every process; a user's mistake is a ValueError."""

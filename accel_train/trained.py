@@ -73,7 +73,8 @@ def open_run(
     processes = start_processes()
     check_launcher(processes.num_processes)
     summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
-    sizes = resolve_batch(recipe.batch, summary.get("world_size", 1))
+    world_size, sharing = summary.get("world_size", 1), recipe.parallel.num_sharing
+    sizes = resolve_batch(recipe.batch, world_size, 1 if world_size % sharing else sharing)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     set_backends(recipe.precision, precision.value, processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)

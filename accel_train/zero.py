@@ -136,7 +136,7 @@ def wrap_in_zero(
     `optimizer` is over the parameters of `inner.model`, by name (`optim.name_parameters`). From then on its groups hold this
     process's parts; learning rates are set on it as ever.
     """
-    deepspeed = _import_deepspeed()
+    deepspeed = import_deepspeed()
     if accelerator.mixed_precision != "no":
         inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
     optimizer.state.clear()  # of whole weights
@@ -155,7 +155,7 @@ def wrap_in_zero(
     return ZeroModule(engine), Zero(engine, parts)
 
 
-def _import_deepspeed() -> Any:
+def import_deepspeed() -> Any:
     """The package, told to compile nothing: what it would is for inference. `start_accelerator` has told it which device to use."""
     # All of torch's names that it calls by their old ones, several times a step.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

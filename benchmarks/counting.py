@@ -12,6 +12,8 @@ METHODS = {
     "reduce_scatter_single": ("reduce-scatter", 1),
     "_reduce_scatter_base": ("reduce-scatter", 1),
     "allreduce": ("all-reduce", 0),
+    "all_to_all_single": ("all-to-all", 0),
+    "alltoall_base": ("all-to-all", 0),  # before torch 2.13
 }
 """Of a process group: the kind of collective, and which argument is the whole tensor."""
 OF_TENSORS_IN_PARTS = {"all_reduce": "all-reduce", "all_gather_single": "all-gather"}

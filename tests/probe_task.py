@@ -75,6 +75,8 @@ class ProbeTask(CausalLM):
     no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done;
     seconds_a_forward: how long each takes at least."""
 
+    loss_is_by_position = True
+
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options = recipe.options
         self.accumulation_calls = 0

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from accel_train.causal_attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
 from accel_train.recipe import Recipe
 from accel_train.step import TrainingModule
 from accel_train.task import TaskData
-from accel_train.tasks.causal_attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
 from accel_train.tasks.causal_lm import CausalLM, matmul_parameters, same_document_mask
 from runs import TINY_MODEL, recipe_dict, write_corpus
 

@@ -68,7 +68,7 @@ def environment_of(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> 
 def test_there_is_a_launch_file_for_one_gpu_one_machine_and_several_plain_and_sharded() -> None:
     machines = {path.name: load_config_from_file(str(path)).num_machines for path in CONFIGS}
     assert machines == {
-        "one_gpu.yaml": 1, "ddp.yaml": 1, "fsdp2.yaml": 1, "tp.yaml": 1, "zero2.yaml": 1, "zero3.yaml": 1, "two_machines.yaml": 2, "hsdp.yaml": 4, "many_machines.yaml": 32,
+        "one_gpu.yaml": 1, "ddp.yaml": 1, "fsdp2.yaml": 1, "tp.yaml": 1, "sp.yaml": 1, "zero2.yaml": 1, "zero3.yaml": 1, "two_machines.yaml": 2, "hsdp.yaml": 4, "many_machines.yaml": 32,
     }  # fmt: skip
     assert load_config_from_file(str(LAUNCH / "one_gpu.yaml")).num_processes == 1
 
@@ -106,6 +106,7 @@ def test_accelerate_reads_the_file_and_finds_no_word_on_how_to_train(
         ("zero2.yaml", {"strategy": "deepspeed", "zero_stage": 2}),
         ("zero3.yaml", {"strategy": "deepspeed", "zero_stage": 3}),
         ("tp.yaml", {"strategy": "fsdp2", "dp_shard_size": 4, "tp_size": 2}),
+        ("sp.yaml", {"strategy": "fsdp2", "dp_shard_size": 8, "sp_size": 2}),
     ],
 )
 def test_what_a_file_makes_of_a_recipe_that_says_nothing_of_it_is_what_it_is_named_for(

@@ -10,7 +10,7 @@ import pytest
 from accel_train.launch_environment import launched_with, refuse_sharded_launch, with_launch_environment
 from accel_train.plan import resolve_plan
 from accel_train.plan_text import format_plan
-from accel_train.recipe import Recipe
+from accel_train.recipe import Parallel, Recipe
 from accel_train.recipe_file import load_recipe
 from accel_train.rehearse import rehearse_recipe
 from forked import run_forked
@@ -62,6 +62,7 @@ def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it
         "reshard_after_forward": False,
         "cpu_offload": True,
         "tp_size": 1,
+        "sp_size": 1,
         "cp_size": 1,
     }
     assert recipe.origin("parallel.strategy").kind == "environment"
@@ -90,6 +91,22 @@ def test_launcher_sets_how_many_neighbours_split_a_layer() -> None:
         with_launch_environment(
             recipe_with(strategy="fsdp2", tp_size=4), {**said, **sizes, "FSDP_RESHARD_AFTER_FORWARD": "true"}
         )
+
+
+def test_launcher_sets_how_many_neighbours_split_a_sequence() -> None:
+    said = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": "8", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+    recipe = with_launch_environment(recipe_with(), said)
+    assert recipe.parallel == Parallel(sp_size=2)
+    assert str(recipe.origin("parallel.sp_size")) == "PARALLELISM_CONFIG_SP_SIZE of the launch"
+    with pytest.raises(
+        ValueError, match=r"PARALLELISM_CONFIG_SP_SIZE, and accel_train\.Trainer trains data-parallel only"
+    ):
+        refuse_sharded_launch(said)
+    copies = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    sharded = with_launch_environment(
+        recipe_with(), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **said, **copies}
+    )
+    assert sharded.parallel == Parallel(strategy="fsdp2", dp_shard_size=4, sp_size=2)
 
 
 def test_without_parallelism_config_all_processes_share_one_copy() -> None:
@@ -141,7 +158,9 @@ def test_recipe_that_says_otherwise_is_refused_with_both_named(
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "8 x PARALLELISM_CONFIG_TP_SIZE=2 is not the number of processes, 32", "multiply"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_FSDP": "false"}, "TP_SIZE=2: tensor parallelism goes with FSDP2", "launch/tp.yaml"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "leave its size at 1"),
-        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "SP_SIZE=2: sequence parallelism is DeepSpeed's", "leave its size at 1"),
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "8 x PARALLELISM_CONFIG_SP_SIZE=2 is not the number of processes, 32", "multiply"),
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2", **ZERO}, "SP_SIZE=2: sequences are split under FSDP2 and DDP", "launch/sp.yaml"),
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "flash_attention_2"}, "SP_ATTN_IMPLEMENTATION=flash_attention_2", "leave it out"),
         ({"WORLD_SIZE": "16"}, "4 x PARALLELISM_CONFIG_DP_SHARD_SIZE=8 is not the number of processes, 16", "multiply"),
         ({"FSDP_OFFLOAD_PARAMS": "cpu"}, "FSDP_OFFLOAD_PARAMS=cpu", "true or false"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE=-1", "whole number"),

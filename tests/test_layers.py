@@ -52,6 +52,8 @@ MAY_KNOW_TRANSFORMERS = {
     "export",  # writes a folder for from_pretrained, and loads it again
     "int8",  # tells transformers' Conv1D from a linear layer
     "tensor_parallel",  # splits a model by transformers' own plan for it
+    "causal_attention",  # registers an attention with transformers
+    "sequence_parallel",  # the same, over sequences that are split
     "lora",  # tells transformers' Conv1D from a linear layer
     "data.vision",  # reads what a pretrained model says of its images
     "hf",  # the Trainer face is about transformers' TrainingArguments, callbacks and collators
@@ -156,7 +158,7 @@ def test_pure_modules_import_the_standard_library_only(module: str) -> None:
         for found in imports()
         if found.module == module
         and found.target.split(".")[0] not in allowed
-        and internal(found) not in (*PURE, "recipe")
+        and internal(found) not in (*PURE, "recipe", "recipe_optimizer")
     ]
     assert foreign == []
 

@@ -28,12 +28,12 @@ def run_and_plan(folder: Path, world_size: int, **parallel: Any) -> tuple[list[d
     write_corpus(folder)
     sections: dict[str, Any] = {
         "task": "held_task:HeldTask",
-        "model": {"config": SPLIT if "tp_size" in parallel else MODEL},
+        "model": {"config": SPLIT if {"tp_size", "sp_size"} & parallel.keys() else MODEL},
         "parallel": parallel,
         "schedule": {"max_steps": STEPS},
         "batch": {
             "global_batch_size": 16,
-            "per_device_batch_size": 16 // (world_size // parallel.get("tp_size", 1)) // 2,
+            "per_device_batch_size": 16 // (world_size // parallel.get("tp_size", parallel.get("sp_size", 1))) // 2,
         },
         "guard": {"drift_check_steps": 0},
         "options": {"held": str(folder)},
@@ -52,6 +52,8 @@ def run_and_plan(folder: Path, world_size: int, **parallel: Any) -> tuple[list[d
         (4, {"strategy": "fsdp2", "dp_shard_size": 2, "reshard_after_forward": False}),
         (2, {"strategy": "fsdp2", "tp_size": 2}),
         (4, {"strategy": "fsdp2", "tp_size": 2}),
+        (2, {"strategy": "fsdp2", "sp_size": 2}),
+        pytest.param(4, {"strategy": "fsdp2", "sp_size": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_holds_and_sends_what_the_plan_says(

@@ -126,7 +126,7 @@ def test_what_scaling_says_of_settings_codes_and_times_is_so() -> None:
         return text in " ".join(SCALING.split())
 
     sections = [yaml.safe_load(each)["parallel"] for each in re.findall(r"`(parallel: {.*?})`", SCALING)]
-    assert [Parallel(**each).strategy for each in sections] == ["fsdp2", "fsdp2", "deepspeed"]
+    assert [Parallel(**each).strategy for each in sections] == ["fsdp2", "fsdp2", "deepspeed", "ddp"]
     assert Parallel(**sections[0], dp_shard_size=8).dp_shard_size == 8
     assert says("`dp_shard_size: 8`")
     assert says(f"| {', '.join(map(str, FINAL))} |")

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from accel_train.causal_attention import _CHECKED_MODEL_TYPES
 from accel_train.data import byte_tokenizer
 from accel_train.data.packing import TokenRows, pack
 from accel_train.data.stdlib_docstrings import stdlib_docstrings
 from accel_train.data.tokenizers import BYTE_SEPARATOR_ID
 from accel_train.recipe import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_attention import _CHECKED_MODEL_TYPES
 from accel_train.tasks.causal_lm import CausalLM
 from runs import TINY_MODEL, events, metrics, recipe_dict, run, write_recipe_file
 

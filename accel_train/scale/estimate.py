@@ -76,7 +76,7 @@ def estimate_scale(
     flops_per_step: float | None,
     peak_flops: float | None,
     checkpoint_bytes: int,
-    of_split_layers: Sequence[Collective] = (),
+    of_neighbours: Sequence[Collective] = (),
 ) -> Scale:
     """All of it, for processes laid out like this; `flops_per_step` are of all of them together, `compute_bytes` of one
     number that is computed with.
@@ -89,7 +89,7 @@ def estimate_scale(
     if is_zero:
         found = zero_collectives(section.zero_stage, layout, weights)
     else:
-        found = (*collectives(section, layout, weights, compute_bytes), *of_split_layers)
+        found = (*collectives(section, layout, weights, compute_bytes), *of_neighbours)
     gpu, mfu = gpu_facts(device), choose_mfu(recipe, hardware.mfu)
     network = choose_interconnect(hardware.interconnect, gpu)
     step = None

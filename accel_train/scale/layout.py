@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from accel_train.recipe import Parallel
+from accel_train.sequence_parallel import choose_sequences
 from accel_train.sharding import choose_sharding
 
 USUAL_GPUS_PER_NODE = 8
@@ -21,6 +22,8 @@ class Layout:
     reason: str
     tp_size: int = 1
     """Neighbours that split each layer; the copy's other parts are with as many groups of them."""
+    sp_size: int = 1
+    """Neighbours that split each sequence."""
 
     @property
     def num_nodes(self) -> int:
@@ -47,5 +50,7 @@ def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per
         fitting = ", ".join(map(str, filled))
         raise ValueError(f"--gpus-per-node={size}: {world_size} processes do not fill such nodes; use {fitting}")
     sharding = choose_sharding(section, world_size, torch.device(device_type))
+    sequences = choose_sequences(section, world_size, size)
     shard_size = sharding.value if section.strategy == "fsdp2" else 1
-    return Layout(world_size, size, shard_size, sharding.reason, section.tp_size)
+    reason = sharding.reason if sequences.value == 1 else f"{sharding.reason}; {sequences.reason}"
+    return Layout(world_size, size, shard_size, reason, section.tp_size, sequences.value)

@@ -13,7 +13,8 @@ FRAGMENTATION = 0.05
 """Of what comes and goes in a step, lost between the allocator's blocks: assumed."""
 NCCL_BUFFER_BYTES = 24 * 2 * 4 * 2**20
 """Of one communicator: 24 channels, each with two neighbours and NCCL_BUFFSIZE (4 MiB): an estimate."""
-COMES_AND_GOES = frozenset({"activations", "logits", "gathered weights", "whole gradients", "collectives"})
+COMES_AND_GOES = frozenset({"activations", "logits", "exchange", "gathered weights", "whole gradients", "collectives"})
+UNCHANGED = ("activations", "logits", "exchange", "CUDA context")
 
 
 def spread_memory(
@@ -42,7 +43,7 @@ def spread_memory(
     elif layout.world_size > 1 and not in_parts and not is_zero:
         how = "the gradients lie in DDP's buckets (gradient_as_bucket_view): none beside them"
         found.append(MemoryPart("DDP buckets", 0, "arithmetic", how))
-    found += [_upper_bound(known[name], layout) for name in ("activations", "logits", "CUDA context") if name in known]
+    found += [_upper_bound(known[name], layout) for name in UNCHANGED if name in known]
     if device_type == "cuda":
         found += _of_cuda(found, layout)
     return tuple(found)
@@ -112,6 +113,7 @@ def _of_cuda(found: Sequence[MemoryPart], layout: Layout) -> Iterator[MemoryPart
     moving = [part.num_bytes for part in found if part.name in COMES_AND_GOES]
     if layout.world_size > 1:
         groups = 3 if 1 < layout.shard_size < layout.world_size else 1 + (layout.tp_size > 1)
+        groups += layout.sp_size > 1
         yield MemoryPart("NCCL buffers", groups * NCCL_BUFFER_BYTES, "estimate", f"{groups} x 24 channels x 2 x 4 MiB")
     lost = None if None in moving else round(FRAGMENTATION * sum(size for size in moving if size is not None))
     yield MemoryPart("fragmentation", lost, "estimate", f"assumed {FRAGMENTATION:.0%} of what comes and goes in a step")

@@ -1,7 +1,8 @@
 """What the processes send each other in a step, in bytes and, over given links, in seconds.
 
 A collective of S bytes among n processes makes each of them send S (n - 1) / n (all-gather, reduce-scatter), or twice that
-(all-reduce), as rings do; trees send no less. Time is that over the slowest link of the ring, plus a latency for each hop.
+(all-reduce), as rings do; trees send no less. In an all-to-all S is what each of them holds. Time is that over the slowest link of
+the ring, plus a latency for each hop.
 """
 
 import math
@@ -16,7 +17,7 @@ from accel_train.scale.hardware import GB, LINK_EFFICIENCY, Gpu, Interconnect
 from accel_train.scale.layout import Layout
 from accel_train.scale.weights import ModelWeights, WeightGroup
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Phase = Literal["forward", "backward"]
 FP32_BYTES = 4
 BUCKET_BYTES = 25 * 2**20
@@ -65,6 +66,8 @@ class Ring:
         """One collective of `num_bytes` in all (what an all-gather ends with, a reduction begins with): NCCL's own model."""
         if self.size == 1:
             return 0.0
+        if kind == "all-to-all" and self.num_nodes > 1:
+            return self._exchange_seconds(num_bytes, gpu, network)
         rounds = 2 if kind == "all-reduce" else 1
         rate = gpu.link_gb_per_second * GB
         if self.num_nodes > 1:
@@ -76,6 +79,13 @@ class Ring:
             tree += math.ceil(math.log2(self.num_nodes)) * NETWORK_LATENCY_SECONDS
             latency = min(latency, 2 * tree)
         return sent_bytes(kind, num_bytes, self.size) / (rate * LINK_EFFICIENCY) + BASE_LATENCY_SECONDS + latency
+
+    def _exchange_seconds(self, num_bytes: float, gpu: Gpu, network: Interconnect) -> float:
+        """Each member sends to each: what goes to other nodes shares their network, beside what stays in the node."""
+        here = self.size_in_node
+        between = here * num_bytes * (self.size - here) / self.size / self.leaves_node(network)
+        within = num_bytes * (here - 1) / self.size / (gpu.link_gb_per_second * GB)
+        return max(between, within) / LINK_EFFICIENCY + BASE_LATENCY_SECONDS + NETWORK_LATENCY_SECONDS
 
 
 def sent_bytes(kind: Kind, num_bytes: float, size: int) -> float:

@@ -20,19 +20,21 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from accel_train.causal_attention import choose_attention, use_for_generation
 from accel_train.data import IGNORED_LABEL, TextCorpus, collate_windows, prepare_text
 from accel_train.data.fine_tuning import RowCorpus, prepare_rows
 from accel_train.model_check import pretrained_config
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe import Model, Recipe
 from accel_train.task import Scores, TaskData
-from accel_train.tasks.causal_attention import choose_attention, use_for_generation
 from accel_train.tasks.fine_tuning import chat_prompt, rows_as_samples
 
 
 class CausalLM:
     """GPT-style pretraining, training on from pretrained weights, and fine-tuning on prompts with completions or chats."""
 
+    loss_is_by_position = True
+    """The loss is a sum over positions, of each one's logits and label, so that sequences may be split (`parallel.sp_size`)."""
     positions_per_target = 1.0
     """Positions that the model computes for each that has a target."""
     counts_hits = False
@@ -181,8 +183,9 @@ class CausalLM:
 def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """(B, T, vocabulary), in the precision of the model; attention and positions stay within a document, if there are ids."""
     inputs = {"input_ids": batch["input_ids"]}
-    if "document_ids" in batch:
+    if "position_ids" in batch:
         inputs["position_ids"] = batch["position_ids"]
+    if "document_ids" in batch:
         inputs["attention_mask"] = same_document_mask(batch["document_ids"])
     logits: Tensor = model(**inputs, use_cache=False).logits
     return logits

@@ -5,12 +5,12 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
+from accel_train.causal_attention import CAUSAL_SDPA, choose_attention
 from accel_train.data.fine_tuning import RowCorpus
 from accel_train.data.packing import PackedRows, TokenRows, collate_alone, collate_packed, one_row_each, pack
 from accel_train.recipe import Recipe
 from accel_train.state import Choice
 from accel_train.task import TaskData
-from accel_train.tasks.causal_attention import CAUSAL_SDPA, choose_attention
 
 
 def rows_as_samples(recipe: Recipe, corpus: RowCorpus, config: PreTrainedConfig) -> TaskData:

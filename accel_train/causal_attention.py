@@ -15,6 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from accel_train.state import Choice
 
 CAUSAL_SDPA = "accel_train_causal_sdpa"
+SEQUENCE_SDPA = "accel_train_sequence_sdpa"
+"""The same over sequences that are split over processes (`sequence_parallel.py`)."""
 
 
 def causal_sdpa(
@@ -106,6 +108,6 @@ def _shortest_window(config: PreTrainedConfig) -> int | None:
 
 def use_for_generation(model: PreTrainedModel) -> PreTrainedModel:
     """Put the library's SDPA back (it knows caches and padding); returns the model."""
-    if model.config._attn_implementation == CAUSAL_SDPA:
+    if model.config._attn_implementation in (CAUSAL_SDPA, SEQUENCE_SDPA):
         model.set_attn_implementation("sdpa")
     return model
