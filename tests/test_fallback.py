@@ -11,14 +11,20 @@ from accel_train.batching import resolve_batch
 from accel_train.fallback import CAREFUL_STEPS, NewSizes, smaller_micro_batches
 from accel_train.recipe import Batch
 from accel_train.sampling import DataOrder
-from runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
+from forked import run_forked
+from runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
 
 
 def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) -> str:
-    folder.mkdir()
+    """What the processes wrote to standard error; each ends with the exit code that is expected."""
+    folder.mkdir(exist_ok=True)
     write_corpus(folder)
     recipe = write_recipe_file(folder, **{"schedule": {"max_steps": 5}, **sections})
-    return run(recipe, processes=processes, expect=expect).stderr
+    forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
+    codes = forked.wait()
+    said = "".join(forked.stderr(rank) for rank in range(processes))
+    assert codes == [expect] * processes, said
+    return said
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,7 @@ def test_fp16_keeps_its_loss_scale_where_memory_ran_out(tmp_path: Path) -> None:
 
 def test_one_sample_that_does_not_fit_ends_the_run_with_exit_code_6_and_advice(tmp_path: Path) -> None:
     said = run_in(
-        tmp_path / "full", processes=2, expect=1, options={"no_room": {"rank": 1, "rows": 0, "where": "forward"}}
+        tmp_path / "full", processes=2, expect=6, options={"no_room": {"rank": 1, "rows": 0, "where": "forward"}}
     )
     assert said.count("error:") == 1
     assert "process 1 ran out of memory in step 1 with 1 sample per micro-batch" in said
@@ -135,8 +141,8 @@ def test_care_for_the_first_steps_changes_no_bit(tmp_path: Path) -> None:
     """Stopped at step 3 and resumed: steps 4 and 5 are then the first ones of a sitting. Four processes, whose sums are rounded by place."""
     sections: dict[str, Any] = {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 3}}
     run_in(tmp_path / "whole", processes=4, **sections)
-    run_in(tmp_path / "cut", processes=4, expect=1, **sections, options={"term_at": {"step": 3, "rank": 2}})
-    run(write_recipe_file(tmp_path / "cut", **sections), processes=4)
+    run_in(tmp_path / "cut", processes=4, expect=75, **sections, options={"term_at": {"step": 3, "rank": 2}})
+    run_in(tmp_path / "cut", processes=4, **sections)
     whole, cut = checkpoint(tmp_path / "whole/run", 8), checkpoint(tmp_path / "cut/run", 8)
     assert whole.keys() == cut.keys()
     assert all(np.array_equal(whole[name].numpy(), cut[name].numpy()) for name in whole)

@@ -48,10 +48,10 @@ def run_and_plan(folder: Path, world_size: int, **parallel: Any) -> tuple[list[d
     "world_size, parallel",
     [
         (2, {"strategy": "fsdp2"}),
-        (4, {"strategy": "fsdp2"}),
+        pytest.param(4, {"strategy": "fsdp2"}, marks=pytest.mark.slow),
         (4, {"strategy": "fsdp2", "dp_shard_size": 2, "reshard_after_forward": False}),
         (2, {"strategy": "fsdp2", "tp_size": 2}),
-        (4, {"strategy": "fsdp2", "tp_size": 2}),
+        pytest.param(4, {"strategy": "fsdp2", "tp_size": 2}, marks=pytest.mark.slow),
         (2, {"strategy": "fsdp2", "sp_size": 2}),
         pytest.param(4, {"strategy": "fsdp2", "sp_size": 2}, marks=pytest.mark.slow),
     ],
