@@ -25,6 +25,8 @@ class CountedCollectives:
         self._blocks = [each for each in root.modules() if isinstance(each, FSDPModule)]
         self._num_held = self._num_left_out = 0
         self._num_reduced: Counter[FSDPModule] = Counter()
+        self.sums: list[torch.Tensor] = []
+        """Of what this process has handed in to each reduction, 0-dim on the device."""
         for block in self._blocks:
             groups: Any = block._get_fsdp_state()._fsdp_param_groups
             for group in groups:
@@ -35,6 +37,11 @@ class CountedCollectives:
         """A step begins."""
         self._num_held = self._num_left_out = 0
         self._num_reduced.clear()
+        self.sums = []
+
+    def sum_here(self) -> torch.Tensor | None:
+        """Of this process's own gradients in this step: finite where all of them were, before they were summed over processes."""
+        return torch.stack([each.float() for each in self.sums]).sum() if self.sums else None
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -71,6 +78,7 @@ class CountedCollectives:
             if not self._num_reduced[block]:
                 block.set_requires_all_reduce(True, recurse=False)  # from its next micro-batch on
             return None
+        self.sums.append(how["input_tensor"].sum())
         work = collective(output_tensor=output, **how)
         self._num_held += 1
         self._num_reduced[block] += 1

@@ -1,18 +1,21 @@
-"""Computing a bad step again, on one process and for itself: does it happen again, with which samples, in which module.
+"""Computing a bad step again, each process for itself: does it happen again, with which samples, in which module.
 
 Nothing of the run is changed by it: gradients that wait for an update, buffers and random numbers are as they were.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from accel_train.module_watch import ModuleWatch
+from accel_train.evidence import SamplesOf, describe_columns, describe_device, weights_not_finite
+from accel_train.lockstep import Lockstep, OutOfStep, TurnFailed, describe_error
+from accel_train.module_watch import ModuleWatch, class_name
 from accel_train.rerun import Outcome, RandomState, Rerun, eager, undisturbed
 from accel_train.step import MicroBatch, TrainingModule, seed_step
 
@@ -93,45 +96,77 @@ class _Search:
 
 
 def examine(
-    inner: TrainingModule, micro_batches: Sequence[MicroBatch], question: Question, device: torch.device
+    inner: TrainingModule,
+    micro_batches: Sequence[MicroBatch],
+    question: Question,
+    device: torch.device,
+    lockstep: Lockstep | None = None,
 ) -> tuple[Finding, list[RandomState]]:
     """Compute this process's share of a step again, and say what is wrong with it; an error is a finding, too.
 
-    Also where the random numbers stood before each of its micro-batches, as far as it got.
+    Also where the random numbers stood before each of its micro-batches, as far as it got. With a `lockstep` all processes
+    call this at once, and each goes on computing until none of them looks for anything any more.
+
+    Raises:
+        OutOfStep: an error has parted this process from the others (FSDP2), which wait for it.
     """
     began = time.monotonic()
     finding = Finding(question.rank, describe_device(device))
     states: list[RandomState] = []
     try:
-        with undisturbed(inner, device), eager(question.compiled):
+        with undisturbed(inner, device), eager(question.compiled), lockstep or nullcontext():
             rerun = Rerun(
                 inner,
                 num_targets=question.num_targets,
                 world_size=question.world_size,
                 loss_scale=question.loss_scale,
                 device=device,
+                lockstep=lockstep,
             )
-            _examine(_Search(rerun, micro_batches, question, finding, states, began + question.seconds))
+            search = _Search(rerun, micro_batches, question, finding, states, began + question.seconds)
+            if lockstep is None:
+                _examine(search)
+            else:
+                _examine_among_others(search, lockstep)
+    except OutOfStep:
+        raise
     except Exception as error:  # a fault of the search must not become one of the run
-        finding.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        finding.error = describe_error(error)
     finding.seconds = round(time.monotonic() - began, 3)
     return finding, states
 
 
-def not_examined(question: Question, device: torch.device, *, in_slices: bool = False) -> Finding:
-    """What is known where a process cannot compute by itself: it holds a part of the model, or has a slice of its sequences."""
+def not_examined(question: Question, device: torch.device, why: str) -> Finding:
+    """What is known where a process cannot compute by itself, because others have a part in whatever it computes."""
     finding = Finding(question.rank, describe_device(device))
     finding.suspects = [sample for share in question.samples or [] for sample in share][:MAX_LISTED]
-    parts = "the model is spread over the processes (parallel.strategy fsdp2 or deepspeed)"
-    slices = "sequences are split over the processes (parallel.sp_size)"
-    finding.error = f"not computed again: {slices if in_slices else parts}"
+    finding.error = why
     return finding
+
+
+def _examine_among_others(search: _Search, lockstep: Lockstep) -> None:
+    """This process's search, and then turns for the sake of the others."""
+    rerun, whole = search.rerun, search.micro_batches[0]
+    samples = SamplesOf(whole, search.question.samples[0] if search.question.samples else None)
+    parts = [samples.part([0]), whole] if samples.can_be_cut else [whole]
+    lockstep.pieces = [partial(rerun.stand_in, part) for part in parts]
+    try:
+        _examine(search)
+    except OutOfStep:
+        raise
+    except TurnFailed as error:
+        search.finding.error = str(error)
+    except Exception as error:  # the others wait for this process's turns, whatever became of its own
+        search.finding.error = describe_error(error)
+    said = lockstep.serve()
+    search.finding.error = search.finding.error or said
 
 
 def _examine(search: _Search) -> None:
     rerun, micro_batches, question = search.rerun, search.micro_batches, search.question
     finding, states = search.finding, search.states
-    finding.weights_not_finite = weights_not_finite(rerun.inner.model)[:MAX_LISTED]
+    shared_on = None if rerun.lockstep is None else rerun.device
+    finding.weights_not_finite = weights_not_finite(rerun.inner.model, shared_on)[:MAX_LISTED]
     finding.columns = describe_columns(micro_batches[0][0])
     finding.suspects = [sample for share in question.samples or [] for sample in share]
     seed_step(question.seed, question.step - 1, question.rank, rerun.device)
@@ -172,29 +207,6 @@ def _note_gradients(finding: Finding, outcome: Outcome) -> None:
 
 def _with_nan_on_top(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-class SamplesOf:
-    """A micro-batch, its samples by index, and parts of it."""
-
-    def __init__(self, micro_batch: MicroBatch, indices: list[int] | None) -> None:
-        self.batch, self.num_targets = micro_batch
-        sizes = [value.shape[0] for value in self.batch.values() if isinstance(value, Tensor) and value.dim()]
-        self.num_rows = len(indices) if indices else max(set(sizes), key=sizes.count, default=0)
-        # Rows that are packed into one, say, cannot be told apart by cutting.
-        self.can_be_cut = self.num_targets > 0 and self.num_rows > 0 and self.num_rows in sizes
-        self.indices = indices or list(range(self.num_rows))
-
-    def part(self, rows: Sequence[int]) -> MicroBatch:
-        """These rows alone; what has no row a sample stays whole."""
-        index = torch.as_tensor(rows)
-        batch = {
-            name: value.index_select(0, index.to(value.device))
-            if isinstance(value, Tensor) and value.dim() and value.shape[0] == self.num_rows
-            else value
-            for name, value in self.batch.items()
-        }
-        return batch, self.num_targets
 
 
 def _bad_rows(rerun: Rerun, samples: SamplesOf, state: RandomState, deadline: float) -> list[int]:
@@ -248,7 +260,7 @@ def _name_place(rerun: Rerun, samples: SamplesOf, rows: list[int], state: Random
         # Every gradient that passed between modules is finite: it is a parameter's own.
         finding.module = (outcome.not_finite or finding.gradients_not_finite or ["."])[0].rpartition(".")[0]
         parts = dict(rerun.inner.model.named_modules())
-        finding.module_kind = type(parts[finding.module]).__name__ if finding.module in parts else None
+        finding.module_kind = class_name(parts[finding.module]) if finding.module in parts else None
 
 
 def _find_heaviest(search: _Search) -> None:
@@ -268,32 +280,3 @@ def _find_heaviest(search: _Search) -> None:
     if measured:
         finding.micro_batch = int(measured[0]["micro_batch"])
         finding.columns = describe_columns(search.micro_batches[finding.micro_batch][0])
-
-
-def weights_not_finite(model: nn.Module) -> list[str]:
-    """The parameters that hold a NaN or Inf, by name."""
-    named = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.numel()}
-    if not named:
-        return []
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(named.values()), math.inf)])
-    return [name for name, is_finite in zip(named, torch.isfinite(largest).tolist(), strict=True) if not is_finite]
-
-
-def describe_columns(batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Shape, kind, smallest and largest number of each tensor of a batch, and how many of them are NaN or Inf."""
-    columns = {}
-    for name, value in batch.items():
-        if not isinstance(value, Tensor):
-            continue
-        facts: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        facts["not_finite"] = 0
-        if value.numel() and not value.is_complex() and value.dtype != torch.bool:
-            facts["not_finite"] = int((~torch.isfinite(value)).sum()) if value.is_floating_point() else 0
-            facts |= {"min": value.min().item(), "max": value.max().item()}
-        columns[name] = facts
-    return columns
-
-
-def describe_device(device: torch.device) -> str:
-    """`cuda:3 (NVIDIA H200)`, `cpu`."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.batching import BatchSizes
-from accel_train.diagnosis import SamplesOf
+from accel_train.evidence import SamplesOf
 from accel_train.memory import is_out_of_memory
 from accel_train.rerun import each_row_for_itself, eager, undisturbed
 from accel_train.run import Run

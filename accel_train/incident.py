@@ -14,12 +14,19 @@ from safetensors.torch import save
 from torch import Tensor
 
 from accel_train.checkpoint import checkpoint_folders, step_of
-from accel_train.data_group import data_group
+from accel_train.data_group import data_group, is_sharded
 from accel_train.diagnosis import Finding, Question, examine, not_examined
 from accel_train.finish import environment
 from accel_train.guard import Verdict
-from accel_train.incident_writing import free_name, last_losses, weights_of, write_incident
+from accel_train.incident_writing import (
+    free_name,
+    gathered_weights_of,
+    last_losses,
+    weights_of,
+    write_incident,
+)
 from accel_train.loading import fetch
+from accel_train.lockstep import Lockstep
 from accel_train.observe.incident_record import (
     FORMAT,
     INCIDENTS,
@@ -60,24 +67,24 @@ def look_into(run: Run, result: StepResult, verdict: Verdict, micro_batches: lis
 
     Weights, gradients that wait for their update, moments, buffers and random numbers are left as they are. None where the
     run has had its share of incidents (`guard.max_incidents`).
+
+    Raises:
+        OutOfStep: an error has parted this process from the others, which hold parts of the model, too.
     """
     with run.observer.pause():
         if not _is_wanted(run):
             return None
-        question = _question(run, result)
-        finding, states = (
-            examine(run.inner, micro_batches, question, run.accelerator.device)
-            if not run.meets_in_forward
-            else (not_examined(question, run.accelerator.device, in_slices=not run.is_sharded), [])
-        )
+        question = _question(run, result, len(micro_batches))
+        finding, states = _examine(run, micro_batches, question)
         findings = gather_object([_as_record(run, finding, result)])
         record = _record(run, result, verdict, findings)
         batches = _collect_batches(run, record, finding, _whole(run, result.step - 1, micro_batches), states)
+        weights = gathered_weights_of(run.inner.model) if is_sharded(run.accelerator) else None
         sentence = record["sentence"]
         if not run.accelerator.is_main_process:
             return Cause(None, sentence)
         try:
-            folder = _write(run, record, batches)
+            folder = _write(run, record, batches, weights)
         except Exception as error:  # a full disk, say: it costs the folder, and not the run
             return Cause(None, f"{sentence}. The incident could not be written: {error}")
         return Cause(folder.name, f"{sentence}; see {INCIDENTS}/{folder.name}/{TEXT}")
@@ -91,7 +98,21 @@ def _is_wanted(run: Run) -> bool:
     return wanted[0]
 
 
-def _question(run: Run, result: StepResult) -> Question:
+def _examine(run: Run, micro_batches: list[MicroBatch], question: Question) -> tuple[Finding, list[RandomState]]:
+    device, group, why = run.accelerator.device, data_group(run.accelerator), ""
+    if run.zero is not None:
+        why = "DeepSpeed spreads the run over the processes (parallel.strategy)"
+    elif group.num_slices > 1:
+        why = "sequences are split over the processes (parallel.sp_size)"
+    elif group.num_alike > 1:
+        why = "neighbours compute each layer together (parallel.tp_size)"
+    if why:
+        return not_examined(question, device, why), []
+    lockstep = Lockstep(run.inner, device, run.collectives) if run.is_sharded else None
+    return examine(run.inner, micro_batches, question, device, lockstep)
+
+
+def _question(run: Run, result: StepResult, num_micro_batches: int) -> Question:
     return Question(
         step=result.step,
         seed=run.recipe.seed,
@@ -99,23 +120,22 @@ def _question(run: Run, result: StepResult) -> Question:
         world_size=data_group(run.accelerator).size,
         num_targets=result.num_targets,
         loss_scale=result.loss_scale,
-        samples=_samples(run, result.step - 1),
+        samples=_samples(run, result.step - 1, num_micro_batches),
         is_spike=result.finite,
         compiled=run.recipe.precision.compile is not False,
         seconds=run.recipe.guard.incident_seconds,
     )
 
 
-def _samples(run: Run, step: int) -> list[list[int]] | None:
+def _samples(run: Run, step: int, num_micro_batches: int) -> list[list[int]] | None:
     """The samples of this process's micro-batches in a 0-based step, as indices into the training data."""
     if run.data.step_batches is not None:
         return None
     order, sizes = run.order, run.sizes
     group = data_group(run.accelerator)
     share = order.rank_micro_batches(step, group.rank, group.size, sizes.per_device_batch_size)
-    return share or [
-        order.step_samples(step)[:1].tolist()
-    ]  # a short step: one of another process, which weighs nothing
+    # In a short step a process forwards what is of another's, and weighs nothing: to be there when they meet.
+    return share + [order.step_samples(step)[:1].tolist()] * (num_micro_batches - len(share))
 
 
 def _as_record(run: Run, finding: Finding, result: StepResult) -> JsonRecord:
@@ -171,7 +191,9 @@ def _whole(run: Run, step: int, micro_batches: list[MicroBatch]) -> list[MicroBa
     collate = run.data.collate
     if not isinstance(collate, Slices):
         return micro_batches
-    whole = [collate.collate(fetch(run.data.train, indices)) for indices in _samples(run, step) or []]
+    whole = [
+        collate.collate(fetch(run.data.train, indices)) for indices in _samples(run, step, len(micro_batches)) or []
+    ]
     return [(batch, int(batch.pop("num_targets"))) for batch in whole]
 
 
@@ -227,10 +249,10 @@ def _packed(finding: Finding, micro_batches: Sequence[MicroBatch], states: Seque
         return None
 
 
-def _write(run: Run, record: JsonRecord, batches: dict[str, bytes]) -> Path:
+def _write(run: Run, record: JsonRecord, batches: dict[str, bytes], gathered: dict[str, Tensor] | None) -> Path:
     """What only the main process knows, and the folder."""
     record["folder"] = free_name(run.output_dir, record["step"])
-    weights = None if run.is_sharded else weights_of(run.inner.model)
+    weights = gathered if run.is_sharded else weights_of(run.inner.model)
     before = [step for path in checkpoint_folders(run.saver.root) if (step := step_of(path)) and step < record["step"]]
     record["weights"] = {
         "file": None if weights is None else WEIGHTS,

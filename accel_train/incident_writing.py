@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS
 from accel_train.observe.incident_text import format_incident
 from accel_train.observe.ledger import METRICS_FILE, NONFINITE_NAMES, write_json
 from accel_train.snapshot import copy_to_host, model_tensors
+from accel_train.tensor_parts import gathered
 
 MAX_WEIGHTS_BYTES = 2**31
 TAIL_BYTES = 2**16
@@ -34,6 +36,19 @@ def weights_of(model: nn.Module) -> dict[str, Tensor] | None:
     tensors = model_tensors(model)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return copy_to_host(tensors) if size < MAX_WEIGHTS_BYTES else None
+
+
+def gathered_weights_of(model: nn.Module) -> dict[str, Tensor] | None:
+    """As `weights_of`, where each process holds a part of them: all call it at once, and only the main one has them then."""
+    tensors = model_tensors(model)
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) >= MAX_WEIGHTS_BYTES:
+        return None
+    kept = {}
+    for name, tensor in tensors.items():
+        whole = gathered(tensor)  # one at a time
+        if dist.get_rank() == 0:
+            kept[name] = whole.to("cpu", copy=True)
+    return kept
 
 
 def write_incident(

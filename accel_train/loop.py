@@ -122,7 +122,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
             skipped,
             loss_scale,
             limits.clip,
-            gradient_sum=None if run.reduction is None else run.reduction.sum_here(),
+            gradient_sum=run.gradient_sum_here(),
             ran_out_of_memory=bool(run.no_room),
         )
         last_batches = micro_batches

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -88,7 +89,7 @@ class ModuleWatch:
         return {call.name for call in self.calls if not call.output_finite}
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = Call(name, type(module).__name__, inputs_finite=not _has_nan_or_inf((args, kwargs)))
+        call = Call(name, class_name(module), inputs_finite=not _has_nan_or_inf((args, kwargs)))
         if self._records:
             self._running.append(call)
         aliases: dict[int, Tensor] = {}
@@ -125,6 +126,11 @@ class ModuleWatch:
         call.input_gradients_finite &= math.isfinite(_largest(gradient))
         if self.first_in_backward is None and call.output_gradients_finite and not call.input_gradients_finite:
             self.first_in_backward = call
+
+
+def class_name(module: nn.Module) -> str:
+    """Of a module, as it was written: FSDP2 puts a class of its own in front."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _floats(tree: Any) -> list[Tensor]:

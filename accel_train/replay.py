@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from accel_train.batching import resolve_batch
 from accel_train.checkpoint import check
-from accel_train.diagnosis import describe_device
+from accel_train.evidence import describe_device
 from accel_train.module_watch import Call, ModuleWatch
 from accel_train.observe.incident_record import INCIDENTS, WEIGHTS, read_incident
 from accel_train.observe.ledger import RECIPE_FILE

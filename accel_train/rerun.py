@@ -1,16 +1,18 @@
-"""Forward and backward of a step once more, for one process alone, with no trace left of it."""
+"""Forward and backward of a step once more, each process for itself, with no trace left of it."""
 
 import math
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accel_train.lockstep import Lockstep
 from accel_train.module_watch import ModuleWatch
 from accel_train.step import MicroBatch, TrainingModule
 
@@ -36,7 +38,10 @@ class Outcome:
 
 
 class Rerun:
-    """Forward and backward of the training module, as in the step, but for this process alone and with no trace left."""
+    """Forward and backward of the training module, as in the step, but for this process alone and with no trace left.
+
+    `lockstep` is needed where the processes meet in each forward: each pass is then a turn that all take part in.
+    """
 
     def __init__(
         self,
@@ -46,14 +51,20 @@ class Rerun:
         world_size: int,
         loss_scale: float | None,
         device: torch.device,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        self.inner, self.device, self.scale = inner, device, loss_scale or 1.0
+        self.inner, self.device, self.scale, self.lockstep = inner, device, loss_scale or 1.0, lockstep
         self.buffers = Buffers(inner)
         self.parameters = {name: p for name, p in inner.model.named_parameters() if p.requires_grad}
         self.share = torch.tensor(world_size / max(num_targets, 1), dtype=torch.float32, device=device) * self.scale
 
     def compute(self, micro_batch: MicroBatch, watch: ModuleWatch | None = None) -> Outcome:
         """What `step.forward_backward` computes for this micro-batch; no gradient is kept, and no hook of DDP fires."""
+        if self.lockstep is None:
+            return self._compute(micro_batch, watch)
+        return self.lockstep.take_turn(partial(self._compute, micro_batch, watch))
+
+    def _compute(self, micro_batch: MicroBatch, watch: ModuleWatch | None = None) -> Outcome:
         batch, num_targets = micro_batch
         with torch.enable_grad():
             loss = self.inner(batch)
@@ -61,15 +72,29 @@ class Rerun:
                 watch.forward_is_over()
             detached = loss.detach()
             weight = torch.zeros_like(self.share) if num_targets == 0 else self.share + (detached - detached)
-            gradients = torch.autograd.grad(loss, list(self.parameters.values()), weight, allow_unused=True)
-        found = {
-            name: gradient for name, gradient in zip(self.parameters, gradients, strict=True) if gradient is not None
-        }
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(found.values()))]) / self.scale
+            found = self._gradient_norms(loss, weight)
+        norms = torch.stack(list(found.values())) / self.scale
         # Without a target it weighs nothing, and the step does not look at its loss.
         value = 0.0 if num_targets == 0 else float(detached)
         total = float(torch.linalg.vector_norm(norms))
         return Outcome(value, dict(zip(found, norms.tolist(), strict=True)), total)
+
+    def _gradient_norms(self, loss: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """By parameter, 0-dim fp32 on the device; of those that took part."""
+        if self.lockstep is not None:
+            seen = self.lockstep.gradient_norms(loss, weight)
+            return {name: seen[f"model.{name}"] for name in self.parameters if f"model.{name}" in seen}
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()), weight, allow_unused=True)
+        found = {
+            name: gradient for name, gradient in zip(self.parameters, gradients, strict=True) if gradient is not None
+        }
+        norms = [norm.float() for norm in torch._foreach_norm(list(found.values()))]
+        return dict(zip(found, norms, strict=True))
+
+    def stand_in(self, micro_batch: MicroBatch) -> None:
+        """Compute something for the sake of the others, in their turn."""
+        with each_row_for_itself(self.inner):
+            self._compute(micro_batch)
 
     def compute_again(self, part: MicroBatch, state: "RandomState", watch: ModuleWatch | None = None) -> Outcome:
         """The same with the random numbers and buffers that it began with."""

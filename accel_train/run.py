@@ -187,6 +187,11 @@ class Run:
             return self.zero.update_within(limits)
         return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler)
 
+    def gradient_sum_here(self) -> Tensor | None:
+        """Of this process's own gradients in the step just done, before they were summed over processes; None where nobody looked."""
+        watched = self.reduction if self.collectives is None else self.collectives
+        return None if watched is None else watched.sum_here()
+
     def step_back(self, step: int) -> None:
         """Go on from an earlier step, whose weights are still those of now: what came since was not applied."""
         self.state.step, self._quiet_until = step, 0

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from test_faults_numbers import plan_of
 from torch import Tensor, nn
 
-from accel_train.diagnosis import Question, SamplesOf, examine, find_rows
+from accel_train.diagnosis import Question, examine, find_rows
+from accel_train.evidence import SamplesOf
 from accel_train.incident_writing import MAX_WEIGHTS_BYTES, free_name, weights_of
 from accel_train.module_watch import ModuleWatch
 from accel_train.observe.incident_record import classify, incident_folders, read_incident, summarise_incident

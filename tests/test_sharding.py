@@ -186,7 +186,7 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_names_
     [incident] = (run / "incidents").iterdir()
     assert (incident / "batch-rank-1.safetensors").exists()
     assert not (incident / "batch-rank-0.safetensors").exists()
-    assert "spread over the processes" in (incident / "incident.md").read_text()
+    assert "together on process 1 makes" in (incident / "incident.md").read_text()
 
 
 LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "sharded": (2, FSDP2), "sharded-4": (4, FSDP2), "copies": (4, {**FSDP2, "dp_shard_size": 2})}  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_sharding import (
     assert_loaded_to_the_bit,
     assert_same_bits,
@@ -137,6 +138,10 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(tensors(run, 4, "model")[name], tensors(run, 5, "model")[name])
     assert [event["step"] for event in events(run, "skip")] == [4]
+    [incident] = (run / "incidents").iterdir()
+    assert "neighbours compute each layer together" in (incident / "incident.md").read_text()
+    kept = load_file(incident / "weights.safetensors")  # whole, so that one process can compute it again
+    assert_same_bits({key: tensors(run, 4, "model")[key] for key in kept}, kept)
 
 
 LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "fsdp2": (2, {"strategy": "fsdp2"}), "tp": (2, TP), "fsdp2-tp": (4, TP)}
