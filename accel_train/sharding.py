@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from accel_train.batching import divisors
 from accel_train.compiling import repeated_blocks
@@ -182,6 +183,10 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
     kinds = sorted({type(block).__name__ for block in blocks})
     plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
     plugin.transformer_cls_names_to_wrap = kinds or None
+    in_fp32 = ""
+    if accelerator.mixed_precision != "no" and any(isinstance(each, _NormBase) for each in inner.modules()):
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()  # autocast, as under DDP
+        in_fp32 = "; weights are gathered in fp32, for batch norm takes none of 16 bits"
     with warnings.catch_warnings():
         # As Accelerate does it, with the mesh that it flattens.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
@@ -193,10 +198,9 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
         # Gathering the whole of a weight at the end takes two, and is as meant.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not blocks:
-        return Choice("as a whole", "the model repeats no block, so all its weights are gathered at once")
-    return Choice(
-        ", ".join(kinds), f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole"
-    )
+        return Choice("as a whole", f"the model repeats no block, so all its weights are gathered at once{in_fp32}")
+    said = f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole{in_fp32}"
+    return Choice(", ".join(kinds), said)
 
 
 def _fill(

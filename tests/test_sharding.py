@@ -19,6 +19,9 @@ from runs import TINY_MODEL, events, losses, metrics, write_corpus, write_recipe
 
 FSDP2 = {"strategy": "fsdp2"}
 CPU = torch.device("cpu")
+RESNET = {
+    "model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
+}  # fmt: skip
 TEXT = {
     "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
     "schedule": {"max_steps": 8},
@@ -133,7 +136,7 @@ def test_losses_are_those_of_ddp_however_the_model_is_changed(train: Train, sect
     [
         {
             "task": "image-classification",
-            "model": {"config": {"model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}},
+            "model": {"config": RESNET},
             "data": {"train": "digits", "image_size": 16},
         },
         {
@@ -155,6 +158,20 @@ def test_every_task_trains_as_with_ddp_running_statistics_included(train: Train,
     assert_same_run(
         train("sharded", 2, parallel=FSDP2, **sections, **common), train("ddp", 2, **sections, **common), 2e-5
     )
+
+
+@pytest.mark.slow
+def test_batch_norm_trains_in_bf16_as_with_ddp(train: Train) -> None:
+    sections: dict[str, Any] = {
+        "task": "image-classification",
+        "model": {"config": RESNET},
+        "data": {"train": "digits", "image_size": 16},
+        "schedule": {"max_steps": 5},
+        "evaluate": {"every_steps": 2, "max_samples": 30},
+        "tokenizer": "auto",
+        "precision": {"mixed_precision": "bf16"},
+    }
+    assert_same_run(train("sharded", 2, parallel=FSDP2, **sections), train("ddp", 2, **sections), 2e-3)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
