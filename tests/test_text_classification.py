@@ -21,6 +21,8 @@ from accel_train.task import TaskData, load_task
 from accel_train.tasks.text_classification import TextClassification
 from runs import metrics, run, write_recipe_file
 
+RECIPE = Path(__file__).parent.parent / "recipes/text_classification.yaml"
+
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -459,3 +461,13 @@ def test_a_run_learns_the_topics_and_reports_scores_beside_baselines(tmp_path: P
     answer = model(**tokenizer("step batch epoch update", return_tensors="pt")).logits.argmax()
     assert model.config.id2label[int(answer)] == "loop"
     assert AutoConfig.from_pretrained(tmp_path / "run" / "model").num_labels == 3
+
+
+@pytest.mark.slow
+def test_the_recipe_in_half_its_time_is_better_than_a_bag_of_words_on_the_same_texts(tmp_path: Path) -> None:
+    flags = ("--schedule.num_epochs", "4", "--output_dir", str(tmp_path / "run"))
+    run(RECIPE, *flags, OMP_NUM_THREADS="2")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval"]["f1_macro"] > summary["baselines"]["bag_of_words_f1_macro"]
+    assert summary["eval"]["f1_macro"] >= 0.92
+    assert summary["baselines"]["bag_of_words_f1_macro"] > 0.9
