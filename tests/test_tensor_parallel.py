@@ -92,16 +92,15 @@ def test_losses_are_those_of_one_process_and_neighbours_read_the_same_samples_on
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "processes"),
     [
-        {"tie_word_embeddings": True},
-        {"model_type": "qwen3", "head_dim": 8},  # norms of the heads, held by all, each seeing its own
-        {"model_type": "olmo2"},
-        {"model_type": "gpt_neox", "num_key_value_heads": None},
+        ({"tie_word_embeddings": True}, 4),
+        ({"model_type": "qwen3", "head_dim": 8}, 2),  # norms of the heads, held by all, each seeing its own
+        ({"model_type": "olmo2"}, 2),
+        ({"model_type": "gpt_neox", "num_key_value_heads": None}, 2),
     ],
     ids=["tied", "qwen3", "olmo2", "gpt_neox"],
 )
-@pytest.mark.parametrize("processes", [2, 4])
 def test_every_kind_of_plan_gives_the_losses_of_one_process(
     tmp_path: Path, changed: dict[str, Any], processes: int
 ) -> None:
@@ -112,12 +111,10 @@ def test_every_kind_of_plan_gives_the_losses_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(tmp_path: Path, processes: int) -> None:
+def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(tmp_path: Path) -> None:
     precision = {"mixed_precision": "bf16", "gradient_checkpointing": True}
     runs = [
-        train_in(tmp_path / str(n), n, parallel=parallel, precision=precision)
-        for n, parallel in ((processes, TP), (1, {}))
+        train_in(tmp_path / str(n), n, parallel=parallel, precision=precision) for n, parallel in ((4, TP), (1, {}))
     ]
     assert_same_run(*runs, tolerance=2e-3)
 
