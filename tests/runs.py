@@ -22,6 +22,15 @@ TINY_MODEL = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def write_corpus(folder: Path, num_documents: int = 40) -> Path:

@@ -23,19 +23,10 @@ from accel_train.step import TrainingModule
 from accel_train.task import load_task
 from accel_train.tasks.causal_lm import CausalLM
 from forked import run_forked
-from runs import TINY_MODEL, events, metrics, recipe_dict, write_corpus, write_recipe_file
+from runs import LLAMA, TINY_MODEL, events, metrics, recipe_dict, write_corpus, write_recipe_file
 
 SP = {"sp_size": 2}
 FSDP2 = {"strategy": "fsdp2"}
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 TEXT = {
     "batch": {"global_batch_size": 4, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},

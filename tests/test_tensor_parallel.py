@@ -26,19 +26,11 @@ from accel_train.scale.layout import choose_layout
 from accel_train.sharding import across_machines, choose_sharding
 from accel_train.tensor_parallel import check_tensor_parallel
 from forked import run_forked
+from runs import LLAMA as TINY_LLAMA
 from runs import events, metrics, recipe_dict, write_corpus, write_recipe_file
 
 TP = {"strategy": "fsdp2", "tp_size": 2}
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 259,  # which two processes cannot divide, and four cannot
-}
+LLAMA = {**TINY_LLAMA, "vocab_size": 259}  # which two processes cannot divide, and four cannot
 TEXT = {
     "model": {"config": LLAMA},
     "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
