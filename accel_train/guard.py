@@ -7,7 +7,6 @@ time in one region the learning rate is lowered; and after `max_rollbacks` the r
 
 import math
 import sys
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,6 +24,10 @@ LOG_LARGEST = 88.7
 """Its logarithm, rounded down."""
 NO_LIMIT = sys.float_info.max
 """Every finite number keeps it, and neither NaN nor Inf does."""
+SMALLEST_NORM = 1e-30
+"""Gradient norms below this count as this: zero has no logarithm."""
+MEASURES_A_WINDOW = 8
+"""The limits are found anew so many times while a window fills: they hardly move from step to step, and each finding costs."""
 SMALLEST_NORM_SPREAD, SMALLEST_LOSS_SPREAD = 0.2, 0.02
 """Of log gradient norms; and of losses, as a part of their median: steps differ by as much without meaning anything."""
 
@@ -60,7 +63,7 @@ class Window:
     distribution, and which neither outliers nor what lies below can inflate.
     """
 
-    __slots__ = ("_relative", "_size", "_smallest_spread", "_sorted", "_z", "limit", "values")
+    __slots__ = ("_relative", "_size", "_smallest_spread", "_z", "limit", "values")
 
     def __init__(self, values: list[float], size: int, z: float, smallest_spread: float, *, relative: bool) -> None:
         self.values = values
@@ -68,25 +71,11 @@ class Window:
         self.limit = NO_LIMIT
         """What lies `z` spreads above the median, from when there is half of `size` values to judge by."""
         self._size, self._z, self._smallest_spread, self._relative = size, z, smallest_spread, relative
-        self._sorted = sorted(values)
-        self._measure()
 
-    def add(self, value: float) -> None:
-        """Take note of an accepted value; the oldest one falls out."""
-        self.values.append(value)
-        insort(self._sorted, value)
-        if len(self.values) > self._size:
-            del self._sorted[bisect_left(self._sorted, self.values.pop(0))]
-        self._measure()
-
-    def forget(self) -> None:
-        """Begin anew: what was measured holds no longer."""
-        self.values.clear()
-        self._sorted.clear()
-        self._measure()
-
-    def _measure(self) -> None:
-        values = self._sorted
+    def measure(self, num_newer: int = 0) -> None:
+        """Find the limit anew, from the last `size` values but the `num_newer` newest ones; what is older falls out."""
+        del self.values[: max(0, len(self.values) - num_newer - self._size)]
+        values = sorted(self.values[: len(self.values) - num_newer])
         if 2 * len(values) < self._size:
             self.limit = NO_LIMIT
             return
@@ -94,7 +83,7 @@ class Window:
         median = values[last // 2]
         spread = values[math.ceil(last * 0.8413)] - median
         smallest = self._smallest_spread * (abs(median) if self._relative else 1.0)
-        self.limit = median + self._z * (spread if spread > smallest else smallest)
+        self.limit = median + self._z * max(spread, smallest)
 
 
 class Ladder:
@@ -105,14 +94,16 @@ class Ladder:
 
     def __init__(self, guard: Guard, state: TrainState, *, max_grad_norm: float, warmup_steps: int) -> None:
         self.guard, self.state = guard, state
-        self._max_grad_norm, self._warmup_steps, self._on_spike = max_grad_norm, warmup_steps, guard.on_spike
+        self._max_grad_norm, self._on_spike = max_grad_norm, guard.on_spike
+        self._learns_after = sys.maxsize if guard.on_spike == "off" else warmup_steps
         size, z = guard.spike_window_steps, guard.spike_threshold
+        self._measures_every = max(1, size // MEASURES_A_WINDOW)
         self._losses = Window(state.losses, size, z, SMALLEST_LOSS_SPREAD, relative=True)
         self._log_norms = Window(state.grad_norms, size, z, SMALLEST_NORM_SPREAD, relative=False)
         self.limits = Limits(max_grad_norm)
         """What the next update is held to."""
         self._loss_limit = self._norm_limit = NO_LIMIT
-        self._measure()
+        self._measure(state.num_unmeasured)
 
     def judge(self, result: StepResult) -> Verdict:
         """The verdict on one step."""
@@ -123,7 +114,8 @@ class Ladder:
             and result.agreed
             and not result.skipped
         ):
-            self._learn(result)
+            if result.step > self._learns_after:
+                self._learn(result.loss, result.grad_norm)
             state.consecutive_skips = state.consecutive_spikes = 0
             state.first_bad_step = None
             return GO_ON
@@ -145,14 +137,13 @@ class Ladder:
         said = f"step {result.step}: not finite ({what}); the update was not applied on any process"
         return self._count_skip(result, said, stop_at_once=self.guard.on_nonfinite == "stop")
 
-    def _learn(self, result: StepResult) -> None:
-        """Take note of what an accepted step came to; of one that is far above the others, that it is as far as allowed."""
-        if result.step > self._warmup_steps and self._on_spike != "off":
-            loss, norm = result.loss, result.grad_norm
-            self._losses.add(loss if loss < self._loss_limit else self._loss_limit)
-            self._log_norms.add(
-                math.log(norm if 1e-30 < norm < self._norm_limit else min(max(norm, 1e-30), self._norm_limit))
-            )
+    def _learn(self, loss: float, grad_norm: float) -> None:
+        """Take note of what an accepted step came to."""
+        state = self.state
+        state.losses.append(loss)
+        state.grad_norms.append(math.log(grad_norm if grad_norm > SMALLEST_NORM else SMALLEST_NORM))
+        state.num_unmeasured += 1
+        if state.num_unmeasured >= self._measures_every:
             self._measure()
 
     def judge_drift(self, said: str) -> Verdict:
@@ -163,8 +154,8 @@ class Ladder:
         state, guard = self.state, self.guard
         limits, loss_limit, norm_limit = self.limits, self._loss_limit, self._norm_limit
         is_loss_spike, is_norm_spike = result.loss > loss_limit, result.grad_norm > norm_limit
-        if not result.skipped:
-            self._learn(result)
+        if not result.skipped and result.step > self._learns_after:
+            self._learn(min(result.loss, loss_limit), min(result.grad_norm, norm_limit))  # at most as far as allowed
         found = [f"loss={result.loss:.4g}, and {loss_limit:.4g} was expected at most"] if is_loss_spike else []
         if is_norm_spike or result.skipped:
             found.append(
@@ -186,7 +177,7 @@ class Ladder:
         said += "; the update was not applied on any process"
         if state.consecutive_skips >= guard.max_consecutive_skips and not is_loss_spike:
             # The loss is as before, so nothing has broken: gradients have grown, and what was measured holds no longer.
-            self._log_norms.forget()
+            state.grad_norms.clear()
             self._measure()
             state.consecutive_skips = 0
             return Verdict("spike", f"{said}; the loss is as before, so gradient norms are measured anew")
@@ -228,21 +219,22 @@ class Ladder:
         state.last_incident = result.step
         return is_first
 
-    def _measure(self) -> None:
-        """What is far too large from now on, and what the next update is held to."""
-        clip, skip = self._max_grad_norm, LARGEST
+    def _measure(self, num_newer: int = 0) -> None:
+        """Find anew what is far too large, and what the next update is held to; the `num_newer` last values have no say."""
         if self._on_spike == "off":
             return
+        self.state.num_unmeasured = num_newer
+        self._losses.measure(num_newer)
+        self._log_norms.measure(num_newer)
         self._loss_limit, log_limit = self._losses.limit, self._log_norms.limit
-        self._norm_limit = NO_LIMIT
-        if log_limit < NO_LIMIT:
-            limit = self._norm_limit = math.exp(log_limit if log_limit < LOG_LARGEST else LOG_LARGEST)
+        self._norm_limit = math.exp(min(log_limit, LOG_LARGEST)) if log_limit < NO_LIMIT else NO_LIMIT
+        clip, skip = self._max_grad_norm, LARGEST
+        if self._norm_limit < NO_LIMIT:
             if self._on_spike != "clip":
-                skip = limit
-            elif not clip or limit < clip:
-                clip = limit
-        if self.limits.clip != clip or self.limits.skip != skip:
-            self.limits = Limits(clip, skip)
+                skip = self._norm_limit
+            elif not clip or self._norm_limit < clip:
+                clip = self._norm_limit
+        self.limits = Limits(clip, skip)
 
 
 def plan_rollback(

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -42,9 +42,8 @@ class Choice(Generic[T]):
         return f"{self.value} ({self.reason})"
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did, as every process sees it: read by the host one step late."""
+class StepResult(NamedTuple):
+    """What one step did, as every process sees it: read by the host one step late. (A tuple, because one is made each step.)"""
 
     step: int
     """Steps attempted up to and including this one: the first step of a run is 1."""
@@ -125,7 +124,9 @@ class TrainState:
     losses: list[float] = field(default_factory=list)
     """The guard's window: losses of the last accepted steps, oldest first ..."""
     grad_norms: list[float] = field(default_factory=list)
-    """... and their gradient norms."""
+    """... and the logarithms of their gradient norms."""
+    num_unmeasured: int = 0
+    """Of those, the newest ones that the guard's limits do not know of yet."""
     rollbacks: list[Rollback] = field(default_factory=list)
     best_metric: float | None = None
     """`evaluate.metric_for_best_model` at its best so far."""

@@ -59,7 +59,7 @@ def settled(guard: Guard | None = None, *, steps: int = 200, max_grad_norm: floa
 def test_finite_steps_go_on_and_leave_no_mark_but_in_the_window() -> None:
     actions, state = judge_all([result(step) for step in range(1, 6)], Guard())
     assert actions == ["go_on"] * 5
-    assert state == TrainState(losses=[1.0] * 5, grad_norms=[0.0] * 5)
+    assert state == TrainState(losses=[1.0] * 5, grad_norms=[0.0] * 5, num_unmeasured=5)
 
 
 def test_skips_in_a_row_within_the_budget_are_noted_and_one_more_goes_back() -> None:
@@ -133,27 +133,33 @@ def test_an_incident_is_looked_into_once() -> None:
 
 def test_limit_of_a_window_is_that_of_a_normal_distribution_and_outliers_do_not_move_it() -> None:
     draw = random.Random(1)
-    window = Window([], 1000, 6.0, 1e-6, relative=False)
-    for _ in range(1000):
-        window.add(draw.gauss(5, 2))
+    window = Window([draw.gauss(5, 2) for _ in range(1000)], 1000, 6.0, 1e-6, relative=False)
+    window.measure()
     assert window.limit == pytest.approx(5 + 6 * 2, rel=0.1)
     before = window.limit
-    for _ in range(20):
-        window.add(1e9)
+    window.values += [1e9] * 20
+    window.measure()
     assert window.limit == pytest.approx(before, rel=0.1)
 
 
-def test_window_holds_the_newest_values_sorted_as_a_plain_sort_would() -> None:
+def test_a_window_is_measured_by_its_newest_values_and_not_by_those_that_are_newer_than_the_measure() -> None:
     draw = random.Random(2)
-    window = Window([], 16, 1.0, 1e-6, relative=False)
-    seen = []
-    for _ in range(100):
-        seen.append(draw.choice([1.0, 2.0, 3.5, draw.random()]))
-        window.add(seen[-1])
-    assert window.values == seen[-16:]
-    ordered = sorted(seen[-16:])
+    seen = [draw.choice([1.0, 2.0, 3.5, draw.random()]) for _ in range(100)]
+    window = Window(list(seen), 16, 1.0, 1e-6, relative=False)
+    window.measure(num_newer=3)
+    assert window.values == seen[-19:]
+    ordered = sorted(seen[-19:-3])
     assert window.limit == max(ordered[math.ceil(15 * 0.8413)], ordered[7] + 1e-6)
     assert ordered[7] == statistics.median_low(ordered)
+
+
+def test_limits_stay_for_an_eighth_of_a_window() -> None:
+    judge = settled(max_grad_norm=0.0, steps=192)
+    limits = {192: judge.limits}
+    for step in range(193, 225):
+        judge.judge(result(step, loss=2.0, norm=0.5))
+        limits[step] = judge.limits
+    assert [step for step in range(193, 225) if limits[step] != limits[step - 1]] == [208, 224]
 
 
 def test_limits_are_the_recipes_alone_until_half_a_window_has_been_accepted_after_the_warmup() -> None:
@@ -233,14 +239,17 @@ def test_a_policy_that_watches_nothing_sees_no_spike() -> None:
     assert {judge.judge(result(201 + n, loss=90.0, norm=900.0)).action for n in range(30)} == {"go_on"}
 
 
-def test_a_guard_made_from_saved_counters_judges_as_the_one_that_was_saved() -> None:
-    before = settled(max_grad_norm=0.0)
+@pytest.mark.parametrize("steps", [200, 203, 207])
+def test_a_guard_made_from_saved_counters_judges_as_the_one_that_was_saved(steps: int) -> None:
+    before = settled(max_grad_norm=0.0, steps=steps)
     saved = asdict(before.state)
     after = Ladder(Guard(), TrainState(**saved), max_grad_norm=0.0, warmup_steps=0)
     assert after.limits == before.limits
-    step = result(201, loss=6.0, norm=50.0)
-    assert after.judge(step) == before.judge(step)
-    assert after.limits == before.limits
+    draw = random.Random(3)
+    for step in range(steps + 1, steps + 40):
+        told = result(step, loss=draw.choice([2.0, 2.1, 6.0]), norm=draw.choice([0.9, 1.1, 50.0]))
+        assert after.judge(told) == before.judge(told)
+        assert after.limits == before.limits
     assert asdict(after.state) == asdict(before.state)
 
 

@@ -53,8 +53,7 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
             self._map()
         assert self._full_windows is not None
         wanted = np.asarray(indices, np.int64)
-        num_full = len(self._full_windows)
-        if wanted.size and not (wanted.min() >= 0 and wanted.max() < num_full):
+        if len(indices) and not (min(indices) >= 0 and max(indices) < len(self._full_windows)):
             return self._with_short_window(wanted)
         return self._full_windows[wanted].astype(np.int64)
 
