@@ -42,6 +42,11 @@ class RunningStatistics:
             _write(torch.where(is_bad, before, after), buffers)
 
 
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether it keeps running statistics, or could: its kernels take no weights of 16 bits beside statistics in fp32."""
+    return any(isinstance(part, _NormBase) for part in module.modules())
+
+
 def share_running_statistics(module: nn.Module) -> None:
     """All processes go on with those of process 0: the ones that are saved, so that they are the ones to evaluate with."""
     _share(_buffers_by_dtype(module))

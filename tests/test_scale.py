@@ -212,6 +212,15 @@ def test_fsdp2_gathers_weights_twice_and_scatters_gradients_with_each_micro_batc
     assert kept["reduce-scatter"][:2] == (3 * 4, 3 * 4 * padded)
 
 
+def test_weights_beside_batch_norm_are_gathered_in_fp32_whatever_is_computed_in() -> None:
+    model = Net()
+    model.norm = nn.BatchNorm1d(10, affine=False)
+    section, weights = Parallel(strategy="fsdp2"), group_weights(model)
+    found = collectives(section, choose_layout(section, 10, "cuda"), weights, 2)
+    plain = collectives(section, choose_layout(section, 10, "cuda"), group_weights(Net()), 4)
+    assert found == plain
+
+
 def test_hsdp_reduces_parts_over_the_copies() -> None:
     part = 3 * 50 + 30 + 10
     found = traffic(8, strategy="fsdp2", dp_shard_size=2)

@@ -87,6 +87,7 @@ def _on_host(part: MemoryPart, section: Parallel) -> MemoryPart:
 
 
 def _gathered(section: Parallel, size: int, weights: ModelWeights, compute_bytes: int) -> Iterator[MemoryPart]:
+    compute_bytes = weights.gathered_bytes(compute_bytes)
     blocks = sorted((size * block.part_numel(size) for block in weights.blocks), reverse=True)
     root = size * weights.root.part_numel(size)
     trained = max((size * block.part_numel(size, trainable_only=True) for block in weights.blocks), default=0)

@@ -15,11 +15,10 @@ from typing import Literal
 from accel_train.recipe import Parallel
 from accel_train.scale.hardware import GB, LINK_EFFICIENCY, Gpu, Interconnect
 from accel_train.scale.layout import Layout
-from accel_train.scale.weights import ModelWeights, WeightGroup
+from accel_train.scale.weights import FP32_BYTES, ModelWeights, WeightGroup
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Phase = Literal["forward", "backward"]
-FP32_BYTES = 4
 BUCKET_BYTES = 25 * 2**20
 """DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
 # NVIDIA/nccl, src/graph/tuning.cc: baseLat and hwLat of the ring and the tree, protocol Simple, in microseconds.
@@ -152,6 +151,7 @@ def _of_shards(
     size = layout.shard_size
     shard = Ring(size, layout.tp_size, layout.gpus_per_node)
     copies = Ring(layout.num_copies, size, layout.gpus_per_node)
+    compute_bytes = weights.gathered_bytes(compute_bytes)
     dtype = "fp32" if compute_bytes == FP32_BYTES else f"{8 * compute_bytes} bits"
     found: list[Collective] = []
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from accel_train.compiling import repeated_blocks
+from accel_train.running_statistics import has_batch_norm
+
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class ModelWeights:
     """What belongs to no repeated block (embeddings, the last norm, the head): gathered for the whole of a step."""
     blocks: tuple[WeightGroup, ...]
     """In the order of the forward pass; empty where the model repeats none."""
+    in_fp32: bool = False
+    """It has batch norm: its weights are gathered in fp32 in any precision."""
 
     @property
     def groups(self) -> tuple[WeightGroup, ...]:
@@ -71,6 +76,10 @@ class ModelWeights:
         """Elements that one process holds, with the padding."""
         return sum(group.part_numel(shard_size, trainable_only=trainable_only) for group in self.groups)
 
+    def gathered_bytes(self, compute_bytes: int) -> int:
+        """Of one element of gathered weights, where those that are computed with have `compute_bytes`."""
+        return FP32_BYTES if self.in_fp32 else compute_bytes
+
     def padding(self, shard_size: int) -> float:
         """What of all that the processes hold together is padding, 0 to 1: rows are not divided."""
         held = shard_size * self.part_numel(shard_size)
@@ -87,7 +96,9 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
     parts = shapes or {}
     blocks = [_group(list(module.parameters()), seen, parts) for module in model.modules() if isinstance(module, kinds)]
     return ModelWeights(
-        _group(list(model.parameters()), seen, parts), tuple(block for block in blocks if block.weights)
+        _group(list(model.parameters()), seen, parts),
+        tuple(block for block in blocks if block.weights),
+        in_fp32=has_batch_norm(model),
     )
 
 
