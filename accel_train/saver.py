@@ -53,9 +53,12 @@ class Saver:
     ) -> None:
         """Publish a checkpoint and then call `then`; waits first for the one that is being written, if any.
 
-        With `parts` all processes save at once, each its own.
+        With `parts` all processes save at once, each its own. Once `failed`, nothing more is written: the run is about to end,
+        and how it ends must not hang on whether it heard of the second failure before the third save was due.
         """
         self.wait()
+        if self.failed:
+            return
         if not self._in_background:
             self._write(step, writers, then, parts)
             return

@@ -96,6 +96,25 @@ def test_one_failure_is_told_and_two_in_a_row_are_too_many(tmp_path: Path, in_ba
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"]
 
 
+def test_two_failures_end_it_though_the_next_save_is_due_before_anybody_has_heard_of_the_second(tmp_path: Path) -> None:
+    saver, gate = Saver(tmp_path, in_background=True), Gate()
+
+    def fail_late(path: Path) -> None:
+        gate(path)
+        fail(path)
+
+    saver.save(1, {"model": fail}, nothing)
+    saver.save(2, {"model": fail_late}, nothing)
+    assert gate.reached.wait(60)
+    assert not saver.failed
+    gate.opened.set()
+    saver.save(3, {"model": write}, nothing)
+    saver.wait()
+    assert saver.failed
+    assert [saved.step for saved in saver.take_ended()] == [1, 2]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("error", [ValueError("shape"), RuntimeError(""), MemoryError(), KeyError("x")])
 def test_whatever_is_raised_in_the_thread_is_a_failed_save(tmp_path: Path, error: Exception) -> None:
     def broken(path: Path) -> None:
