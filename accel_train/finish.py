@@ -274,11 +274,11 @@ def _say(run: Run, summary: dict[str, Any], report: Path | str) -> None:
     """The end of a run for whoever watched it: a sample, the numbers, and where everything lies."""
     if summary["sample"]:
         run.observer.note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
-    run.observer.note("Evaluation on all held-out data, and what it takes without a model:")
-    for name, value in {**summary["eval"], **summary["baselines"]}.items():
-        run.observer.note(
-            f"  {name.replace('_', ' '):24}{value:>14,.4f}"
-            if isinstance(value, float)
-            else f"  {name.replace('_', ' '):24}{value:>14,}"
-        )
+    numbers = {name.replace("_", " "): value for name, value in {**summary["eval"], **summary["baselines"]}.items()}
+    if numbers:
+        run.observer.note("Evaluation on all held-out data, and what it takes without a model:")
+    width = max(map(len, numbers), default=0)
+    for name, value in numbers.items():
+        text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        run.observer.note(f"  {name:{width}}{text:>14}")
     run.observer.note(f"weights: {run.output_dir / 'model'}\nreport:  {report}")

@@ -93,12 +93,13 @@ def _max_steps(schedule: Schedule, num_samples: int, global_batch_size: int, las
     if schedule.max_steps is not None:
         return schedule.max_steps, "max_steps, as written"
     assert schedule.num_epochs is not None  # the recipe holds that one of the two is set
+    epochs = f"{schedule.num_epochs:g} epoch{'' if schedule.num_epochs == 1 else 's'}"
     if last_batch != "carry":
         per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
         steps = math.ceil(_decimal(schedule.num_epochs) * int(per_epoch))
-        return steps, f"{schedule.num_epochs:g} epochs of {per_epoch} steps, rounded up ({num_samples} samples in each)"
+        return steps, f"{epochs} of {per_epoch} steps, rounded up ({num_samples} samples in each)"
     steps = math.ceil(_decimal(schedule.num_epochs) * num_samples / global_batch_size)
-    reason = f"{schedule.num_epochs:g} epochs x {num_samples} samples / {global_batch_size} per step, rounded up"
+    reason = f"{epochs} x {num_samples} samples / {global_batch_size} per step, rounded up"
     return steps, reason
 
 

@@ -6,7 +6,7 @@ import time
 import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def test_lines_are_written_at_log_steps_at_the_last_step_and_for_every_skipped_s
             seen.clock.now += 1.0 if 11 <= step <= 13 else 0.5
             skipped = step == 13
             loss = math.nan if skipped else 2.0
-            seen.observer.on_step(replace(STEP, step=step, loss=loss, skipped=skipped), 3e-4)
+            seen.observer.on_step(STEP._replace(step=step, loss=loss, skipped=skipped), 3e-4)
     assert [line["step"] for line in seen.metrics] == [10, 13, 20, 25]
     first, skipped_line, third, last = seen.metrics
     assert first == {
@@ -139,7 +139,7 @@ def test_evaluation_and_saving_are_not_training_time(tmp_path: Path) -> None:
     with observing(tmp_path) as seen:
         for step in range(1, 11):
             seen.clock.now += 1
-            seen.observer.on_step(replace(STEP, step=step), 1e-3)
+            seen.observer.on_step(STEP._replace(step=step), 1e-3)
             with seen.observer.pause():
                 seen.clock.now += 100
                 assert seen.observer.train_seconds == step
@@ -151,7 +151,7 @@ def test_evaluation_and_saving_are_not_training_time(tmp_path: Path) -> None:
 def test_an_evaluation_is_a_line_of_its_own_with_all_its_numbers(tmp_path: Path, recording: type[Recording]) -> None:
     metrics = {"loss": 2.0, "perplexity": 7.389, "bits_per_byte": 1.2, "num_targets": 4000, "seconds": 3.2}
     with observing(tmp_path, names=("recording",)) as seen:
-        seen.observer.on_step(replace(STEP, step=10, loss_scale=128.0), 1e-3)
+        seen.observer.on_step(STEP._replace(step=10, loss_scale=128.0), 1e-3)
         seen.observer.on_evaluation(10, metrics)
     assert seen.metrics[1] == {"step": 10, "split": "eval", **metrics}
     assert "step 10: evaluation: loss 2.0000, perplexity 7.3890, bits_per_byte 1.2000 (3s)\n" in seen.screen.getvalue()
@@ -185,10 +185,10 @@ def test_a_tracker_that_fails_in_the_run_becomes_one_event_and_training_goes_on(
     tmp_path: Path, recording: type[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with observing(tmp_path, names=("recording",), every=1) as seen:
-        seen.observer.on_step(replace(STEP, step=1), 1e-3)
+        seen.observer.on_step(STEP._replace(step=1), 1e-3)
         monkeypatch.setattr(recording, "broken", True)
         for step in (2, 3, 4):
-            seen.observer.on_step(replace(STEP, step=step), 1e-3)
+            seen.observer.on_step(STEP._replace(step=step), 1e-3)
     [event] = read_events(tmp_path)
     assert (event["event"], event["step"]) == ("tracker_failed", 2)
     assert "ConnectionError: service down" in event["message"]
@@ -201,7 +201,7 @@ def test_lines_that_a_full_disk_does_not_take_wait_for_room_and_nothing_is_raise
     with observing(tmp_path, every=1) as seen:
         seen.observer.on_step(STEP, 1e-3)
         seen.observer.on_evaluation(1, {"loss": 1.0})
-        seen.observer.on_step(replace(STEP, step=2), 1e-3)
+        seen.observer.on_step(STEP._replace(step=2), 1e-3)
         seen.observer.on_event("stop", 1, "the disk is full")
         said = seen.screen.getvalue()
         assert said.count("metrics.jsonl cannot be written (No space left on device); its lines wait") == 1
@@ -210,7 +210,7 @@ def test_lines_that_a_full_disk_does_not_take_wait_for_room_and_nothing_is_raise
         for name in ("metrics.jsonl", "events.jsonl"):
             (tmp_path / name).unlink()
         seen.folder.rewind(0)  # opens the files anew
-        seen.observer.on_step(replace(STEP, step=3), 1e-3)
+        seen.observer.on_step(STEP._replace(step=3), 1e-3)
         assert [(line["step"], line["split"]) for line in seen.metrics] == [
             *((1, "train"), (1, "eval"), (2, "train"), (3, "train")),
         ]
@@ -221,11 +221,11 @@ def test_lines_that_wait_for_room_are_forgotten_where_a_rollback_does_their_step
         (tmp_path / name).symlink_to("/dev/full")
     with observing(tmp_path, every=1) as seen:
         for step in (1, 2, 3):
-            seen.observer.on_step(replace(STEP, step=step), 1e-3)
+            seen.observer.on_step(STEP._replace(step=step), 1e-3)
         for name in ("metrics.jsonl", "events.jsonl"):
             (tmp_path / name).unlink()
         seen.observer.on_event("rollback", 3, "going back", to_step=1)
-        seen.observer.on_step(replace(STEP, step=2, loss=1.5), 1e-3)
+        seen.observer.on_step(STEP._replace(step=2, loss=1.5), 1e-3)
         assert [(line["step"], line["loss"]) for line in seen.metrics] == [(1, 2.0), (2, 1.5)]
 
 
@@ -256,7 +256,7 @@ def test_the_other_processes_observer_writes_nothing(tmp_path: Path, monkeypatch
 
 
 def test_a_step_that_is_not_logged_costs_less_than_five_microseconds(tmp_path: Path) -> None:
-    results = iter([replace(STEP, step=step) for step in range(1, 10_001)])
+    results = iter([STEP._replace(step=step) for step in range(1, 10_001)])
     with observing(tmp_path, total_steps=10**9, every=10**9) as seen:
         best = min(timeit.repeat(lambda: seen.observer.on_step(next(results), 1e-3), number=1000, repeat=10)) / 1000
     assert best < 5e-6, f"{best * 1e6:.2f} microseconds"  # measured 0.5

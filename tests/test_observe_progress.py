@@ -92,10 +92,12 @@ def test_plain_lines_say_percent_loss_rate_speed_and_time_left_in_columns() -> N
 
 
 def test_time_left_is_judged_from_this_sitting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 50.0
+    now = 10.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     stream = io.StringIO()
     progress = Progress("auto", total_steps=1000, initial_step=900, stream=stream)
+    now = 50.0
+    progress.begin()
     now = 60.0
     progress.show(910, loss=1.0, learning_rate=1.0, tokens_per_second=None)
     assert stream.getvalue().rstrip().endswith("left 1m 30s")
@@ -105,11 +107,16 @@ def test_the_bar_goes_on_where_the_run_was_left_and_notes_do_not_break_it(monkey
     monkeypatch.setattr("accel_train.observe.progress.REFRESH_SECONDS", 0.0)
     with open_terminal() as terminal:
         progress = Progress(True, total_steps=200, initial_step=100, stream=terminal.stream)
+        progress.note("what was chosen")
+        progress.note("and why")
+        progress.begin()
         progress.show(150, loss=2.34567, learning_rate=3e-4, tokens_per_second=12345.6)
         progress.advance(150)
         progress.note("saved step-150")
         progress.close()
         text = terminal.text()
+    before, _, text = text.partition("what was chosen\r\nand why\r\n")
+    assert before == ""
     assert "100/200" in text.split("\r")[1]
     assert "75%" in text
     assert "150/200" in text
@@ -131,6 +138,7 @@ def test_no_display_still_prints_notes() -> None:
 def test_a_stream_that_is_closed_on_the_way_is_never_written_to_again(setting: bool | str) -> None:
     stream = io.StringIO()
     progress = Progress(setting, total_steps=10, stream=stream)  # type: ignore[arg-type]
+    progress.begin()
     stream.close()
     for step in range(1, 11):
         progress.show(step, loss=1.0, learning_rate=1.0, tokens_per_second=1.0)
@@ -165,6 +173,7 @@ from accel_train.observe import Progress
 
 sys.stdin.read()  # until the reader of standard output is gone
 progress = Progress({setting}, total_steps=10)
+progress.begin()
 for step in range(1, 11):
     progress.show(step, loss=1.0, learning_rate=1.0, tokens_per_second=1.0)
     progress.advance(step)
@@ -189,6 +198,7 @@ print("trained to the end", file=sys.stderr)
 def test_a_step_that_is_not_drawn_costs_microseconds() -> None:
     with open_terminal() as terminal:
         progress = Progress(True, total_steps=10**9, stream=terminal.stream)
+        progress.begin()
         steps = iter(range(1, 10**6))
         seconds = min(timeit.repeat(lambda: progress.advance(next(steps)), number=2000, repeat=5)) / 2000
         progress.close()

@@ -16,6 +16,7 @@ MOST_UNWRITTEN_LINES = 100_000
 """Of metrics.jsonl, 50 MB of memory: with more of them the oldest are lost."""
 # Routine: in the ledger and the report, but not worth a line on the screen.
 SILENT_EVENTS = frozenset({"checkpoint", "evaluation"})
+BEGINNINGS = frozenset({"start", "resume"})
 
 
 class Observer(Protocol):
@@ -110,6 +111,8 @@ class RunObserver:
         if kind not in SILENT_EVENTS:
             # The guard's sentences stand alone in the report, and begin with their step.
             self._progress.note(message if message.startswith(f"step {step}:") else f"step {step}: {message}")
+        if kind in BEGINNINGS:
+            self._progress.begin()
 
     def note(self, text: str) -> None:
         """Print a line for whoever watches; it is not kept."""

@@ -68,6 +68,10 @@ class Progress:
         self._begin = time.monotonic()
         self._bar: Any = None
         self._broken = self._stream is None
+
+    def begin(self) -> None:
+        """Say that steps are made from now on: a bar is drawn below what was noted before."""
+        self._begin = time.monotonic()
         if self.style.value == "bar":
             self._guarded(self._open_bar)
 
