@@ -6,6 +6,7 @@ or hung; 6 out of memory; 75 preempted, run again to go on; 130 interrupted. A m
 """
 
 import argparse
+import faulthandler
 import logging
 import os
 import sys
@@ -55,6 +56,7 @@ def _main(argv: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The installed command: `main`, and then the end of the process."""
+    faulthandler.enable(2)  # a crash of native code (a driver, a kernel) leaves the Python line that led to it
     stop_with_launcher()
     keep_secrets_out_of_tracebacks()
     try:

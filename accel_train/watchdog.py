@@ -27,6 +27,8 @@ STOP_SECONDS = 15.0
 """How long a stop request may wait for a step: launchers kill after 30 seconds."""
 LEFT_SECONDS = 20.0
 """How long to wait where a peer has ended in good order, and this process still has something to do."""
+JOIN_SECONDS = 2.0
+"""How long whoever closes the watchdog waits for each of its threads to be through with what it does."""
 COLLECTIVE_ALLOWANCE = 2
 """A collective may wait for so many times as long as a step may take."""
 FIRST_STEPS_ALLOWANCE = 3
@@ -57,6 +59,7 @@ class Watchdog:
         self._halfway: dict[int, Standing] | None = None
         self._ending = self._ends_process = self._is_limited = False
         self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._contact = time.monotonic()
 
     def watch_steps(self, progress: Callable[[], tuple[int, int]], phase: Callable[[], str]) -> None:
@@ -70,7 +73,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         type(self).current = self
         for work in (self._watch, *((self._talk,) if self.peers is not None else ())):
-            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+            self._threads.append(threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(
@@ -78,6 +82,8 @@ class Watchdog:
     ) -> None:
         self.note_end(kind, error, trace)
         self._over.set()
+        for thread in self._threads:  # one that is within torch when the interpreter ends aborts the process
+            thread.join(JOIN_SECONDS)
 
     def note_end(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -148,6 +149,24 @@ def test_two_processes_say_a_mistake_once() -> None:
     assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
         "error: no.yaml: no such recipe file; did you mean r.yaml?"
     ]
+
+
+def test_a_crash_of_native_code_leaves_the_python_line_that_led_to_it() -> None:
+    code = """
+import os, signal, sys
+from accel_train import cli
+
+def crash(*arguments):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+cli.COMMANDS["doctor"] = crash
+sys.argv = ["accel-train", "doctor"]
+cli.program()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr
+    assert "in crash" in done.stderr
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

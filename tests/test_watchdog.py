@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from accel_train.peers import Failure, Peers, Standing, behind
+from accel_train.signals import StopRequest
+from accel_train.watchdog import Watchdog
 from forked import Forked, run_forked
 from runs import environment, events, losses, write_recipe_file
 
@@ -200,3 +203,19 @@ def test_the_first_process_to_tell_of_a_failure_is_the_one_that_all_hear_of() ->
 
 def test_one_process_tells_the_user_and_no_other_does() -> None:
     assert [peers.claim_word() for peers in met(3)] == [True, False, False]
+
+
+def test_no_thread_of_a_closed_watchdog_is_left_for_the_interpreter_to_end(tmp_path: Path) -> None:
+    looks = threading.Event()
+
+    def progress() -> tuple[int, int]:
+        if threading.current_thread() is not threading.main_thread():
+            looks.set()
+            time.sleep(0.5)
+        return (1, 0)
+
+    before = set(threading.enumerate())
+    with Watchdog(StopRequest(), tmp_path, 60.0, None) as watchdog:
+        watchdog.watch_steps(progress, str)
+        assert looks.wait(60)
+    assert set(threading.enumerate()) <= before
