@@ -51,11 +51,13 @@ def test_slow_process_is_named_once_with_what_is_slow(
         slow,
         12,
     )  # two windows, and one for the figures to arrive
-    assert told["seconds"] == pytest.approx(0.1, abs=0.05)
-    assert told["usual_seconds"] < 0.05
+    assert 0.1 <= told["seconds"] < 1  # a sleep is never shorter than asked, and on a busy machine longer
+    assert told["usual_seconds"] < told["seconds"] / 2
     part = {"data": "reading data", "compute": "the forward"}[slow]
     who = f"rank {rank} (process {forked.pids[rank]} on {socket.gethostname()})"
-    assert told["message"].startswith(f"{who} keeps the others waiting: {part} takes it 1")
+    assert told["message"].startswith(
+        f"{who} keeps the others waiting: {part} takes it {1000 * told['seconds']:.0f} ms"
+    )
     assert told["message"].endswith(" elsewhere (median), in 8 steps up to 8")
     assert who in (corpus / "processes" / "rank-0.out").read_text()  # a line on the screen as well
 
@@ -145,8 +147,8 @@ def test_stopwatch_counts_reading_and_forwards_of_training_and_nothing_else() ->
         module.eval()(0.03)
         module.train()
     work = stopwatch.take()
-    assert work.data == pytest.approx(0.02, rel=0.5)
-    assert work.forward == pytest.approx(0.02, rel=0.5)  # two micro-batches a step
+    assert 0.02 <= work.data < 0.05
+    assert 0.02 <= work.forward < 0.05  # two micro-batches a step, and not what is evaluated
     assert work.whole > 0.068
     module(0.01)
     assert stopwatch.take().own == 0  # nothing is read any more, so nothing is timed
