@@ -165,8 +165,11 @@ def _examine_among_others(search: _Search, lockstep: Lockstep) -> None:
 def _examine(search: _Search) -> None:
     rerun, micro_batches, question = search.rerun, search.micro_batches, search.question
     finding, states = search.finding, search.states
-    shared_on = None if rerun.lockstep is None else rerun.device
-    finding.weights_not_finite = weights_not_finite(rerun.inner.model, shared_on)[:MAX_LISTED]
+    if rerun.lockstep is None:
+        broken = weights_not_finite({name: each.detach() for name, each in rerun.inner.model.named_parameters()})
+    else:
+        broken = weights_not_finite(rerun.lockstep.local_parts(), rerun.device)
+    finding.weights_not_finite = broken[:MAX_LISTED]
     finding.columns = describe_columns(micro_batches[0][0])
     finding.suspects = [sample for share in question.samples or [] for sample in share]
     seed_step(question.seed, question.step - 1, question.rank, rerun.device)

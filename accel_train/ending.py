@@ -76,7 +76,10 @@ def report(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted; run the same command to go on from the last checkpoint"
     if exit_code(error) == 6:
-        remedy = "lower batch.per_device_batch_size, or set precision.gradient_checkpointing"
+        remedy = (
+            "lower batch.per_device_batch_size where it is above 1, set precision.gradient_checkpointing, or spread the model "
+            "over more GPUs (parallel.strategy: fsdp2)"
+        )
         text = f"out of memory: {text.splitlines()[0]}; {remedy}"
     kind = "preempted" if isinstance(error, Preempted) else "error"
     for line in text.splitlines():

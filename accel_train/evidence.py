@@ -6,23 +6,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train.step import MicroBatch
-from accel_train.tensor_parts import local_part
 
 
-def weights_not_finite(model: nn.Module, shared_on: torch.device | None = None) -> list[str]:
-    """The parameters that hold a NaN or Inf, by name.
+def weights_not_finite(parts: Mapping[str, Tensor], shared_on: torch.device | None = None) -> list[str]:
+    """Which weights hold a NaN or Inf, by name.
 
     Where each process holds a part of them, all call this at once, with the device that they talk on, and find the same.
     """
-    named = {name: local_part(parameter.detach()) for name, parameter in model.named_parameters() if parameter.numel()}
+    named = {name: part for name, part in parts.items() if shared_on is not None or part.numel()}
     if not named:
         return []
     # max() of nothing is an error, and a process may hold nothing of a parameter.
-    parts = [part if part.numel() else part.new_zeros(1) for part in named.values()]
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
+    held = [part if part.numel() else part.new_zeros(1) for part in named.values()]
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(held, math.inf)])
     are_broken = ~torch.isfinite(largest)
     if shared_on is not None:
         broken_here = are_broken.to(shared_on, torch.float32)

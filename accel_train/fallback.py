@@ -1,6 +1,7 @@
 """Running out of memory: all processes hear of it, and go on with smaller micro-batches and the same global batch."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,16 +11,21 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_train import sharding
 from accel_train.batching import BatchSizes
 from accel_train.evidence import SamplesOf
 from accel_train.memory import is_out_of_memory
+from accel_train.owed_collectives import Collective, can_begin_again, collectives_of, hand_in_nan, num_held
+from accel_train.reduction import Reduction
 from accel_train.rerun import each_row_for_itself, eager, undisturbed
 from accel_train.run import Run
 from accel_train.sampling import DataOrder
 from accel_train.state import OutOfMemory, StepResult
 from accel_train.step import Agreement, MicroBatch, forward_backward
+from accel_train.zero import Zero
 
 CAREFUL_STEPS = 2
 """The first step allocates gradients and activations, its update the moments: from the second one on memory stays as it is."""
@@ -31,6 +37,7 @@ class RanOutOfMemory(Exception):
     def __init__(self, ranks: list[int], said: str) -> None:
         super().__init__(said)
         self.ranks, self.said = ranks, said
+        """Which they were, and the words of this process's allocator; none where it had room."""
 
 
 @dataclass
@@ -61,19 +68,26 @@ def forward_backward_or_run_out(
     `sizes` each process keeps its gradients to itself, then they agree, and only then gradients are reduced: at the price of
     one more collective, and of one micro-batch forwarded again (with no weight, and by DDP's own buckets, so that the sum is
     the same to the bit as without this care). Other steps, which need what others needed before them, cost nothing: what
-    runs out there all the same (another program took the memory, or it is in pieces) hands in NaN.
+    runs out there all the same (another program took the memory, or it is in pieces) hands in NaN. So does, in any step, a
+    process whose forward the others wait in.
+
+    Raises:
+        OutOfMemory: this process cannot keep up with the others any more.
     """
     accelerator, module = run.accelerator, run.module
-    if run.is_sharded:
+    is_alone, carefully = accelerator.num_processes == 1, not run.is_sharded and sizes.is_new(step)
+    if run.meets_in_forward and not carefully:
         return _or_keep_up(run, micro_batches, agreement)
-    is_alone, carefully = accelerator.num_processes == 1, sizes.is_new(step)
     if not is_alone and not carefully:
         return _or_hand_in_nan(run, micro_batches, agreement)
+    held_before = num_held() if run.meets_in_forward else None
     loss_sum, said = None, ""
     try:
         loss_sum = forward_backward(accelerator, module, micro_batches, agreement, reduce=is_alone)
     except (RuntimeError, MemoryError) as error:
-        said = _said_of_memory(run, error)  # not the error itself: it would keep the tensors of its frames alive
+        said = _said_of_memory(error)  # not the error itself: it would keep the tensors of its frames alive
+    if said and held_before is not None:
+        _keep_up(run, micro_batches, agreement, held_before, reduce=False)
     if is_alone and loss_sum is not None:
         return loss_sum
     agreement.share_of_a_target()  # the first forward may have failed before what came of the last step was received
@@ -81,16 +95,15 @@ def forward_backward_or_run_out(
         return RanOutOfMemory([0], said)
     ranks = _who(accelerator, loss_sum is None)
     if loss_sum is None or ranks:
-        return RanOutOfMemory(ranks, said or "another process ran out of memory")
+        return RanOutOfMemory(ranks, said)
     if sizes.num_seen == 1:
         _settle_buckets(module, micro_batches[-1])
     _reduce_gradients(module, micro_batches[-1])
     return loss_sum
 
 
-def _said_of_memory(run: Run, error: Exception) -> str:
-    is_waited_for = run.recipe.parallel.sp_size > 1  # in the exchange of slices, by those who have the others
-    if is_waited_for or not is_out_of_memory(error):
+def _said_of_memory(error: Exception) -> str:
+    if not is_out_of_memory(error):
         raise error
     return str(error).partition("\n")[0]
 
@@ -110,12 +123,12 @@ def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Ag
     step ends, none of them applies an update, and all hear of the reason with its outcome (`nothing_done`).
     """
     accelerator, module, reduction = run.accelerator, _reducing(run), run.reduction
-    assert reduction is not None, "of several processes"
+    assert isinstance(reduction, Reduction), "of several processes that each hold the whole model"
     reduction.begin()
     try:
         return forward_backward(accelerator, module, micro_batches, agreement)
     except (RuntimeError, MemoryError) as error:
-        run.no_room = _said_of_memory(run, error)
+        run.no_room = _said_of_memory(error)
     agreement.share_of_a_target()
     free_memory(run.optimizer, accelerator.device)
     # With unused parameters DDP says in one more collective which they are.
@@ -129,33 +142,110 @@ def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Ag
 
 
 def _or_keep_up(run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreement) -> Tensor:
-    """As `forward_backward`, where each forward and backward is full of collectives, and nobody can stay behind (FSDP2).
+    """As `forward_backward`, where each forward and backward is full of collectives, and nobody can stay behind.
 
-    A process that runs out of memory does its step again with one sample in each micro-batch, takes part in what collectives
-    are left of it, and hands in NaN: so the step ends for all, nobody applies it, and all hear of the reason with its outcome.
+    A process that runs out of memory takes part in what collectives are left of its step (`_keep_up`), and has NaN for
+    gradients: so the step ends for all, nobody applies it, and all hear of the reason with its outcome.
     """
-    module, collectives = run.module, run.collectives
-    if collectives is None:  # tensor parallelism and DeepSpeed hold others, too
-        return forward_backward(run.accelerator, module, micro_batches, agreement)
-    collectives.begin()
+    may_break_off = can_begin_again()
+    if may_break_off and run.zero is not None:
+        _learn_order(run, run.zero, micro_batches[0], agreement)
+        may_break_off = run.zero.can_begin_again
+    if not may_break_off:
+        return forward_backward(run.accelerator, run.module, micro_batches, agreement)
+    held_before = num_held()
+    if run.reduction is not None:
+        run.reduction.begin()
     try:
-        return forward_backward(run.accelerator, module, micro_batches, agreement)
+        return forward_backward(run.accelerator, run.module, micro_batches, agreement)
     except (RuntimeError, MemoryError) as error:
-        run.no_room = _said_of_memory(run, error)
-    agreement.share_of_a_target()
-    compiled = run.recipe.precision.compile is not False
-    reduced = [parameter for parameter in run.parameters if parameter.grad is not None]
-    with collectives.resumed(), undisturbed(run.inner, run.accelerator.device), each_row_for_itself(run.inner):
-        free_memory(run.optimizer, run.accelerator.device)
-        for micro_batch in micro_batches:
-            batch, _ = SamplesOf(micro_batch, None).part([0])
-            with eager(compiled):
-                loss_sum = module(batch)
-                loss_sum.backward(torch.full_like(loss_sum, math.nan))
-    for parameter in reduced:
-        if parameter.grad is None:  # of several copies of the model: its sum over them was held, and is left out
-            parameter.grad = torch.full_like(parameter, math.nan)
+        run.no_room = _said_of_memory(error)
+    _keep_up(run, micro_batches, agreement, held_before, reduce=True)
+    for parameter in run.parameters:
+        if parameter.grad is not None:
+            parameter.grad.fill_(math.nan)
+    if run.zero is not None:
+        run.zero.spoil_gradients()
     return torch.full((), math.nan, device=run.accelerator.device)
+
+
+def _learn_order(run: Run, zero: Zero, micro_batch: MicroBatch, agreement: Agreement) -> None:
+    """Show ZeRO's stage 3 its layers in order, on one sample, before it matters whether a step breaks off.
+
+    Until it has seen them it compares that order between processes as they go: nobody could stay behind and catch up. So it
+    is tried first without the others; where some process cannot compute one sample alone, the order is learnt from the steps.
+    """
+    if not zero.passes_to_learn_from:
+        return
+    agreement.share_of_a_target()
+    one_sample = SamplesOf(micro_batch, None).part(range(1))
+    has_failed = False
+    with undisturbed(run.inner, run.accelerator.device), each_row_for_itself(run.inner):
+        try:
+            with zero.alone():
+                _collectives_of(run, one_sample, agreement, reduce=True)
+        except Exception:  # of a task whose samples cannot be told apart; or there is no room, which the step will say
+            has_failed = True
+        zero.forget_order()
+        num_passes, zero.passes_to_learn_from = zero.passes_to_learn_from, 0
+        for _ in range(0 if _who(run.accelerator, has_failed) else num_passes):
+            forward_backward(run.accelerator, run.module, [one_sample], agreement)
+            forget_broken_pass(run)
+    free_memory(run.optimizer, run.accelerator.device)
+
+
+def _keep_up(
+    run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreement, held_before: Counter[str], *, reduce: bool
+) -> None:
+    """After a step that broke off: find by dry runs what it consists of, and hand in NaN to all that was not held of it.
+
+    Raises:
+        OutOfMemory: there is no room for a dry run, either; the others then lose this process.
+    """
+    held = num_held() - held_before
+    agreement.share_of_a_target()
+    last, again = len(micro_batches) - 1, ""
+    owed: list[Collective] = []
+    with undisturbed(run.inner, run.accelerator.device), each_row_for_itself(run.inner):
+        try:
+            for index, micro_batch in enumerate(micro_batches):
+                owed += _collectives_of(run, micro_batch, agreement, reduce=reduce and index == last)
+        except (RuntimeError, MemoryError) as error:
+            again = _said_of_memory(error)
+    if again:
+        rank, rows = run.accelerator.process_index, run.sizes.per_device_batch_size
+        raise OutOfMemory(
+            f"process {rank} ran out of memory in micro-batches of {rows}, and again in smaller ones ({again})"
+        )
+    hand_in_nan(owed, held)
+
+
+def _collectives_of(run: Run, micro_batch: MicroBatch, agreement: Agreement, *, reduce: bool) -> list[Collective]:
+    samples = SamplesOf(micro_batch, None)
+
+    def compute(num_rows: int) -> None:
+        forget_broken_pass(run)
+        free_memory(run.optimizer, run.accelerator.device)
+        part = samples.part(range(num_rows))
+        with eager(run.recipe.precision.compile is not False):
+            forward_backward(run.accelerator, run.module, [part], agreement, reduce=reduce)
+
+    try:
+        return collectives_of(compute, samples.num_rows)
+    finally:
+        forget_broken_pass(run)
+
+
+def forget_broken_pass(run: Run) -> None:
+    """Let DDP, FSDP2 or DeepSpeed begin a forward, whatever became of the one before."""
+    module = run.module
+    if run.zero is not None:
+        run.zero.forget_broken_pass()
+    if isinstance(module, DistributedDataParallel):
+        reducer: Any = module.reducer
+        reducer._reset_state()
+    if isinstance(module, FSDPModule):
+        sharding.forget_broken_pass(module)
 
 
 def _reducing(run: Run) -> DistributedDataParallel:
@@ -169,10 +259,12 @@ def nothing_done(run: Run, result: StepResult) -> RanOutOfMemory:
     run.step_back(result.step - 1)
     if result.loss_scale is not None:
         run.accelerator.scaler.update(result.loss_scale)  # NaN was handed in: no overflow that should lower it
-    if run.reduction is not None:
-        module = _reducing(run)
+    if isinstance(run.module, DistributedDataParallel):
+        module = run.module
         module._update_process_group(module.process_group)  # lays its buckets out anew, on all processes
-    return RanOutOfMemory(_who(run.accelerator, bool(said)), said or "another process ran out of memory")
+    if run.zero is not None:
+        run.zero.drop_gradients()  # of the step that was begun since
+    return RanOutOfMemory(_who(run.accelerator, bool(said)), said)
 
 
 def _reduce_gradients(module: nn.Module, micro_batch: MicroBatch) -> None:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import save
 from torch import Tensor
@@ -19,6 +20,7 @@ from accel_train.diagnosis import Finding, Question, examine, not_examined
 from accel_train.finish import environment
 from accel_train.guard import Verdict
 from accel_train.incident_writing import (
+    MAX_WEIGHTS_BYTES,
     free_name,
     gathered_weights_of,
     last_losses,
@@ -26,7 +28,7 @@ from accel_train.incident_writing import (
     write_incident,
 )
 from accel_train.loading import fetch
-from accel_train.lockstep import Lockstep
+from accel_train.lockstep import Lockstep, ShardedLockstep, ZeroLockstep
 from accel_train.observe.incident_record import (
     FORMAT,
     INCIDENTS,
@@ -41,6 +43,7 @@ from accel_train.observe.incident_record import (
     summarise_incident,
 )
 from accel_train.redaction import redact
+from accel_train.reduction import ShardedReduction
 from accel_train.rerun import RandomState
 from accel_train.run import Run
 from accel_train.sequence_slices import Slices
@@ -79,7 +82,7 @@ def look_into(run: Run, result: StepResult, verdict: Verdict, micro_batches: lis
         findings = gather_object([_as_record(run, finding, result)])
         record = _record(run, result, verdict, findings)
         batches = _collect_batches(run, record, finding, _whole(run, result.step - 1, micro_batches), states)
-        weights = gathered_weights_of(run.inner.model) if is_sharded(run.accelerator) else None
+        weights = _gathered_weights(run)
         sentence = record["sentence"]
         if not run.accelerator.is_main_process:
             return Cause(None, sentence)
@@ -100,16 +103,34 @@ def _is_wanted(run: Run) -> bool:
 
 def _examine(run: Run, micro_batches: list[MicroBatch], question: Question) -> tuple[Finding, list[RandomState]]:
     device, group, why = run.accelerator.device, data_group(run.accelerator), ""
-    if run.zero is not None:
-        why = "DeepSpeed spreads the run over the processes (parallel.strategy)"
-    elif group.num_slices > 1:
+    if group.num_slices > 1:
         why = "sequences are split over the processes (parallel.sp_size)"
     elif group.num_alike > 1:
         why = "neighbours compute each layer together (parallel.tp_size)"
     if why:
         return not_examined(question, device, why), []
-    lockstep = Lockstep(run.inner, device, run.collectives) if run.is_sharded else None
-    return examine(run.inner, micro_batches, question, device, lockstep)
+    return examine(run.inner, micro_batches, question, device, _lockstep(run))
+
+
+def _lockstep(run: Run) -> Lockstep | None:
+    """How the processes compute again together; None where each can do so alone."""
+    if run.zero is not None and run.zero.spreads_weights:
+        return ZeroLockstep(run.inner, run.accelerator.device, run.zero)
+    if not is_sharded(run.accelerator):
+        return None
+    noting = run.reduction if isinstance(run.reduction, ShardedReduction) else None
+    return ShardedLockstep(run.inner, run.accelerator.device, noting)
+
+
+def _gathered_weights(run: Run) -> dict[str, Tensor] | None:
+    """On the main process, those of the model, where no process holds all of them; None where they are too large to be kept."""
+    if run.has_whole_weights:
+        return None
+    if run.zero is None:
+        return gathered_weights_of(run.inner.model)
+    parts = run.zero.parts
+    num_bytes = sum(shape.numel() for shape in parts.shapes().values()) * torch.float32.itemsize
+    return parts.weights() if num_bytes < MAX_WEIGHTS_BYTES else None
 
 
 def _question(run: Run, result: StepResult, num_micro_batches: int) -> Question:
@@ -252,7 +273,7 @@ def _packed(finding: Finding, micro_batches: Sequence[MicroBatch], states: Seque
 def _write(run: Run, record: JsonRecord, batches: dict[str, bytes], gathered: dict[str, Tensor] | None) -> Path:
     """What only the main process knows, and the folder."""
     record["folder"] = free_name(run.output_dir, record["step"])
-    weights = gathered if run.is_sharded else weights_of(run.inner.model)
+    weights = weights_of(run.inner.model) if run.has_whole_weights else gathered
     before = [step for path in checkpoint_folders(run.saver.root) if (step := step_of(path)) and step < record["step"]]
     record["weights"] = {
         "file": None if weights is None else WEIGHTS,

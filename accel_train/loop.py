@@ -182,7 +182,7 @@ def use_smaller_micro_batches(run: Run, told: RanOutOfMemory) -> None:
     held = f"{who} ran out of memory in step {step} with {_samples(sizes.per_device_batch_size)} per micro-batch"
     smaller = smaller_micro_batches(sizes) if run.data.step_batches is None else None
     if smaller is None:
-        raise OutOfMemory(f"{held} ({told.said})")
+        raise OutOfMemory(f"{held} ({told.said})" if told.said else held)
     run.sizes = smaller
     if run.remembered is not None:
         run.remembered.write(smaller.per_device_batch_size, f"because {held}")

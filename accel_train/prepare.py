@@ -17,14 +17,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.agreement_check import check_agreement
 from accel_train.batch_search import fit_micro_batch
 from accel_train.batch_trial import Trials
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.compiling import compile_module
-from accel_train.counted_collectives import count_collectives
 from accel_train.data_group import data_group, is_sharded
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
@@ -47,7 +45,7 @@ from accel_train.peers import open_peers
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
 from accel_train.redaction import remember_secrets
-from accel_train.reduction import Reduction
+from accel_train.reduction import note_gradients
 from accel_train.resolve import change_model, check_recipe, resolve_run
 from accel_train.resume import agree_on_checkpoint
 from accel_train.rollback_record import take_up
@@ -293,7 +291,6 @@ def _build(
         evaluate=extensions.evaluate,
         requests=extensions.requests,
         saving_group=dist.new_group(backend="gloo") if sharded else None,
-        reduction=Reduction(module) if isinstance(module, DistributedDataParallel) else None,
-        collectives=count_collectives(inner, num_sharing=data_group(accelerator).num_sharing),
+        reduction=note_gradients(module, inner, num_sharing=data_group(accelerator).num_sharing),
     )
     return run

@@ -1,9 +1,15 @@
-"""How the gradients of several processes become one: as DDP sums them, with a note of what this process has put in."""
+"""How the gradients of several processes become one: as DDP and FSDP2 sum them, with a note of what this process has put in."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+from accel_train.owed_collectives import can_begin_again
 
 
 class Reduction:
@@ -62,3 +68,51 @@ def reduce_bucket(reduction: Reduction, bucket: dist.GradBucket) -> torch.future
 
 def _first(done: "torch.futures.Future[list[Tensor]]") -> Tensor:
     return done.value()[0]
+
+
+class ShardedReduction:
+    """What this process has handed in of a step to FSDP2, which reduces the gradients of a block as soon as it has them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.sums: list[Tensor] = []
+        """Of each reduction, 0-dim on the device."""
+        for block in root.modules():
+            if isinstance(block, FSDPModule):
+                groups: Any = block._get_fsdp_state()._fsdp_param_groups
+                for group in groups:
+                    group._reduce_scatter_comm = _Noted(group._reduce_scatter_comm, self)
+
+    def begin(self) -> None:
+        """A step begins, of which nothing has been handed in."""
+        self.sums = []
+
+    def sum_here(self) -> Tensor | None:
+        """Of this process's own gradients in this step: finite where all of them were, before they were summed over processes."""
+        return torch.stack([each.float() for each in self.sums]).sum() if self.sums else None
+
+
+class _Noted:
+    """As torch's own, which FSDPModule lets one replace (`set_custom_reduce_scatter`)."""
+
+    def __init__(self, inner: Any, reduction: ShardedReduction) -> None:
+        self._inner, self._reduction = inner, reduction
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what goes in or comes out."""
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Any:
+        """Take part."""
+        self._reduction.sums.append(input_tensor.sum())
+        return self._inner(output_tensor=output_tensor, input_tensor=input_tensor, **how)
+
+
+def note_gradients(wrapped: nn.Module, inner: nn.Module, *, num_sharing: int) -> Reduction | ShardedReduction | None:
+    """What this process hands in to DDP (`wrapped`) or FSDP2 (`inner`).
+
+    None where it is alone, where not all gradients pass there (`num_sharing` processes split each layer), or torch is before 2.13.
+    """
+    if isinstance(wrapped, DistributedDataParallel):
+        return Reduction(wrapped)
+    is_noted = num_sharing == 1 and isinstance(inner, FSDPModule) and can_begin_again()
+    return ShardedReduction(inner) if is_noted else None

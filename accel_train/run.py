@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from accel_train.batch_record import Remembered
 from accel_train.batching import BatchSizes
-from accel_train.counted_collectives import CountedCollectives
 from accel_train.data_group import data_group, is_sharded
 from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, Limits
@@ -24,7 +23,7 @@ from accel_train.observe import (
     Observer,
 )
 from accel_train.recipe import Recipe
-from accel_train.reduction import Reduction
+from accel_train.reduction import Reduction, ShardedReduction
 from accel_train.resume import Found
 from accel_train.sampling import DataOrder
 from accel_train.saver import Saver
@@ -95,10 +94,8 @@ class Run:
     """Whether the run was asked to stop."""
     watchdog: Watchdog | None = None
     """Ends this process where it would wait for ever; none where it is alone, and not there for this run alone."""
-    reduction: Reduction | None = None
-    """Sums the gradients of several processes that each hold the whole model."""
-    collectives: CountedCollectives | None = None
-    """Of a model that FSDP2 spreads over the processes."""
+    reduction: Reduction | ShardedReduction | None = None
+    """Notes what this process hands in where gradients of several processes are summed."""
     no_room: str = ""
     """What the allocator of this process said in the last step, if that ran out of memory; the others have yet to hear of it."""
     batches_evaluated: int = 0
@@ -118,6 +115,11 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether each process holds a part of the model or of its optimizer, and not the whole of them."""
         return is_sharded(self.accelerator) or self.zero is not None
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether each process holds all weights of the model, whatever it holds of its optimizer."""
+        return not is_sharded(self.accelerator) and not (self.zero is not None and self.zero.spreads_weights)
 
     @property
     def zero_parts(self) -> ZeroParts | None:
@@ -189,8 +191,7 @@ class Run:
 
     def gradient_sum_here(self) -> Tensor | None:
         """Of this process's own gradients in the step just done, before they were summed over processes; None where nobody looked."""
-        watched = self.reduction if self.collectives is None else self.collectives
-        return None if watched is None else watched.sum_here()
+        return None if self.reduction is None else self.reduction.sum_here()
 
     def step_back(self, step: int) -> None:
         """Go on from an earlier step, whose weights are still those of now: what came since was not applied."""

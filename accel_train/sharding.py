@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from accel_train.batching import divisors
 from accel_train.compiling import repeated_blocks
 from accel_train.data_group import data_group
 from accel_train.recipe import Parallel
+from accel_train.running_statistics import has_batch_norm
 from accel_train.state import Choice
 from accel_train.step import TrainingModule
 from accel_train.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
@@ -184,7 +184,7 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
     plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
     plugin.transformer_cls_names_to_wrap = kinds or None
     in_fp32 = ""
-    if accelerator.mixed_precision != "no" and any(isinstance(each, _NormBase) for each in inner.modules()):
+    if accelerator.mixed_precision != "no" and has_batch_norm(inner):
         plugin.mixed_precision_policy = MixedPrecisionPolicy()  # autocast, as under DDP
         in_fp32 = "; weights are gathered in fp32, for batch norm takes none of 16 bits"
     with warnings.catch_warnings():
@@ -229,3 +229,10 @@ def reshard(module: nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
+
+
+def forget_broken_pass(root: FSDPModule) -> None:
+    """Let FSDP2 begin a forward, whatever became of the one before; before torch 2.13 it can where that one ended."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    reshard(root)  # type: ignore[arg-type]

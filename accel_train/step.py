@@ -6,7 +6,6 @@ the host reads the outcome of a step while the next one runs.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
@@ -52,8 +51,7 @@ class TrainingModule(nn.Module):
         )
 
 
-@dataclass(frozen=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What a step left behind, not yet read by the host."""
 
     step: int
@@ -65,10 +63,10 @@ class StepOutcome:
     """[targets, stop requests, ...] over all processes: on the device, or known to the host where it is alone."""
     has_loss_scale: bool
     max_grad_norm: float
+    ended: float
+    """When its update was queued, by `time.perf_counter`."""
     ran_out_of_memory: bool = False
     """This process has no gradients of it, and has handed in NaN."""
-    ended: float = field(default_factory=perf_counter)
-    """When its update was queued."""
 
 
 class Wishes(NamedTuple):
@@ -168,17 +166,20 @@ class Agreement:
         ran_out_of_memory: bool = False,
     ) -> StepOutcome:
         """What the step that began with `begin` left behind, to be given to the next `begin`."""
-        scale = skipped if loss_scale is None else loss_scale
-        counts = self._here if self._sums is None else self._sums
-        if gradient_sum is None:
-            gradient_sum = grad_norm if self.world_size == 1 else torch.zeros_like(grad_norm)
-        parts = (loss_sum, grad_norm, skipped, scale, gradient_sum)
+        numbers: Tensor | list[float]
         if self.world_size == 1 and self.device.type == "cpu":
-            seen = [float(part.float().numpy()) for part in parts]
-            return StepOutcome(step, learning_rate, seen, counts, loss_scale is not None, max_grad_norm)
-        numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])  # offloaded: from the host
+            loss, norm, skip = (float(part.float().numpy()) for part in (loss_sum, grad_norm, skipped))
+            numbers = [loss, norm, skip, skip if loss_scale is None else float(loss_scale.numpy()), norm]
+        else:
+            if gradient_sum is None:
+                gradient_sum = grad_norm if self.world_size == 1 else torch.zeros_like(grad_norm)
+            parts = (loss_sum, grad_norm, skipped, skipped if loss_scale is None else loss_scale, gradient_sum)
+            # Those of an optimizer that is offloaded come from the host.
+            numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])
+        counts = self._here if self._sums is None else self._sums
+        has_scale, now = loss_scale is not None, perf_counter()
         return StepOutcome(
-            step, learning_rate, numbers, counts, loss_scale is not None, max_grad_norm, ran_out_of_memory
+            step, learning_rate, numbers, counts, has_scale, max_grad_norm, now, ran_out_of_memory=ran_out_of_memory
         )
 
     def read_last(self) -> StepResult | None:
@@ -219,8 +220,7 @@ class Agreement:
         result = self.read_last()
         assert result is not None, "a last step was given"
         now = here if self._sums is None else Wishes(*self._sums[: len(here)].tolist())
-        return replace(
-            result,
+        return result._replace(
             stop_requested=result.stop_requested or bool(now.stop),
             save_failed=result.save_failed or bool(now.save_failed),
         )

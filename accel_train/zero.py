@@ -8,7 +8,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,10 +21,19 @@ from accel_train.guard import Limits
 from accel_train.recipe import Parallel, Recipe
 from accel_train.state import Choice
 from accel_train.step import TrainingModule
+from accel_train.zero_again import (
+    forget_broken_pass,
+    forget_order,
+    knows_order,
+    let_go_of_gathered_weights,
+    without_comparing_order,
+)
 from accel_train.zero_parts import ZeroParts
 
 BUCKET_ELEMENTS = 50_000_000
 """Gradients that are reduced at once, at most: 200 MB, which DeepSpeed holds room for while it computes them."""
+PASSES_TO_LEARN_FROM = 2
+"""Stage 3 notes the order of layers in one pass, and compares it between processes when the next one begins."""
 SPREAD = {
     1: "the optimizer's state",
     2: "the optimizer's state and gradients",
@@ -67,6 +76,8 @@ def choose_zero(section: Parallel, world_size: int) -> Choice[int]:
         return Choice(1, "one process: there is nobody to share the model with")
     stage = section.zero_stage
     reason = f"deepspeed, ZeRO stage {stage}: {SPREAD[stage]} spread over {world_size} processes"
+    if stage == 3:
+        reason += f"; learns the order of layers from {PASSES_TO_LEARN_FROM} passes of one sample, which train nothing"
     return Choice(world_size, reason)
 
 
@@ -94,8 +105,10 @@ class ZeroModule(nn.Module):
 class Zero:
     """The update of a step under ZeRO, and the parts that this process holds."""
 
-    def __init__(self, engine: Any, parts: ZeroParts) -> None:
-        self._engine, self.parts = engine, parts
+    def __init__(self, engine: Any, parts: ZeroParts, stage: int) -> None:
+        self._engine, self.parts, self._stage = engine, parts, stage
+        self.passes_to_learn_from = PASSES_TO_LEARN_FROM if stage == 3 else 0
+        """Forwards and backwards that DeepSpeed has to see before one may break off."""
 
     def update_within(self, limits: Limits) -> tuple[Tensor, Tensor, None]:
         """As `step.update_within`: clip and step, or leave weights, moments and step counters untouched to the bit."""
@@ -108,6 +121,36 @@ class Zero:
     def drop_gradients(self) -> None:
         """Let go of gradients whose update will not be made."""
         self._step(0.0, math.inf)
+
+    @property
+    def spreads_weights(self) -> bool:
+        """Whether no process holds all weights of the model."""
+        return self._stage == 3
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether a step that begins now may break off: not while stage 3 does not know the order of its layers."""
+        return not self.spreads_weights or knows_order(self._engine.optimizer)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, stage 3 does not compare the order of its layers with other processes."""
+        return without_comparing_order()
+
+    def forget_order(self) -> None:
+        """Let stage 3 learn the order of its layers anew, whatever it has seen of it, and gather all weights anew."""
+        forget_order(self._engine.optimizer)
+
+    def forget_broken_pass(self) -> None:
+        """Let DeepSpeed begin a forward, whatever became of the one before."""
+        forget_broken_pass(self._engine.optimizer, self._stage)
+
+    def let_go_of_gathered_weights(self) -> None:
+        """Let a forward begin that DeepSpeed is not told of, whatever became of the one before; its gradients stay as they are."""
+        let_go_of_gathered_weights(self._engine.optimizer)
+
+    def spoil_gradients(self) -> None:
+        """Have NaN in the place of this process's gradients: so no process applies any."""
+        self._engine.optimizer.averaged_gradients = {0: [torch.full((), math.nan, device=self.parts.device)]}
 
     def _norm(self) -> Tensor:
         """Of all gradients, over all processes, 0-dim fp32, the same on all; NaN or Inf where one of them is."""
@@ -152,7 +195,7 @@ def wrap_in_zero(
     engine, *_ = deepspeed.initialize(model=inner, optimizer=optimizer, config=config, dist_init_required=False)
     engine.set_gradient_accumulation_boundary(True)
     parts = ZeroParts(engine.optimizer, inner.model, optimizer, stage, accelerator.device)
-    return ZeroModule(engine), Zero(engine, parts)
+    return ZeroModule(engine), Zero(engine, parts, stage)
 
 
 def import_deepspeed() -> Any:

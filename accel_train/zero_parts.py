@@ -84,6 +84,12 @@ class ZeroParts:
                     found[f"{kind}.{name}" if kind else name] = part.of(flat) if part.numel else flat.new_zeros(1)
         return found
 
+    def local_weights(self) -> dict[str, Tensor]:
+        """Of the weights alone."""
+        return {
+            name: part.of(part.flat) if part.numel else part.flat.new_zeros(1) for name, part in self._parts.items()
+        }
+
     def weights(self) -> dict[str, Tensor]:
         """The model's state by name, in host memory of the main process; empty on the others. As `snapshot.model_tensors`."""
         found, seen = {}, set()

@@ -155,7 +155,7 @@ class Regressor(nn.Module):
 
 
 class FaultyRegression:
-    """A regression on random features; `options`: num_samples, faults (each a `Fault` as a mapping)."""
+    """A regression on random features; `options`: num_samples, width, faults (each a `Fault` as a mapping)."""
 
     def __init__(self) -> None:
         self.faults = Faults()
@@ -180,7 +180,7 @@ class FaultyRegression:
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        model = Regressor()
+        model = Regressor(int(recipe.options.get("width", 16)))
         self.put_in([Fault(**fault) for fault in recipe.options.get("faults", ())], model, data)
         return model
 

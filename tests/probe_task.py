@@ -70,8 +70,8 @@ class RecordingDataset(Dataset[Any]):
 
 class ProbeTask(CausalLM):
     """`options`: record (folder), ragged (bool), nan_at / inf_at / kill_at / term_at / hang_at: {step, rank}, nan_from: step;
-    no_room: {rank, rows, where: forward or backward, from_step, block}: out of memory with more rows in a micro-batch, in
-    training, at the end of the forward or, where a block is named, in that one;
+    no_room: {rank (or every), rows, where: forward or backward, from_step, block, times}: out of memory with more rows in a micro-batch, in
+    training, at the end of the forward or, where a block is named, in that one; so many times, or always;
     no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done;
     seconds_a_forward: how long each takes at least."""
 
@@ -79,7 +79,8 @@ class ProbeTask(CausalLM):
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options = recipe.options
-        self.accumulation_calls = 0
+        self.num_to_learn_from = 2 * (recipe.parallel.zero_stage == 3)  # batches that are no micro-batches of a step
+        self.accumulation_calls = self.times_run_out = 0
         self.last_batch: Mapping[str, Tensor] | None = None
         data = super().load_data(recipe, progress=progress)
         train = data.train
@@ -104,12 +105,20 @@ class ProbeTask(CausalLM):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         rows, limit = len(batch["labels"]), self.options.get("no_room", {"rank": -1})
-        calls = self.accumulation_calls + (batch is not self.last_batch)
+        is_new = batch is not self.last_batch  # not forwarded again only to reduce gradients
+        if model.training and self.num_to_learn_from and is_new:
+            self.num_to_learn_from -= 1
+            self.last_batch = batch
+            is_new = False
+        calls = self.accumulation_calls + is_new
         is_early = calls < limit.get("from_step", 1)
-        has_room = not model.training or limit["rank"] != RANK or rows <= limit["rows"] or is_early
+        has_room = not model.training or limit["rank"] not in (RANK, "every") or rows <= limit["rows"] or is_early
+        has_room = has_room or self.times_run_out >= limit.get("times", math.inf)
+        self.times_run_out += not has_room
         in_block = nullcontext()
         if not has_room and "block" in limit:
-            in_block = runs_out_in(model.get_submodule(f"transformer.h.{limit['block']}"), limit["where"])
+            blocks = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+            in_block = runs_out_in(blocks[limit["block"]], limit["where"])
         elif not has_room and limit["where"] == "forward":
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         with in_block:
@@ -123,8 +132,7 @@ class ProbeTask(CausalLM):
         if not model.training:
             return loss
         time.sleep(self.options.get("seconds_a_forward", 0))
-        if batch is not self.last_batch:  # forwarded again only to reduce gradients
-            self.accumulation_calls += 1  # one micro-batch a step in the tests that ask for faults
+        self.accumulation_calls += is_new  # one micro-batch a step in the tests that ask for faults
         self.last_batch = batch
         step = self.accumulation_calls + int(self.options.get("first_step", 0))
         if self._here("nan_at", step) or step >= self.options.get("nan_from", math.inf):

@@ -231,16 +231,16 @@ def test_killed_and_resumed_on_as_many_processes_it_is_the_same_to_the_bit(tmp_p
 
 
 @pytest.mark.slow
-def test_out_of_memory_on_one_process_ends_all_of_them(tmp_path: Path) -> None:
+def test_a_process_without_room_for_one_sample_ends_all_of_them(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     write_corpus(folder)
     options = {"no_room": {"rank": 1, "rows": 0, "where": "forward", "from_step": 6}}
     recipe = write_recipe_file(folder, **{**TEXT, "options": options, "parallel": SP})
     forked = run_forked(["run", str(recipe)], 2, folder=folder / "processes", preload=[ULYSSES])
-    codes = forked.wait()
-    assert codes[1] == 6
-    assert codes[0] == 5
+    assert forked.wait() == [5, 6]
+    said = forked.stderr(0) + forked.stderr(1)
+    assert "process 1 ran out of memory in micro-batches of 2, and again in smaller ones" in said
 
 
 @pytest.mark.slow

@@ -18,11 +18,11 @@ from test_sharding import assert_same_bits, tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accel_train.counted_collectives import CountedCollectives
-from accel_train.lockstep import Lockstep
+from accel_train.lockstep import ShardedLockstep
 from accel_train.observe.incident_record import read_incident
 from accel_train.observe.ledger import write_json
 from accel_train.recipe import Recipe
+from accel_train.reduction import ShardedReduction
 from accel_train.replay import replay_incident
 from accel_train.sampling import DataOrder
 from accel_train.step import TrainingModule
@@ -112,7 +112,12 @@ def samples_of(run: Path) -> list[int]:
 
 
 def test_incidents_name_process_sample_and_module_and_tell_what_stays_from_what_goes(folder: Path) -> None:
-    run = folder / "looked_into"
+    assert_names_all(folder / "looked_into")
+    assert "its loss was not finite on process 1 (cpu" in incident(folder / "looked_into", 23)["sentence"]
+
+
+def assert_names_all(run: Path) -> None:
+    """Process, sample and module of each of FAULTS, and what stays of them."""
     samples = samples_of(run)
     assert_named(incident(run, 3), FAULTS[0], samples[0])
     assert incident(run, 3)["processes"][1]["module_kind"] == "GELU"
@@ -122,13 +127,39 @@ def test_incidents_name_process_sample_and_module_and_tell_what_stays_from_what_
     assert (both[1]["samples"], both[1]["place"], both[1]["module"]) == (samples[4:5], "gradient", "blocks.0.widen")
     gone = incident(run, 23)
     assert gone["classification"] == "transient"
-    assert "its loss was not finite on process 1 (cpu" in gone["sentence"]
     assert not any(finding["error"] for step in (3, 13, 23) for finding in incident(run, step)["processes"])
 
 
 def test_a_run_whose_bad_steps_are_looked_into_is_to_the_bit_the_one_that_leaves_them_alone(folder: Path) -> None:
     assert not (folder / "left_alone" / "incidents").exists()
     assert_same_run(folder / "looked_into", folder / "left_alone")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_under_zero_incidents_name_the_same(tmp_path: Path, stage: int) -> None:
+    sections = under_zero(stage)
+    train(tmp_path, "looked_into", FAULTS, STEPS, checkpoint={"every_steps": 2, "keep": 50}, **sections)
+    train(tmp_path, "left_alone", FAULTS, STEPS, guard={"max_incidents": 0}, **sections)
+    assert_same_run(tmp_path / "looked_into", tmp_path / "left_alone")
+    assert_names_all(tmp_path / "looked_into")
+
+
+def under_zero(stage: int) -> dict[str, Any]:
+    """Sections of a recipe; its model is so wide that stage 3 gathers weights (of 100,000 elements and more)."""
+    return {"parallel": {"strategy": "deepspeed", "zero_stage": stage}, "options": {"width": 256}}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_under_zero_3_a_process_that_cannot_cut_its_samples_keeps_nobody_waiting(tmp_path: Path, where: str) -> None:
+    sections = under_zero(3)
+    sections["options"]["fails"] = {"rank": 1, "where": where, "rows_below": 4}
+    samples = train(tmp_path, "failing", FAULTS, STEPS, **sections)
+    both = incident(tmp_path / "failing", 13)["processes"]
+    assert both[0]["samples"] == samples[1:4]
+    assert (both[1]["happens_again"], both[1]["samples"]) == (True, [])
+    assert both[1]["error"] == "RuntimeError: made to fail"
 
 
 SAME = (
@@ -155,11 +186,11 @@ def test_nothing_of_the_turns_is_left_in_a_module(tmp_path: Path) -> None:
         waiting = [parameter.grad for parameter in model.parameters()]
         groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]
         num_hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-        collectives = CountedCollectives(model)
-        collectives.sums = sums = [torch.zeros(())]
-        with Lockstep(model, torch.device("cpu"), collectives) as lockstep:
+        reduction = ShardedReduction(model)
+        reduction.sums = sums = [torch.zeros(())]
+        with ShardedLockstep(model, torch.device("cpu"), reduction) as lockstep:
             norms = lockstep.take_turn(lambda: lockstep.gradient_norms(model(batch), torch.tensor(2.0)))
-        assert collectives.sums is sums
+        assert reduction.sums is sums
         assert [len(module._forward_pre_hooks) for module in model.modules()] == num_hooks
         assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), waiting, strict=True))
         assert norms.keys() == dict(model.named_parameters()).keys()
