@@ -23,7 +23,8 @@ WHO = ("rank", "group", "launcher")
 WHERE = {"save": 0.5, "evaluate": 0.1, "load": 0.1, "forward": 0.05, "backward": 0.05, "start": 0.05, "anywhere": 0.15}
 """Where a kill is aimed at, and how often."""
 SAVE_SECONDS = 0.05
-"""About as long as a save takes on a small model: a kill that is aimed at one comes at a random moment of it."""
+"""About as long as a save takes on a small model: a kill that is aimed at one comes at a random moment of it, and where the
+save was over by then (a quick disk), at one of the next."""
 
 
 @dataclass
@@ -32,8 +33,8 @@ class Tally:
 
     kills: Counter[str] = field(default_factory=Counter)
     """By `who` and by `in WHERE`."""
-    inside_a_save: int = 0
-    """Kills that left a half-written or half-removed checkpoint behind: they hit a save for certain."""
+    half_done: int = 0
+    """Kills that left a half-written or half-removed checkpoint behind."""
     corrupt: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     finished: int = 0
@@ -49,7 +50,7 @@ class Tally:
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kills.items()))
         return (
-            f"{self.num_kills} kills in {self.seconds:.0f} s ({kinds}; {self.inside_a_save} left a save half done), "
+            f"{self.num_kills} kills in {self.seconds:.0f} s ({kinds}; {self.half_done} left a save half done), "
             f"{len(self.corrupt)} corrupt, {len(self.lost)} lost, {self.finished} runs finished, "
             f"orphans gone after at most {self.longest_orphan_seconds:.1f} s"
         )
@@ -122,15 +123,7 @@ class KilledRun:
     def _kill_from_outside(self, forked: Forked, launcher: int, who: str, where: str) -> bool:
         generator = self.generator
         if where == "save":
-            number = generator.randint(1, 3)
-            seen: set[str] = set()
-
-            def saving() -> bool:
-                seen.update(entry for entry in _entries(self.root) if entry.startswith(".tmp-step-"))
-                return len(seen) >= number
-
-            reached = self._watch(forked, saving)
-            time.sleep(generator.uniform(0, SAVE_SECONDS))
+            reached = self._stop_in_a_save(forked, generator.randint(1, 3))
         elif where == "start":
             # A process asks for its launcher's death when it begins, and of one that died before it hears nothing.
             reached = self._watch(forked, lambda: who != "launcher" or self._holder() == forked.pids[0])
@@ -146,7 +139,27 @@ class KilledRun:
                 os.killpg(launcher, signal.SIGKILL)
             else:
                 os.kill(launcher if who == "launcher" else generator.choice(forked.pids), signal.SIGKILL)
+        forked.kill(None, signal.SIGCONT)  # those that are left, where a save was aimed at
         return True
+
+    def _stop_in_a_save(self, forked: Forked, number: int) -> bool:
+        """Stop all processes (SIGSTOP) at a random moment of a save, the `number`th one at the earliest; false where the run
+        has ended before. Only what stands still can be looked at: a kill after a look may come after the save."""
+        left_by_others = set(self._half_done())
+        seen: set[str] = set()
+
+        def saving() -> bool:
+            begun = set(self._half_done()) - left_by_others - seen
+            seen.update(begun)
+            return bool(begun) and len(seen) >= number
+
+        while self._watch(forked, saving):
+            time.sleep(self.generator.uniform(0, SAVE_SECONDS))
+            forked.kill(None, signal.SIGSTOP)
+            if all(map(_stands_still, forked.pids)) and not seen.isdisjoint(self._half_done()):
+                return True
+            forked.kill(None, signal.SIGCONT)
+        return False
 
     def _watch(self, forked: Forked, reached: Callable[[], bool]) -> bool:
         """Until something has come about (true), or the run has ended by itself (false)."""
@@ -183,8 +196,7 @@ class KilledRun:
 
     def _inspect(self, kill: str) -> None:
         """Nothing published may be broken, and nothing that was seen published may be gone."""
-        names = _entries(self.root)
-        self.tally.inside_a_save += any(name.startswith((".tmp-step-", ".trash-")) for name in names)
+        self.tally.half_done += bool(self._half_done())
         statuses = [check(folder) for folder in checkpoint_folders(self.root)]
         self.tally.corrupt += [f"{kill}: {each.path.name}: {each.problem}" for each in statuses if each.problem]
         newest = max((status.step for status in statuses), default=0)
@@ -195,6 +207,10 @@ class KilledRun:
             if event["step"] < before:
                 self.tally.lost.append(f"{kill}: step {before} was published, and the run went on from {event['step']}")
         self.newest = newest
+
+    def _half_done(self) -> list[str]:
+        """Checkpoints that are being written, or taken away."""
+        return [name for name in _entries(self.root) if name.startswith((".tmp-step-", ".trash-"))]
 
     def _note_newest(self) -> None:
         steps = [step_of(folder) or 0 for folder in checkpoint_folders(self.root)]
@@ -221,6 +237,21 @@ def _entries(folder: Path) -> list[str]:
 def _is_alive(pid: int) -> bool:
     """Whether a process runs; one that has died, and that nobody has asked for, does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        return _state(Path(f"/proc/{pid}/stat")) not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _stands_still(pid: int) -> bool:
+    """Wait until each thread of a process that was sent a SIGSTOP has stopped; false where it has died."""
+    try:
+        while any(_state(task / "stat") not in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()):
+            time.sleep(POLL_SECONDS)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return True
+
+
+def _state(stat: Path) -> str:
+    """Of a process or a thread: R, S, T, ... (proc_pid_stat(5))."""
+    return stat.read_text().rpartition(")")[2].split()[0]

@@ -72,7 +72,7 @@ def test_two_hundred_kills_half_of_them_in_a_save_change_nothing(tmp_path: Path)
     print(tally)
     assert tally.num_kills == 200
     assert tally.kills["in save"] >= 80
-    assert tally.inside_a_save >= 40, "most kills that were aimed at a save missed it"
+    assert tally.half_done >= 10, "a save that a kill hit leaves something half done, unless only the launcher was killed"
 
 
 @pytest.mark.faults
