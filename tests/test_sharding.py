@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_train.checkpoint import newest_valid
+from accel_train.checkpoint import newest_valid, step_of
 from accel_train.recipe import Parallel, Recipe
 from accel_train.sharded_checkpoint import Stored
 from accel_train.sharding import choose_sharding
@@ -257,26 +257,34 @@ def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_two_in_a_row_end
 
 
 @pytest.mark.faults
-def test_killed_in_a_save_the_checkpoint_before_stands_and_the_run_is_the_same(
-    train: Train, tmp_path: Path, undisturbed: Path
-) -> None:
-    sections = {**TEXT, "checkpoint": {"every_steps": 2, "keep": 2}, "options": {"ragged": True}}
-    folder, kills = tmp_path / "run", 0
+def test_killed_in_a_save_the_checkpoint_before_stands_and_the_run_is_the_same(train: Train, tmp_path: Path) -> None:
+    sections = {
+        **TEXT,
+        "task": "disk_task:DiskTask",
+        "parallel": FSDP2,
+        "checkpoint": {"every_steps": 2, "keep": 2},
+        "options": {"slow_fsync": 0.05},  # so that a look finds a save before it is over
+    }
+    folder = tmp_path / "run"
     folder.mkdir()
     write_corpus(folder)
-    recipe = write_recipe_file(folder, parallel=FSDP2, **sections)
-    for victim in (0, 1, 1, 0):
+    recipe = write_recipe_file(folder, **sections)
+    root = folder / "run" / "checkpoints"
+    newest = []
+    for victim, number in ((0, 2), (1, 2), (1, 2), (0, 1)):  # who is killed, in the so-manieth save of a sitting
         forked = run_forked(["run", str(recipe)], 2, folder=folder / "processes")
-        root = folder / "run" / "checkpoints"
-        while None in forked.exit_codes():
-            if list(root.glob(f".tmp-*-{forked.pids[0]}/shard-*")):  # of this sitting
-                forked.kill(victim, signal.SIGKILL)
-                kills += 1
-                break
+        saves: set[str] = set()
+        while len(saves) < number:
+            assert None in forked.exit_codes(), forked.stderr(0)
+            saves.update(aside.name for aside in root.glob(f".tmp-*-{forked.pids[0]}"))
+        forked.kill(victim, signal.SIGKILL)
         forked.wait()
-        assert newest_valid(root)[1] == []
-    assert kills >= 2, "no kill hit a save"
-    assert_same_run(train("run", 2, parallel=FSDP2, **sections), undisturbed)
+        valid, broken = newest_valid(root)
+        assert broken == []
+        newest.append(valid and step_of(valid))
+    assert newest == [2, 4, 6, 6]
+    undisturbed = train("undisturbed", 1, **{**sections, "options": {}, "parallel": {}})
+    assert_same_run(train("run", 2, **sections), undisturbed)
     assert not list(root.glob(".tmp-*"))
 
 
