@@ -113,8 +113,7 @@ def run(
 
 def metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of one split."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["split"] == split]
+    return [record for record in _records(folder / "metrics.jsonl") if record["split"] == split]
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -124,11 +123,12 @@ def losses(folder: Path) -> dict[int, float]:
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind."""
-    return [
-        record
-        for record in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-        if record["event"] == kind
-    ]
+    return [record for record in _records(folder / "events.jsonl") if record["event"] == kind]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Of each line; the last one may be half there, where the run still writes."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def checkpoint(folder: Path, step: int) -> dict[str, Any]:
