@@ -23,7 +23,7 @@ WAIT_FOR_RANK_0_SECONDS = 8.0
 INTERRUPTED = 130
 WRITING_SECONDS = 60.0
 """How long a process that has failed waits for a checkpoint that is being written."""
-DATA_WORKER_ERRORS = ("DataLoader worker", "DataLoader timed out")
+DATA_WORKER_ERRORS = ("DataLoader worker", "DataLoader timed out", "Pin memory thread exited unexpectedly")
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 

@@ -141,10 +141,19 @@ def read_batches(
             # Of its own, because creating the iterator draws from it, and the global one belongs to the model.
             generator=torch.Generator(),
         )
-        batches = iter(loader)
+        batches = _from_workers(loader)
     for batch in batches:
         num_targets = batch.pop("num_targets")
         yield _to_device(batch, device, pin_memory and num_workers == 0), num_targets
+
+
+def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
+    try:
+        yield from loader
+    except (OSError, EOFError) as error:
+        if str(error).startswith("Caught "):  # by a worker, in reading: torch raises it here again
+            raise
+        raise RuntimeError(f"DataLoader worker is gone, with a batch half handed over ({error!r})") from error
 
 
 def _listen_to_parent_alone(worker: int) -> None:

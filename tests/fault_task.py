@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ class SlowDataset(Dataset[Any]):
         time.sleep(self.seconds)
         if self.fault == "killed" and self.num_reads == 12:
             os.kill(os.getpid(), signal.SIGKILL)
+        if (
+            self.fault == "hangs_up" and self.num_reads == 12
+        ):  # on the training, which asks it for the memory of a batch
+            connection.deliver_challenge = lambda caller, key: caller.close()  # type: ignore[attr-defined]
         if self.fault == "hangs" and self.num_reads == 12:
             time.sleep(3600)
         return self.inner.__getitems__(indices)
@@ -43,8 +48,8 @@ class SlowDataset(Dataset[Any]):
 class FaultTask(ProbeTask):
     """`options`, beside those of ProbeTask: raise_at / exit_at / sigstop_at / spin_at / flip_at: {step, rank};
 
-    seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed or hangs; in_load / in_build:
-    {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written;
+    seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed, hangs_up or hangs;
+    in_load / in_build: {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written;
     slow: {rank, read or step: seconds}, of one process alone (-1: all); timeouts: a folder where each process writes how
     long a collective may wait, in seconds, at each forward.
     """
