@@ -167,7 +167,11 @@ def lose_one_and_start_it_again(folder: Path, machines: Machines, *, silently: b
     assert first.wait(120) == 0, said(logs)
     assert second.wait(30) == 0, said(logs)
 
-    assert [event["step"] for event in events(run, "resume")] == [10]
+    [resume] = events(run, "resume")
+    assert resume["step"] in (
+        10,
+        15,
+    )  # the newest checkpoint: training may come past step 12 before the machine is lost
     assert list(losses(run)) == list(range(1, STEPS + 1))
     assert [loss.hex() for loss in losses(run).values()] == [loss.hex() for loss in losses(folder / "whole").values()]
 
