@@ -12,13 +12,20 @@ PR_SET_PDEATHSIG = 1
 
 
 def stop_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the parent dies, however it dies (prctl(2)): a run then saves, and ends.
+    """Ask the kernel for a SIGTERM when the parent dies, however it dies: a run then saves, and ends."""
+    _ask_for_signal_at_death_of_parent("SIGTERM")
 
-    Linux only; elsewhere nothing is done.
-    """
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when the parent dies, or the thread of it that began this process."""
+    _ask_for_signal_at_death_of_parent("SIGKILL")
+
+
+def _ask_for_signal_at_death_of_parent(name: str) -> None:
+    """prctl(2); Linux only, elsewhere nothing is done."""
     if sys.platform == "linux":
         with suppress(AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, getattr(signal, name))
 
 
 def stop_with_launcher() -> None:

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel_train.batching import BatchSizes
+from accel_train.launcher import die_with_parent
 from accel_train.sampling import DataOrder
 from accel_train.state import Choice
 from accel_train.step import MicroBatch
@@ -137,7 +139,9 @@ def read_batches(
             pin_memory=pin_memory,
             prefetch_factor=4,
             timeout=timeout_seconds,
-            worker_init_fn=_listen_to_parent_alone,
+            worker_init_fn=partial(
+                _listen_to_parent_alone, stays=threading.current_thread() is threading.main_thread()
+            ),
             # Of its own, because creating the iterator draws from it, and the global one belongs to the model.
             generator=torch.Generator(),
         )
@@ -156,11 +160,15 @@ def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
         raise RuntimeError(f"DataLoader worker is gone, with a batch half handed over ({error!r})") from error
 
 
-def _listen_to_parent_alone(worker: int) -> None:
+def _listen_to_parent_alone(worker: int, *, stays: bool) -> None:
     """In a worker: what asks the job to stop (Ctrl-C, a scheduler's signal to all its processes) is for the training to answer.
 
-    It needs its workers for the step that it ends with, and ends them itself.
+    It needs its workers for the step that it ends with, and ends them itself. Where it was killed, or ended without waiting
+    for a worker that hangs in a read, that worker would be left, with the memory and the connections of both. So it dies with
+    its parent, if the thread that began it `stays` until then.
     """
+    if stays:
+        die_with_parent()
     for name in ("SIGINT", "SIGUSR1"):
         if (number := getattr(signal, name, None)) is not None:
             signal.signal(number, signal.SIG_IGN)

@@ -175,7 +175,7 @@ class KilledRun:
     def _has_fallen(self, forked: Forked, launcher: int, who: str) -> bool:
         if who == "rank":
             return signal.SIGKILL in [-(code or 0) for code in forked.exit_codes()]
-        return not _is_alive(launcher) and (who == "launcher" or not any(map(_is_alive, forked.pids)))
+        return not is_alive(launcher) and (who == "launcher" or not any(map(is_alive, forked.pids)))
 
     def _bury(self, forked: Forked, launcher: int, who: str, where: str) -> None:
         """Until nothing of the run is left: as torchrun does where a process has died; else by themselves, and soon."""
@@ -184,7 +184,7 @@ class KilledRun:
         if not by_themselves:
             time.sleep(self.generator.uniform(0, 0.2))
             forked.end()
-        while any(map(_is_alive, [*forked.pids, launcher])):
+        while any(map(is_alive, [*forked.pids, launcher])):
             alive = time.monotonic() - began
             said = "\n".join(forked.stderr(rank)[-3000:] for rank in range(2))
             assert alive < ORPHAN_SECONDS[who], (
@@ -234,7 +234,7 @@ def _entries(folder: Path) -> list[str]:
     return []
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has died, and that nobody has asked for, does not."""
     try:
         return _state(Path(f"/proc/{pid}/stat")) not in ("Z", "X")
