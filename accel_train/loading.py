@@ -1,5 +1,6 @@
 """From the data order to micro-batches on the device: who reads, how far ahead, and how it gets to the GPU."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -178,8 +179,12 @@ def _listen_to_parent_alone(worker: int, *, stays: bool) -> None:
 
 
 def _end_when_the_parent_asks() -> None:
-    sender = None
-    while sender != os.getppid():  # a scheduler's signal comes from elsewhere, and is for the training to answer
+    parent, sender = (
+        multiprocessing.parent_process(),
+        None,
+    )  # not the process that forked this one: a server may do that
+    assert parent is not None
+    while sender != parent.pid:  # a scheduler's signal comes from elsewhere, and is for the training to answer
         sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
     os._exit(0)
 
