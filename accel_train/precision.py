@@ -1,6 +1,8 @@
 """In which precision a run computes, and why: autocast, loss scale, TF32, determinism, and the Accelerator that carries them."""
 
+import atexit
 import os
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -20,6 +22,8 @@ from accel_train.state import Choice
 
 COLLECTIVE_TIMEOUT_SECONDS = 1800
 """How long a collective may wait while a run begins or ends: one process may tokenise, or write, for all of them."""
+THREADS_OF_GLOO_SECONDS = 0.2
+"""Much longer than a thread waits for its turn, on a busy machine as well."""
 
 
 def start_processes(*, offloads: bool = False) -> PartialState:
@@ -41,7 +45,18 @@ def start_processes(*, offloads: bool = False) -> PartialState:
         PartialState._shared_state["distributed_type"] = kind
     if processes.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the watchdog of an earlier run in this process has lowered it
+        atexit.unregister(_let_threads_of_gloo_finish)
+        atexit.register(_let_threads_of_gloo_finish)
     return processes
+
+
+def _let_threads_of_gloo_finish() -> None:
+    """When the interpreter is about to end, after the last line of whoever called `train`.
+
+    After a collective a thread of gloo asks for the interpreter's lock, to let go of its tensors; if the interpreter is ending
+    by then, the process is aborted ("terminate called without an active exception", torch 2.13, before Python 3.14).
+    """
+    time.sleep(THREADS_OF_GLOO_SECONDS)
 
 
 def limit_collectives(seconds: float) -> None:
