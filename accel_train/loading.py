@@ -179,10 +179,8 @@ def _listen_to_parent_alone(worker: int, *, stays: bool) -> None:
 
 
 def _end_when_the_parent_asks() -> None:
-    parent, sender = (
-        multiprocessing.parent_process(),
-        None,
-    )  # not the process that forked this one: a server may do that
+    parent = multiprocessing.parent_process()  # os.getppid() may be a server that only forks
+    sender = None
     assert parent is not None
     while sender != parent.pid:  # a scheduler's signal comes from elsewhere, and is for the training to answer
         sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid

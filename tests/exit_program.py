@@ -10,7 +10,6 @@ from accel_train.precision import start_processes
 if __name__ == "__main__":
     start_processes()
     dist.all_reduce(torch.ones(1))
-    sys.setswitchinterval(
-        1000
-    )  # seconds: nobody else gets the interpreter's lock, unless this thread waits for something
+    # So many seconds nobody else gets the interpreter's lock, unless this thread waits for something.
+    sys.setswitchinterval(1000)
     dist.all_reduce(torch.ones(1))
