@@ -6,7 +6,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel_train.batching import BatchSizes
 from accel_train.launcher import die_with_parent
 from accel_train.sampling import DataOrder
+from accel_train.sharding import processes_on_machine
 from accel_train.state import Choice
 from accel_train.step import MicroBatch
 from accel_train.task import TaskData
@@ -24,17 +27,39 @@ from accel_train.task import TaskData
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
-def choose_num_workers(requested: int | str, data: TaskData, processes_on_node: int) -> Choice[int]:
-    """How many processes read ahead, for each training process."""
+def choose_num_workers(requested: int | str, data: TaskData, world_size: int) -> Choice[int]:
+    """How many processes read ahead, for each training process: cores are shared with those of the same machine alone."""
     if isinstance(requested, int):
         return Choice(requested, "as the recipe says")
     if data.reading_is_free:
         return Choice(0, "reading memory-mapped samples costs microseconds")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(0, min(4, cores // processes_on_node - 1))
+    cores, processes = usable_cores(), processes_on_machine(world_size)
+    share = max(0, min(4, cores.value // processes - 1))
     return Choice(
-        share, f"4 at most, and {cores} cores are shared by {processes_on_node} training processes and their readers"
+        share,
+        f"4 at most; {cores.value} cores {cores.reason} are shared by its {processes} training "
+        f"process{'es' * (processes > 1)} and their readers",
     )
+
+
+def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Choice[int]:
+    """Return how many CPU cores this process may use, and what says so: its affinity, or a smaller CPU quota of its container.
+
+    The quota is cgroup v2's `cpu.max`, "MICROSECONDS PERIOD" or "max PERIOD", of the process's group or of one above it
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html). Part of a core counts as none, but one is left.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    reason = "in this process's affinity" if cores < (os.cpu_count() or 1) else "of this machine"
+    with suppress(OSError):  # no Linux
+        groups = [line.removeprefix("0::/") for line in cgroup.read_text().splitlines() if line.startswith("0::/")]
+        for group in [Path(name) for name in groups[:1]]:
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # the root group has no such file, and "max" is no limit
+                    quota, period = map(int, (root / folder / "cpu.max").read_text().split())
+                    if quota // period < cores:
+                        cores, reason = max(1, quota // period), "by the CPU quota of its container (cpu.max)"
+    return Choice(cores, reason)
 
 
 def choose_pin_memory(requested: bool | str, device: torch.device) -> Choice[bool]:

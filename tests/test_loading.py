@@ -1,13 +1,16 @@
-"""Data workers answer to the process that trains, and to nobody else."""
+"""Data workers: how many there are, and that they answer to the process that trains, and to nobody else."""
 
 import multiprocessing
+import os
 import subprocess
 import time
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import pytest
 
-from accel_train.loading import _listen_to_parent_alone
+from accel_train.loading import _listen_to_parent_alone, choose_num_workers, usable_cores
+from accel_train.task import TaskData
 
 
 def work(ready: Event) -> None:
@@ -32,3 +35,40 @@ def test_worker_ends_when_its_training_process_asks_and_at_no_other_signal(metho
         assert worker.exitcode == 0
     finally:
         worker.kill()
+
+
+@pytest.mark.parametrize(("machines", "workers"), [(1, 4), (8, 4), (64, 4)])
+def test_cores_are_shared_by_the_processes_of_the_same_machine_alone(
+    machines: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    data = TaskData([], None, lambda samples: {}, "none")  # type: ignore[arg-type]
+    choice = choose_num_workers("auto", data, 8 * machines)
+    assert choice.value == workers
+    assert "shared by its 8 training processes" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores"),
+    [
+        ({"pods/a": "max 100000"}, 8),
+        ({"pods/a": "300000 100000"}, 3),
+        ({"pods/a": "max 100000", "pods": "250000 100000"}, 2),  # the group above limits all in it
+        ({"": "50000 100000"}, 1),  # half a core
+        ({"pods/a": "9900000 100000"}, 8),
+    ],
+)
+def test_cpu_quota_of_a_container_counts_as_its_cores(
+    limits: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    (tmp_path / "cgroup").write_text("1:cpu:/elsewhere\n0::/pods/a\n")
+    for group, text in limits.items():
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / "cpu.max").write_text(text + "\n")
+    choice = usable_cores(tmp_path / "cgroup", tmp_path)
+    assert choice.value == cores
+    assert ("cpu.max" in choice.reason) is (cores < 8)
