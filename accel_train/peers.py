@@ -235,7 +235,7 @@ class Peers:
         return [rank for rank in sorted(self._addresses) if rank != self.rank and self.state(rank) == "X"]
 
     def describe(self, rank: int) -> str:
-        """A process by its rank, and where to find it."""
+        """A process by its rank, and where to find it: `launch/slurm.sh` reads the name of the machine from this."""
         address = self._addresses.get(rank)
         return f"rank {rank}" if address is None else f"rank {rank} (process {address.pid} on {address.host})"
 

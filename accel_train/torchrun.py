@@ -3,7 +3,7 @@
 The same arguments and PET_* variables as torchrun's. Four things differ. torchrun ends with 1 whatever its processes ended
 with; a scheduler that is to start a preempted run again must see 75. torchrun dies at once of a SIGUSR1, which SLURM sends
 before a time limit, and leaves its processes behind. torchrun spends its restarts (`--max-restarts`) on a recipe that is wrong
-as well, which no restart mends. And here a machine that was lost and is started again can join the others.
+or a model that does not fit as well, which no restart mends. And here a machine that was lost and is started again can join the others.
 """
 
 import os
@@ -21,8 +21,9 @@ STOPS = (signal.SIGTERM, signal.SIGUSR1)
 SHUTDOWN_SECONDS = 600
 """How long processes that were asked to stop may save; torchrun's own 30 s are short for a large model. A run ends by itself
 where nothing moves, and a scheduler that waits no longer kills sooner."""
-FINAL = (2, 3, 4)
-"""Exit codes that a restart in place would end with again: bad recipe, stopped by the guard, checkpoint or disk."""
+FINAL = (2, 3, 4, 6)
+"""Exit codes that the same command would end with again: bad recipe, stopped by the guard, checkpoint or disk, out of memory
+with the smallest micro-batches."""
 PREEMPTED, PEER, INTERRUPTED = 75, 5, 130
 
 
@@ -33,7 +34,7 @@ def exit_code_of(codes: Collection[int]) -> int:
     were ended by torchrun: a peer failed. Preempted is what all were.
     """
     failed = [code for code in codes if code > 0 and code not in (PREEMPTED, PEER)]
-    for code in (*FINAL, 6):
+    for code in FINAL:
         if code in failed:
             return code
     if failed:

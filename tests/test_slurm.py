@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,12 +27,18 @@ command = words[[word.startswith("-") for word in words].index(False):]
 tasks = [subprocess.Popen(command) for _ in range(count)]
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda got, _: [task.send_signal(got) for task in tasks if task.poll() is None])
-sys.exit(max(code if code >= 0 else 128 - code for code in [task.wait() for task in tasks]))
+codes = [code if code >= 0 else 128 - code for code in [task.wait() for task in tasks]]
+for task, code in enumerate(codes):
+    if code:
+        print(f"srun: error: node{{task}}: task {{task}}: Exited with exit code {{code}}", file=sys.stderr)
+sys.exit(max(codes))
 """
 SCONTROL = """#!/usr/bin/env bash
-case "$1" in
-show) tr , '\\n' <<< "$3" ;;
-requeue) echo "$2" >> "$SLURM_SUBMIT_DIR/requeued" ;;
+case "$1 $2" in
+"show hostnames") tr , '\\n' <<< "$3" ;;
+"show job") printf 'JobId=%s JobName=accel_train\\n   ReqNodeList=(null) ExcNodeList=%s\\n' "$3" "${EXCLUDED:-(null)}" ;;
+requeue*) echo "$2" >> "$SLURM_SUBMIT_DIR/requeued" ;;
+update*) [ -e "$SLURM_SUBMIT_DIR/requeued" ] && echo "$3" >> "$SLURM_SUBMIT_DIR/updated" ;;  # of pending jobs alone
 esac
 """
 
@@ -62,7 +69,7 @@ class Job:
             "SLURM_RESTART_COUNT": str(self.restarts),
             "SLURM_JOB_ID": str(free_port() - 20000),
         }
-        with (self.folder / f"job-{self.restarts}.out").open("wb") as out:
+        with (self.folder / f"job-{self.restarts}.out").open("ab") as out:
             self.process = psutil.Popen(
                 ["bash", str(SCRIPT), *self.arguments],
                 env=environment(**variables),
@@ -154,3 +161,80 @@ def test_wrong_recipe_ends_the_job_once_and_for_all(tmp_path: Path, jobs: list[J
     assert job.wait() == 2, job.output()
     assert job.requeued() == 0
     assert job.output().count("did you mean model") == 1, job.output()  # and so no restart in place
+
+
+GONE = "error: rank 8 (process 71 on b.cluster) is gone without a word: killed (has the host run out of memory?), or it ended itself"
+HANGS = "error: no step for 30 s (guard.hang_timeout_seconds): rank 8 (process 71 on b) gives no sign of life; stacks are in x"
+
+
+@pytest.mark.parametrize(
+    ("codes", "line", "restarts", "requeued", "excluded"),
+    [
+        ([5, 5], GONE, 0, True, "b"),
+        ([5, 5], HANGS, 9, True, "b"),
+        ([5, 5], HANGS, 10, False, None),  # no further: the same would happen for ever
+        ([5, 5], "error: rank 8 (process 71 on b) failed first: RuntimeError: a bug", 0, True, None),
+        ([5, 5], "error: rank 8 (process 71 on elsewhere) is gone without a word", 0, True, None),
+        ([5, 5], f"{GONE}\n{HANGS.replace('on b', 'on a')}", 0, True, None),  # which of them is bad?
+        ([5, 5], "", 0, True, None),
+        ([75, 75], GONE, 99, True, None),
+        ([2, 5], "error: rank 0 (process 70 on a) failed first: DataError", 0, False, None),
+        ([5, 3], "", 0, False, None),
+        ([4, 4], "", 0, False, None),
+        ([6, 6], "", 0, False, None),
+        ([1, 5], "", 0, False, None),
+    ],
+)
+def test_job_goes_back_into_the_queue_where_that_helps_and_without_the_node_that_is_named_bad(
+    codes: list[int], line: str, restarts: int, requeued: bool, excluded: str | None, tmp_path: Path, jobs: list[Job]
+) -> None:
+    job = Job(tmp_path, 2, 1, "run", "recipe.yaml")
+    jobs.append(job)
+    (tmp_path / "slurm" / "python").write_text(
+        "#!/usr/bin/env bash\n"
+        f"codes=({' '.join(map(str, codes))})\n"
+        'mkdir "$SLURM_SUBMIT_DIR/first" 2>/dev/null; task=$?; [ "$task" = 0 ] && echo "$LINE" >&2; exit "${codes[$task]}"\n'
+    )
+    (tmp_path / "slurm" / "python").chmod(0o755)
+    job.variables |= {"SLURM_JOB_NODELIST": "a,b", "EXCLUDED": "c", "LINE": line}
+    job.restarts = restarts
+    (tmp_path / f"job-{restarts}.out").write_text(f"{GONE.replace('on b', 'on a')}\n")  # an earlier start of the job
+    job.start()
+    assert job.wait() == (max(codes) if set(codes) <= {5, 75} else min(set(codes) - {5})), job.output()
+    assert job.requeued() == int(requeued), job.output()
+    updated = tmp_path / "updated"
+    assert (updated.read_text().split() if updated.exists() else []) == (
+        [f"ExcNodeList=c,{excluded}"] if excluded else []
+    )
+    assert ("will run without b" in job.output()) is (excluded is not None)
+
+
+def test_job_asks_for_the_cores_and_the_memory_of_its_processes_and_says_how_much() -> None:
+    asked = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in SCRIPT.read_text().splitlines()
+        if line.startswith("#SBATCH")
+    )
+    assert int(asked["cpus-per-task"]) >= 5 * int(asked["gpus-per-node"])  # a process and its four readers
+    assert asked["mem"] == "0"  # all that the node has
+    assert (
+        "--cpus-per-task=" in SCRIPT.read_text().partition("srun --nodes")[2]
+    )  # srun does not take it over since 22.05
+
+
+@pytest.mark.slow
+def test_node_whose_process_was_killed_is_excluded_by_what_the_run_itself_says(tmp_path: Path, jobs: list[Job]) -> None:
+    write_corpus(tmp_path)
+    job = Job(tmp_path, 1, 2, "run", str(recipe_in(tmp_path, "run", 0.05)))
+    jobs.append(job)
+    job.variables |= {"SLURM_JOB_NODELIST": socket.gethostname().partition(".")[0], "MAX_RESTARTS": "0"}
+    job.start()
+    wait_for_step(tmp_path / "run", 2, job)
+    assert job.process is not None
+    workers = [each for each in job.process.children(recursive=True) if each.environ().get("RANK") == "1"]
+    workers[0].kill()
+    assert job.wait() == 5, job.output()
+    assert job.requeued() == 1
+    assert (tmp_path / "updated").read_text().split() == [f"ExcNodeList={job.variables['SLURM_JOB_NODELIST']}"], (
+        job.output()
+    )

@@ -74,6 +74,7 @@ def test_code_that_says_most_about_why_is_that_of_the_job(codes: Sequence[int], 
         (signal.SIGTERM, [5, 75], 75),
         (signal.SIGTERM, [0, 0], 0),
         (signal.SIGTERM, [3, 3], 3),
+        (signal.SIGTERM, [6, 75], 6),
         (signal.SIGTERM, [], 75),
         (signal.SIGINT, [130, 130], 130),
         (signal.SIGINT, [75, 75], 130),
@@ -88,7 +89,7 @@ def test_job_that_was_asked_to_stop_says_run_it_again_unless_that_is_of_no_use(
 def test_restarts_are_for_what_they_can_mend_and_the_exit_code_is_the_runs_own(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "driver.py").write_text(DRIVER)
-    plans = ["75,75", "-9,5/0,0", "2,2/0,0/0,0", "0,0"]
+    plans = ["75,75", "-9,5/0,0", "2,2/0,0/0,0", "6,5/0,0/0,0", "0,0"]
     command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "worker.py"), str(tmp_path), *plans]
     repository = str(Path(__file__).parent.parent)
     done = subprocess.run(
@@ -99,10 +100,11 @@ def test_restarts_are_for_what_they_can_mend_and_the_exit_code_is_the_runs_own(t
         "ended with 75",
         "ended with 0",  # after a restart
         "ended with 2",  # without one
+        "ended with 6",  # without one
         "ended with 0",
     ]
     started = (tmp_path / "started").read_text().split()
-    assert [started.count(f"0:{attempt}") for attempt in range(3)] == [4, 1, 0]
+    assert [started.count(f"0:{attempt}") for attempt in range(3)] == [5, 1, 0]
 
 
 def test_stop_signal_reaches_the_processes_once_and_they_may_take_their_time(tmp_path: Path) -> None:
