@@ -1,8 +1,11 @@
-"""Whether all processes were started with the same recipe, data and code: said before a model is built."""
+"""Whether all processes were started with the same recipe, data and code, and share a run folder: said before a model is built."""
 
 import hashlib
 import json
+import os
 import platform
+import secrets
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_train import __version__
+from accel_train.files import is_seen
 from accel_train.recipe import Recipe
 from accel_train.task import TaskData
 
@@ -44,6 +48,47 @@ def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
             + "; ".join(problems)
             + ". Give all of them the same command, files and installation"
         )
+
+
+def check_shared(output_dir: Path, num_processes: int) -> None:
+    """Let process 0 write a file into the run folder, and every other one look for it in the folder that it has by that name.
+
+    Raises:
+        ValueError: on all processes: some of them see another folder, or process 0 cannot write.
+    """
+    if num_processes == 1:
+        return
+    # `checkpoints` may be a link to another disk. A name that `resume.remove_leftovers` knows, in case of a kill.
+    below = "checkpoints" if (output_dir / "checkpoints").is_dir() else "."
+    sent: list[Any] = [f"{below}/.shared-{secrets.token_hex(8)}.tmp", output_dir, None]
+    nonce = output_dir / sent[0] if dist.get_rank() == 0 else None
+    try:
+        if nonce is not None:
+            try:
+                nonce.touch(mode=0o600)
+            except OSError as error:
+                sent[2] = f"output_dir={output_dir} cannot be written: {error.strerror}"
+        dist.broadcast_object_list(sent, src=0)
+        if sent[2] is not None:
+            raise ValueError(sent[2])
+        apart = who_lacks(output_dir / sent[0])
+    finally:
+        if nonce is not None:
+            nonce.unlink(missing_ok=True)
+    if apart:
+        raise ValueError(
+            f"output_dir={sent[1]} is not shared: {apart} does not see what rank 0 writes there. All processes write or read the "
+            "checkpoints of a run; give an output_dir on storage that all machines share"
+        )
+
+
+def who_lacks(path: Path) -> str:
+    """Return which process does not see a file, by its own path for it, and how many more do not; all processes call it."""
+    lacks = f"rank {dist.get_rank()} (process {os.getpid()} on {socket.gethostname()}, {path.parent.absolute()})"
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, None if is_seen(path) else lacks)
+    found = [each for each in everywhere if each is not None]
+    return f"{found[0]}{f', and {len(found) - 1} more,' if len(found) > 1 else ''}" if found else ""
 
 
 def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.files import make_folders, sync
+from accel_train.files import is_seen, make_folders, sync
 from accel_train.state import CheckpointError
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
@@ -94,6 +94,7 @@ def publish(
             path = aside / name
             write(path)
             files[name] = facts_of(path)
+        _check_written(aside, files)
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
         manifest.chmod(0o600)
@@ -107,6 +108,16 @@ def publish(
             raise
         raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {error}") from error
     return final
+
+
+def _check_written(folder: Path, files: Mapping[str, FileFacts]) -> None:
+    """What other processes say that they have written must be here: the older checkpoints are removed for it."""
+    for name, facts in files.items():
+        if not is_seen(folder / name, facts["bytes"]):
+            raise CheckpointError(
+                f"{name} of {facts['bytes']} bytes, which was written, is not seen there by process 0; output_dir must be one "
+                "folder for all machines"
+            )
 
 
 def facts_of(path: Path) -> FileFacts:

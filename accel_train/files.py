@@ -2,9 +2,13 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+SEEN_WITHIN_SECONDS = 10.0
+"""A network file system may answer from a cache for some seconds before it asks its server again."""
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Path:
@@ -53,3 +57,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_seen(path: Path, num_bytes: int | None = None) -> bool:
+    """Return whether this process sees a file that another one has written, of this size if given; waits for slow file systems."""
+    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+    while True:
+        with suppress(OSError):
+            if path.stat().st_size == num_bytes or num_bytes is None:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        with suppress(OSError):
+            os.listdir(path.parent)  # makes a network file system ask for names that are new
+        time.sleep(0.1)

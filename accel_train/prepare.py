@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
 
-from accel_train.agreement_check import check_agreement
+from accel_train.agreement_check import check_agreement, check_shared
 from accel_train.batch_search import fit_micro_batch
 from accel_train.batch_trial import Trials
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
@@ -173,6 +173,7 @@ def _build(
     device = accelerator.device
     data = task.load_data(recipe, progress=accelerator.is_main_process)
     check_agreement(recipe, data, accelerator.num_processes)
+    check_shared(Path(recipe.output_dir), accelerator.num_processes)
     data = in_slices(data, data_group(accelerator))
     resolved = resolve_run(recipe, data, sizes, extensions.epoch_order)
     steps, order = resolved.steps, resolved.order

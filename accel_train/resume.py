@@ -1,14 +1,16 @@
 """Going on with a run: which checkpoint, whether it is of this very run, and the same answer on every process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from accel_train.agreement_check import who_lacks
 from accel_train.checkpoint import (
+    MANIFEST,
     CheckpointStatus,
     check,
     checkpoint_folders,
@@ -59,7 +61,21 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
     if found[1] is not None:
         raise found[1]
     result: Found = found[0]
-    return result
+    return result if result.path is None or accelerator.num_processes == 1 else _on_this_machine(recipe, result)
+
+
+def _on_this_machine(recipe: Recipe, found: Found) -> Found:
+    """What process 0 has found, by the path that this process has for it."""
+    assert found.path is not None
+    resume = recipe.checkpoint.resume
+    if resume == "auto":
+        return replace(found, path=Path(recipe.output_dir) / "checkpoints" / found.path.name)
+    path = Path(resume).resolve()
+    if lacking := who_lacks(path / MANIFEST):
+        raise ValueError(
+            f"checkpoint.resume={resume}: {lacking} does not see it; all processes read it: put it where they all can"
+        )
+    return replace(found, path=path)
 
 
 def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Found:

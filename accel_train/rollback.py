@@ -68,7 +68,7 @@ def _agree(run: Run, asked: RollBack) -> tuple[Path, Rollback]:
         run.observer.on_event("stop", asked.at_step, str(found[0]))
         raise found[0]
     target, rollback = found[0]
-    return target, rollback
+    return run.output_dir / "checkpoints" / target.name, rollback  # this machine's path
 
 
 def _choose(run: Run, asked: RollBack) -> tuple[Path, Rollback]:

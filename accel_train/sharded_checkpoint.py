@@ -53,7 +53,7 @@ class Parts:
             GivenUp: the main process gave it up.
         """
         if dist.get_rank() != 0:
-            self._help()
+            self._help(root)
             return
         error: Exception | None = None
         whole: Writer = lambda path: save_file(self.whole, path)  # noqa: E731
@@ -67,12 +67,12 @@ class Parts:
         if error is not None:
             raise error
 
-    def _help(self) -> None:
+    def _help(self, root: Path) -> None:
         """On the others: write where the main process says, and hear what came of it."""
-        where = self._tell(None)
-        if where is not None:
+        name = self._tell(None)
+        if name is not None:
             with suppress(CheckpointError):  # the main process knows of it, and says so
-                self._write_part(where)
+                self._write_part(root / name)
         error = self._tell(None)
         if error is not None:
             raise error
@@ -86,7 +86,7 @@ class Parts:
     def _write_together(self, folder: Path) -> dict[str, FileFacts]:
         """On the main process: everybody's part; returns the files, their sizes and digests."""
         self._told_where = True
-        self._tell(folder)
+        self._tell(folder.name)  # the root may have another path on another machine
         return self._write_part(folder)
 
     def _write_part(self, folder: Path) -> dict[str, FileFacts]:

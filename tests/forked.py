@@ -78,10 +78,11 @@ def run_forked(
     folder: Path,
     timeout_seconds: float = 120.0,
     preload: Sequence[str] = (),
+    cwd: str = ".",
     **extra: str,
 ) -> Forked:
-    """Start `accel-train ARGV` in `world_size` processes, each with its number for `{rank}`; `extra` are environment variables,
-    `preload` are modules that need not be imported in each process."""
+    """Start `accel-train ARGV` in `world_size` processes, each with its number for `{rank}`, in `cwd` as well; `extra` are
+    environment variables, `preload` are modules that need not be imported in each process."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank-*.*"):
         old.unlink()
@@ -94,6 +95,7 @@ def run_forked(
         "port": free_port(),
         "extra": extra,
         "preload": list(preload),
+        "cwd": cwd,
     }
     server = started_server()
     assert server.stdin is not None
@@ -178,6 +180,7 @@ def _run_rank(job: dict[str, Any], rank: int) -> int:
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]),
         )  # fmt: skip
     os.environ.update(job["extra"])
+    os.chdir(job["cwd"].replace("{rank}", str(rank)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from accel_train.cli import program
 

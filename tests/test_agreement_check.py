@@ -1,5 +1,6 @@
-"""Processes that were started with different recipes, data or code are told so, before a model is built."""
+"""Processes that were started with different recipes, data, code or folders are told so, before a model is built."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from accel_train import Recipe
 from accel_train.agreement_check import disagreements, facts_of
 from accel_train.task import TaskData
 from forked import run_forked
-from runs import recipe_dict, write_corpus, write_recipe_file
+from runs import events, losses, recipe_dict, write_corpus, write_recipe_file
 
 
 def facts(folder: Path, fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
@@ -62,3 +63,53 @@ def test_processes_that_disagree_exit_with_2_and_say_in_what_before_a_model_is_b
     assert len(lines) == 1
     assert lines[0].startswith("error: the processes of this run do not agree: ")
     assert said in lines[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_an_output_dir_that_the_processes_do_not_share_is_refused_before_a_model_is_built(
+    tmp_path: Path, strategy: str
+) -> None:
+    write_corpus(tmp_path)
+    options = {"raise_in_build": 0}
+    recipe = write_recipe_file(tmp_path, task="fault_task:FaultTask", parallel={"strategy": strategy}, options=options)
+    here, there = tmp_path / "machine-0", tmp_path / "machine-1"
+    words = ["run", str(recipe), "--output_dir", str(tmp_path / "machine-{rank}")]
+    forked = run_forked(words, 2, folder=tmp_path / "processes")
+    assert forked.wait() == [2, 2]
+    lines = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: output_dir={here} is not shared: rank 1 (process {forked.pids[1]} on ")
+    assert f", {there}) does not see what rank 0 writes there" in lines[0]
+    assert not there.exists()
+    assert not list(here.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_an_output_dir_that_has_another_path_on_each_machine_trains_and_resumes(tmp_path: Path, strategy: str) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "storage").mkdir()
+    for machine in (0, 1):
+        (tmp_path / f"machine-{machine}").mkdir()
+        (tmp_path / f"machine-{machine}" / f"mount-{machine}").symlink_to(tmp_path / "storage")
+    sections = {"parallel": {"strategy": strategy}, "checkpoint": {"every_steps": 3, "keep": 5}}
+    recipe = write_recipe_file(tmp_path, schedule={"max_steps": 6}, **sections)
+    words, run = ["run", str(recipe), "--output_dir", "mount-{rank}/run"], tmp_path / "storage" / "run"
+    for _ in range(2):
+        forked = run_forked(words, 2, folder=tmp_path / "processes", cwd=str(tmp_path / "machine-{rank}"))
+        assert forked.wait() == [0, 0], forked.stderr(0) + forked.stderr(1)
+        assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
+        shutil.rmtree(run / "checkpoints" / "step-00000006")
+    assert [event["step"] for event in events(run, "resume")] == [3]
+
+
+def test_a_checkpoint_to_resume_that_a_process_does_not_see_is_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, checkpoint={"every_steps": 3}, schedule={"max_steps": 3})
+    assert run_forked(["run", str(recipe)], 1, folder=tmp_path / "processes").wait() == [0]
+    for machine in (0, 1):
+        (tmp_path / f"machine-{machine}").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-00000003").rename(tmp_path / "machine-0" / "step-00000003")
+    words = ["run", str(recipe), "--output_dir", str(tmp_path / "next"), "--checkpoint.resume", "step-00000003"]
+    forked = run_forked(words, 2, folder=tmp_path / "processes", cwd=str(tmp_path / "machine-{rank}"))
+    assert forked.wait() == [2, 2], forked.stderr(0)
+    assert "error: checkpoint.resume=step-00000003: rank 1 (process " in forked.stderr(0)

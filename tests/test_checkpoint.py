@@ -314,3 +314,21 @@ def test_leftovers_of_files_that_were_being_replaced_are_removed_too(tmp_path: P
     (tmp_path / "notes.tmp").touch()
     remove_leftovers(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.tmp", "step-00000001"]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_part_that_is_not_whole_in_the_folder_ends_the_save_and_the_older_checkpoint_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    monkeypatch.setattr("accel_train.files.SEEN_WITHIN_SECONDS", 0.2)
+    old = save(tmp_path, 1)
+
+    def written_elsewhere(folder: Path) -> dict[str, dict[str, Any]]:
+        if is_cut:
+            (folder / "shard-00002.safetensors").write_bytes(b"half")
+        return {"shard-00002.safetensors": {"bytes": 8, "sha256": "0" * 64}}
+
+    with pytest.raises(CheckpointError, match=r"step 2.*shard-00002\.safetensors.*output_dir must be one folder"):
+        publish(tmp_path, 2, {}, others=written_elsewhere)
+    assert list(tmp_path.iterdir()) == [old]
+    assert check(old).problem is None
