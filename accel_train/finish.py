@@ -66,14 +66,36 @@ def evaluate_run(run: Run, *, whole: bool = False) -> bool:
         state.best_metric, state.best_step, state.evaluations_without_improvement = value, state.step, 0
         return run.recipe.checkpoint.keep_best
     state.evaluations_without_improvement += 1
-    patience = section.early_stopping_patience
-    if not whole and patience is not None and state.evaluations_without_improvement >= patience:
+    if not whole and is_patience_spent(run):
         state.stopped_early = True
         best = f"{section.metric_for_best_model} was best at step {state.best_step}: {state.best_metric}"
+        patience = section.early_stopping_patience
         run.observer.on_event(
             "early_stop", state.step, f"stopped early: {best}, and {patience} evaluations since have not been better"
         )
     return False
+
+
+def is_patience_spent(run: Run) -> bool:
+    """Whether early stopping ends the run now, by the recipe of this session."""
+    patience = run.recipe.evaluate.early_stopping_patience
+    return patience is not None and run.state.evaluations_without_improvement >= patience
+
+
+def continue_unless_stopped(run: Run) -> None:
+    """Let a resumed run that had stopped early train on where nothing stops it now.
+
+    Its patience was raised or removed, or a callback had stopped it: a callback decides anew, as in transformers.
+    """
+    state, patience = run.state, run.recipe.evaluate.early_stopping_patience
+    if not state.stopped_early or is_patience_spent(run):
+        return
+    state.stopped_early = False
+    now = f"evaluate.early_stopping_patience {'is not set' if patience is None else f'is {patience}'}"
+    message = (
+        f"the run had stopped early at step {state.step} of {run.max_steps}; nothing stops it now ({now}): it trains on"
+    )
+    run.observer.on_event("early_stop_lifted", state.step, message)
 
 
 def _task_scores(run: Run, whole: bool) -> tuple[dict[str, float], dict[str, Any]]:

@@ -17,7 +17,7 @@ from accel_train.fallback import (
     nothing_done,
     smaller_micro_batches,
 )
-from accel_train.finish import evaluate_run, finish_run
+from accel_train.finish import continue_unless_stopped, evaluate_run, finish_run
 from accel_train.guard import is_passed_over
 from accel_train.incident import look_into
 from accel_train.loading import step_batches
@@ -60,6 +60,7 @@ def train_run(run: Run) -> RunResult:
     """Train a prepared run to its end, and write what is left of it: evaluation, weights, summary, report."""
     with run.resources, run.stop as stop:
         run.watch()
+        continue_unless_stopped(run)
         with run.memory.phase("train"), garbage_collected_at_steps():
             run_steps(run, stop)
         return RunResult(run.output_dir, finish_run(run))

@@ -135,7 +135,8 @@ class TrainState:
     evaluation_owed: bool = False
     """A stop request cut the evaluation after this step short; a resume begins with it."""
     stopped_early: bool = False
-    """Early stopping ended the run before its last step; a resume finishes it, and trains no further."""
+    """Early stopping (or a program's request) ended the run before its last step. A resume trains no further while the recipe's
+    patience is spent, and else clears this."""
     train_seconds: float = 0.0
     """Wall time of training over all sittings, evaluation and checkpoints left out."""
 

@@ -34,6 +34,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.trainer_callback import ExportableState
 
 import accel_train
 from accel_train.hf import Trainer, get_last_checkpoint
@@ -645,6 +646,64 @@ def test_callbacks_that_export_a_state_get_it_back(tmp_path: Path) -> None:
         trainer = Trainer(Plain(), arguments(tmp_path, **args), callbacks=[callback], **data)
         trainer.train(resume_from_checkpoint=resume)
     assert callbacks[1].early_stopping_patience_counter == callbacks[0].early_stopping_patience_counter == 1
+
+
+def test_a_resume_without_the_callback_that_stopped_trains_to_the_end_as_transformers_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class StopsAt5(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop |= state.global_step == 5
+
+    def stop_and_resume(trainer: Any) -> Any:
+        assert trainer.train().global_step == 5
+        again = type(trainer)(Plain(), trainer.args, train_dataset=trainer.train_dataset)
+        return again, again.train(resume_from_checkpoint=True)
+
+    args = {"save_strategy": "steps", "save_steps": 5, "max_steps": 9}
+    data = {"train_dataset": plain_rows(24), "make_callbacks": lambda: [StopsAt5()]}
+    *_, (theirs, expected), (ours, found) = both(tmp_path, Plain, act=stop_and_resume, args=args, **data)
+    assert found.global_step == expected.global_step == 9
+    assert difference(theirs.model, ours.model) < CLOSE
+    assert json.loads((tmp_path / "ours" / "summary.json").read_text())["status"] == "finished"
+    assert "stopped early at step 5 of 9; nothing stops it now" in capsys.readouterr().out
+
+
+def test_several_callbacks_of_one_class_get_their_states_back_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Counts(TrainerCallback, ExportableState):
+        def __init__(self, by: int = 1) -> None:
+            self.by, self.count = by, 0
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.count += self.by
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {"by": self.by}, "attributes": {"count": self.count}}
+
+    def run(callbacks: list[TrainerCallback], max_steps: int, resume: bool) -> None:
+        args = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps, "lr_scheduler_type": "constant"}
+        chosen = arguments(tmp_path, restore_callback_states_from_checkpoint=True, **args)
+        Trainer(Plain(), chosen, callbacks=callbacks, train_dataset=plain_rows(16)).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoints" / "step-00000002") if resume else None
+        )
+
+    run([Counts(1), Counts(10), EarlyStopsNever()], 3, resume=False)
+    capsys.readouterr()
+    again = [Counts(), Counts(), Counts(7)]
+    run(again, 3, resume=True)
+    assert [(callback.by, callback.count) for callback in again] == [(1, 3), (10, 30), (7, 7)]
+    said = capsys.readouterr().out
+    assert "the checkpoint has the state of 1 EarlyStopsNever, and there are 0" in said
+    assert "the checkpoint has the state of 2 Counts, and there are 3" in said
+
+
+class EarlyStopsNever(TrainerCallback, ExportableState):
+    """A callback with a state, which a later trainer leaves out."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {}}
 
 
 def test_what_a_callback_cannot_have_is_refused_by_name(tmp_path: Path) -> None:

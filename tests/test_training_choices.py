@@ -84,6 +84,23 @@ def test_early_stopping_ends_the_run_after_so_many_evaluations_without_a_better_
     assert max(losses(folder)) == 8
 
 
+@pytest.mark.parametrize(("patience", "last_step"), [(2, 6), (1, 6), (3, 8), (None, 12)])
+def test_a_run_that_stopped_early_trains_on_where_its_patience_was_raised_or_removed(
+    corpus: Path, patience: int | None, last_step: int
+) -> None:
+    def recipe(patience: int | None) -> Recipe:
+        settings = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": patience}
+        return scripted(corpus, [0.9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], evaluate=settings)
+
+    assert run_with(recipe(2), ScriptedScores()).state.step == 6
+    again = run_with(recipe(patience), ScriptedScores())
+    assert again.state.step == last_step
+    lifted = [event["message"] for event in events(corpus / "run", "early_stop_lifted")]
+    assert len(lifted) == (last_step > 6)
+    now = "is not set" if patience is None else f"is {patience}"
+    assert all(f"at step 6 of 12; nothing stops it now (evaluate.early_stopping_patience {now}" in x for x in lifted)
+
+
 def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -> None:
     checkpoints = {"load_best_model_at_end": True, "keep": 1}
     run_with(scripted(corpus, [0.1, 0.9, 0.3, 0.2], checkpoint=checkpoints), ScriptedScores())

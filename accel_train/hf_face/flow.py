@@ -292,9 +292,22 @@ class Flow:
         return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
     def _restore_callbacks(self, state: TrainerState) -> None:
-        """`restore_callback_states_from_checkpoint`: each callback that exports a state gets back the saved one."""
-        for callback in self._exportable():
-            saved = (state.stateful_callbacks or {}).get(type(callback).__name__)
-            if isinstance(saved, dict) and isinstance(callback, TrainerCallback):
-                for name, value in {**saved["args"], **saved["attributes"]}.items():
+        """`restore_callback_states_from_checkpoint`: each callback that exports a state gets back the saved one.
+
+        Several of one class get theirs in the order in which they were given to the trainer.
+        """
+        assert self.run is not None
+        callbacks = [callback for callback in self._exportable() if isinstance(callback, TrainerCallback)]
+        for kind, saved in (state.stateful_callbacks or {}).items():
+            if kind == "TrainerControl":
+                continue
+            states = saved if isinstance(saved, list) else [saved]
+            alike = [callback for callback in callbacks if type(callback).__name__ == kind]
+            for callback, one in zip(alike, states, strict=False):
+                for name, value in {**one["args"], **one["attributes"]}.items():
                     setattr(callback, name, value)
+            if len(alike) != len(states):
+                self.run.observer.note(
+                    f"callbacks: the checkpoint has the state of {len(states)} {kind}, and there are {len(alike)}; "
+                    f"{min(len(states), len(alike))} got it back"
+                )
