@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-from accel_train.ending import end_process, exit_code, leave_the_other_processes, report
+from accel_train.ending import end_process, exit_code, exits_are_errors, leave_the_other_processes, report
 from accel_train.flags import RECIPE_COMMANDS, UserError, build_parser, split_settings
 from accel_train.launcher import stop_with_launcher
 from accel_train.redaction import keep_secrets_out_of_tracebacks
@@ -96,7 +96,8 @@ def _dispatch(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.command not in SEVERAL_PROCESSES and os.environ.get("RANK", "0") != "0":
         return 0  # what the others take is one process
-    return COMMANDS[parsed.command](parsed, settings)
+    with exits_are_errors():
+        return COMMANDS[parsed.command](parsed, settings)
 
 
 def _load(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe":

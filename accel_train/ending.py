@@ -5,14 +5,24 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from traceback import extract_tb
 from typing import TYPE_CHECKING, NoReturn
 
 from accel_train.flags import UserError
 from accel_train.peers import is_peer_error
 from accel_train.redaction import print_traceback, redact_text
 from accel_train.stacks import finish_writing
-from accel_train.state import CheckpointError, DataError, OutOfMemory, Preempted, RecipeError, TrainingStopped
+from accel_train.state import (
+    CheckpointError,
+    DataError,
+    ExitedEarly,
+    OutOfMemory,
+    Preempted,
+    RecipeError,
+    TrainingStopped,
+)
 from accel_train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -30,7 +40,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 def exit_code(error: BaseException) -> int | None:
     """What a failure exits with; None for one that nobody foresaw."""
     kinds: dict[type[BaseException], int] = {
-        UserError: 2, DataError: 2, RecipeError: 2, TrainingStopped: 3, CheckpointError: 4, Preempted: 75, KeyboardInterrupt: INTERRUPTED, MemoryError: 6, OutOfMemory: 6,
+        ExitedEarly: 1, UserError: 2, DataError: 2, RecipeError: 2, TrainingStopped: 3, CheckpointError: 4, Preempted: 75, KeyboardInterrupt: INTERRUPTED, MemoryError: 6, OutOfMemory: 6,
     }  # fmt: skip
     for kind, code in kinds.items():
         if isinstance(error, kind):
@@ -48,6 +58,24 @@ def exit_code(error: BaseException) -> int | None:
     ):
         return 6
     return 5 if is_peer_error(error) or text.startswith(DATA_WORKER_ERRORS) else None
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Inside, `sys.exit()` is an error, whatever its code: what is not done must not end as if it were.
+
+    Raises:
+        ExitedEarly: some code exited; the text says where.
+    """
+    try:
+        yield
+    except SystemExit as asked:
+        frames = [frame for frame in extract_tb(asked.__traceback__) if "_sitebuiltins" not in frame.filename]
+        where = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"
+        given = "" if asked.code is None else repr(asked.code)
+        raise ExitedEarly(
+            f"exit({given}) was called before the run was done ({where}); raise an error there that says what is wrong"
+        ) from asked
 
 
 def report(error: BaseException) -> None:

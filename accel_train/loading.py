@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel_train.batching import BatchSizes
+from accel_train.ending import exits_are_errors
 from accel_train.launcher import die_with_parent
 from accel_train.sampling import DataOrder
 from accel_train.sharding import processes_on_machine
-from accel_train.state import Choice
+from accel_train.state import Choice, ExitedEarly
 from accel_train.step import MicroBatch
 from accel_train.task import TaskData
 
@@ -158,9 +159,9 @@ def read_batches(
         batches: Iterator[dict[str, Any]] = (collate(fetch(dataset, indices)) for indices in index_lists)
     else:
         loader = DataLoader(
-            dataset,
+            _InWorker(dataset, collate),
             batch_sampler=_Once(index_lists),
-            collate_fn=collate,
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=4,
@@ -180,6 +181,8 @@ def read_batches(
 def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
     try:
         yield from loader
+    except ExitedEarly as error:  # torch has put the worker's traceback before it
+        raise ExitedEarly(str(error).strip().splitlines()[-1].partition(": ")[2]) from error
     except (OSError, EOFError) as error:
         if str(error).startswith("Caught "):  # by a worker, in reading: torch raises it here again
             raise
@@ -227,6 +230,21 @@ def fetch(dataset: "Dataset[Any]", indices: list[int]) -> Sequence[Any]:
     """Samples by index, in one call where the data set offers it (torch's `__getitems__`)."""
     many = getattr(dataset, "__getitems__", None)
     return many(indices) if many is not None else [dataset[index] for index in indices]
+
+
+class _InWorker(Dataset[Any]):
+    """Reads and collates in a worker, where `sys.exit()` would end the worker alone, with nothing said."""
+
+    def __init__(self, dataset: "Dataset[Any]", collate: Collate) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        with exits_are_errors():
+            return self.collate(fetch(self.dataset, indices))
+
+
+def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch
 
 
 class _Once(torch.utils.data.Sampler[list[int]]):

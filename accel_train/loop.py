@@ -9,6 +9,7 @@ import torch
 
 from accel_train.data_group import data_group
 from accel_train.drift import check_drift
+from accel_train.ending import exits_are_errors
 from accel_train.fallback import (
     NewSizes,
     RanOutOfMemory,
@@ -43,6 +44,7 @@ class RunResult:
     """What summary.json holds: final metrics, totals, wall time, peak memory, throughput."""
 
 
+@exits_are_errors()
 def train(recipe: Recipe) -> RunResult:
     """Train what the recipe says, going on from the newest valid checkpoint of its output folder.
 
@@ -51,6 +53,7 @@ def train(recipe: Recipe) -> RunResult:
         TrainingStopped: the guard stopped the run; the last checkpoint is good.
         CheckpointError: no checkpoint could be read or written.
         Preempted: the run was asked to stop, and saved; call it again to go on.
+        ExitedEarly: code of the task called `sys.exit()`.
     """
     with StopRequest() as stop:
         return train_run(prepare_run(recipe, stop=stop))
@@ -58,7 +61,7 @@ def train(recipe: Recipe) -> RunResult:
 
 def train_run(run: Run) -> RunResult:
     """Train a prepared run to its end, and write what is left of it: evaluation, weights, summary, report."""
-    with run.resources, run.stop as stop:
+    with run.resources, run.stop as stop, exits_are_errors():
         run.watch()
         continue_unless_stopped(run)
         with run.memory.phase("train"), garbage_collected_at_steps():

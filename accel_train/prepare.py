@@ -26,6 +26,7 @@ from accel_train.compiling import compile_module
 from accel_train.data_group import data_group, is_sharded
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
+from accel_train.ending import exits_are_errors
 from accel_train.guard import learning_rate_factor
 from accel_train.health import Health
 from accel_train.identity import run_identity
@@ -134,7 +135,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         allow_sharding(processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device, plugins)
     tell_accelerator(accelerator, sequences.value)
-    with ExitStack() as resources:
+    with ExitStack() as resources, exits_are_errors():
         watchdog = open_watchdog(recipe, accelerator, extensions, stop)
         if watchdog is not None:
             resources.enter_context(watchdog)

@@ -27,6 +27,10 @@ class RecipeError(ValueError):
     """A setting that only turned out wrong once the run was under way. The command exits with 2."""
 
 
+class ExitedEarly(Exception):
+    """Code of a task called `sys.exit()` before the run was done; the text says where. The command exits with 1."""
+
+
 class Preempted(Exception):
     """The run was asked to stop and saved; run it again to go on. The command exits with 75."""
 

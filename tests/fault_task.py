@@ -40,15 +40,17 @@ class SlowDataset(Dataset[Any]):
             self.fault == "hangs_up" and self.num_reads == 12
         ):  # on the training, which asks it for the memory of a batch
             connection.deliver_challenge = lambda caller, key: caller.close()  # type: ignore[attr-defined]
+        if self.fault == "exits" and self.num_reads == 2:
+            sys.exit(0)
         if self.fault == "hangs" and self.num_reads == 12:
             time.sleep(3600)
         return self.inner.__getitems__(indices)
 
 
 class FaultTask(ProbeTask):
-    """`options`, beside those of ProbeTask: raise_at / exit_at / sigstop_at / spin_at / flip_at: {step, rank};
+    """`options`, beside those of ProbeTask: raise_at / exit_at / sys_exit_at / sigstop_at / spin_at / flip_at: {step, rank};
 
-    seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed, hangs_up or hangs;
+    seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed, hangs_up, exits or hangs;
     in_load / in_build: {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written;
     slow: {rank, read or step: seconds}, of one process alone (-1: all); timeouts: a folder where each process writes how
     long a collective may wait, in seconds, at each forward.
@@ -91,6 +93,7 @@ class FaultTask(ProbeTask):
         faults: dict[str, Callable[[], object]] = {
             "raise_at": self._fail,
             "exit_at": lambda: os._exit(0),
+            "sys_exit_at": lambda: sys.exit(0),
             "sigstop_at": lambda: os.kill(os.getpid(), signal.SIGSTOP),
             "spin_at": self._spin,
             "flip_at": lambda: self._flip(model),

@@ -62,6 +62,8 @@ def failing(error: BaseException) -> Callable[..., int]:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 6, "out of memory"),
         (Preempted("saved at step 7; run again"), 75, "preempted: saved at step 7; run again\n"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
+        (SystemExit(0), 1, "error: exit(0) was called before the run was done ("),
+        (SystemExit(), 1, "error: exit() was called before the run was done ("),
     ],
 )  # fmt: skip
 def test_each_failure_has_its_exit_code_and_one_line(

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from accel_train.loop import train
+from accel_train.recipe import Recipe
+from accel_train.state import ExitedEarly
 from forked import Forked, run_forked
 from kills import is_alive
-from runs import command, environment, events, losses, write_recipe_file
+from runs import command, environment, events, losses, recipe_dict, write_recipe_file
 
 TASK = "fault_task:FaultTask"
 ENDLESS = {"schedule": {"max_steps": 100_000}}
@@ -134,6 +137,36 @@ def test_data_worker_that_dies_or_hangs_ends_the_run_with_an_error_and_the_run_g
     assert again.wait(60) == [0]
     assert events(corpus / "run", "resume")[0]["step"] > 0
     assert list(losses(corpus / "run")) == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "where"),
+    [
+        (1, {"sys_exit_at": {"step": 3, "rank": 0}}, "in <lambda>"),
+        (2, {"sys_exit_at": {"step": 3, "rank": 1}}, "in <lambda>"),
+        (1, {"data_worker": "exits"}, "in __getitems__"),
+    ],
+)
+def test_sys_exit_in_a_task_is_an_error_and_not_the_end_of_a_finished_run(
+    corpus: Path, started: list[Forked], processes: int, options: dict[str, Any], where: str
+) -> None:
+    data = {"num_workers": int("data_worker" in options)}
+    forked = start(corpus, started, processes, schedule={"max_steps": 8}, options=options, data=data)
+    assert 1 in forked.wait(60)
+    assert 0 not in forked.exit_codes()
+    lines = [line for rank in range(processes) for line in forked.stderr(rank).splitlines()]
+    [line] = [line for line in lines if line.startswith("error: ")]
+    assert "exit(0) was called before the run was done (" in line
+    assert "fault_task.py:" in line
+    assert where in line
+
+
+def test_sys_exit_in_a_task_is_an_error_of_train(corpus: Path) -> None:
+    recipe = Recipe.model_validate(
+        recipe_dict(corpus, task=TASK, options={"sys_exit_at": {"step": 3, "rank": 0}}, schedule={"max_steps": 4})
+    )
+    with pytest.raises(ExitedEarly, match=r"exit\(0\) was called before the run was done \(.*fault_task.py:"):
+        train(recipe)
 
 
 def test_signal_to_all_processes_of_a_job_leaves_the_data_workers_to_the_training(

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from accel_train.batching import resolve_batch
 from accel_train.checkpoint import checkpoint_folders
 from accel_train.doctor import check_launcher
+from accel_train.ending import exits_are_errors
 from accel_train.hf_face.arguments import Length, length_of, schedule_of, to_recipe
 from accel_train.hf_face.checks import is_overridden
 from accel_train.hf_face.flow import Flow, check_callbacks, may_ask
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
+@exits_are_errors()
 def run_training(
     trainer: "Trainer", resume_from_checkpoint: str | bool | None, ignore_keys: list[str] | None
 ) -> tuple[Flow, int]:
