@@ -110,8 +110,11 @@ def report(error: BaseException) -> None:
         )
         text = f"out of memory: {text.splitlines()[0]}; {remedy}"
     kind = "preempted" if isinstance(error, Preempted) else "error"
-    for line in text.splitlines():
-        print(f"{kind}: {who}{line}", file=sys.stderr, flush=True)
+    try:
+        for line in text.splitlines():
+            print(f"{kind}: {who}{line}", file=sys.stderr, flush=True)
+    except OSError:  # the terminal is closed; what is left to write would cost the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     if watchdog is not None and not isinstance(error, TrainingStopped | CheckpointError | Preempted):
         watchdog.see_others_off()
 

@@ -190,7 +190,7 @@ def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
 
 
 def _listen_to_parent_alone(worker: int, *, stays: bool) -> None:
-    """In a worker: what asks the job to stop (Ctrl-C, a scheduler's signal to all its processes) is for the training to answer.
+    """In a worker: what asks the job to stop (Ctrl-C, a closed terminal, a scheduler's signal to all its processes) is for the training to answer.
 
     It needs its workers for the step that it ends with, and ends them itself. Where it was killed, or ended without waiting
     for a worker that hangs in a read, that worker would be left, with the memory and the connections of both. So it dies with
@@ -198,7 +198,7 @@ def _listen_to_parent_alone(worker: int, *, stays: bool) -> None:
     """
     if stays:
         die_with_parent()
-    for name in ("SIGINT", "SIGUSR1"):
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if (number := getattr(signal, name, None)) is not None:
             signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):

@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGUSR1 and Ctrl-C set a flag; the loop saves at the next step that all processes agree on."""
+"""Being asked to stop: SIGTERM, SIGUSR1, Ctrl-C and a closed terminal (SIGHUP) set a flag; the loop saves at the next step that all processes agree on."""
 
 import os
 import signal
@@ -11,11 +11,22 @@ from typing import Any
 from accel_train.state import Preempted
 
 SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if getattr(signal, name, None) is not None
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+    if getattr(signal, name, None) is not None
 )
 HANDLER_SECONDS = 1.0
 """How long Python's own handler of a signal has, before it counts as one that cannot run."""
 BEFORE_THE_FIRST_STEP = "asked to stop before the first step of this sitting; run the same command again to go on"
+
+
+def is_ignored(number: int) -> bool:
+    """Whether a signal is not to be heard: SIGHUP under `nohup`, which has it ignored from the start.
+
+    Not under torchrun: its processes have sessions of their own, so a SIGHUP comes from torchrun, which ends.
+    """
+    is_hangup = number == getattr(signal, "SIGHUP", None)
+    return is_hangup and signal.getsignal(number) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 class StopRequest:
@@ -44,6 +55,8 @@ class StopRequest:
         self._times_open += 1
         if self._times_open == 1 and threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if is_ignored(number):
+                    continue
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

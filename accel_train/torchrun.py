@@ -1,9 +1,10 @@
 """`python -m accel_train.torchrun ...`: torchrun, fit for clusters: it ends with the exit code of the run, and is told to stop by SIGUSR1 too.
 
-The same arguments and PET_* variables as torchrun's. Four things differ. torchrun ends with 1 whatever its processes ended
+The same arguments and PET_* variables as torchrun's. Five things differ. torchrun ends with 1 whatever its processes ended
 with; a scheduler that is to start a preempted run again must see 75. torchrun dies at once of a SIGUSR1, which SLURM sends
 before a time limit, and leaves its processes behind. torchrun spends its restarts (`--max-restarts`) on a recipe that is wrong
-or a model that does not fit as well, which no restart mends. And here a machine that was lost and is started again can join the others.
+or a model that does not fit as well, which no restart mends. torchrun ends a run whose terminal is closed, under `nohup`
+too. And here a machine that was lost and is started again can join the others.
 """
 
 import os
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-HANDLED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-STOPS = (signal.SIGTERM, signal.SIGUSR1)
+HANDLED = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SHUTDOWN_SECONDS = 600
 """How long processes that were asked to stop may save; torchrun's own 30 s are short for a large model. A run ends by itself
 where nothing moves, and a scheduler that waits no longer kills sooner."""
@@ -25,6 +26,11 @@ FINAL = (2, 3, 4, 6)
 """Exit codes that the same command would end with again: bad recipe, stopped by the guard, checkpoint or disk, out of memory
 with the smallest micro-batches."""
 PREEMPTED, PEER, INTERRUPTED = 75, 5, 130
+
+
+def stops() -> list[signal.Signals]:
+    """The signals that ask to stop; without SIGHUP where it is ignored (`nohup`): torchrun's handler would end the run."""
+    return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def exit_code_of(codes: Collection[int]) -> int:
@@ -56,7 +62,7 @@ def exit_code_when_stopped(number: int, codes: Collection[int]) -> int:
 def heard_afterwards() -> Iterator[None]:
     """A signal to stop that comes inside is handled at the end: processes are stopped there, and others may be started next."""
     came: list[int] = []
-    handlers = {number: signal.signal(number, lambda each, _: came.append(each)) for number in STOPS}
+    handlers = {number: signal.signal(number, lambda each, _: came.append(each)) for number in stops()}
     try:
         yield
     finally:
@@ -90,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
                 super()._shutdown()
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-            for number in STOPS:  # asked once is enough: they are saving
+            for number in stops():  # asked once is enough: they are saving
                 with suppress(ValueError):
                     signal.signal(number, signal.SIG_IGN)
             super()._shutdown(death_sig, timeout)
@@ -99,7 +105,8 @@ def run(arguments: Sequence[str]) -> int:
                 ended.extend(handler.proc.poll() or 0 for handler in handlers)
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]  # torchrun has no other place to say so
-    arguments = [f"--signals-to-handle={HANDLED}", f"--shutdown-timeout={SHUTDOWN_SECONDS}", *arguments]
+    handled = f"{HANDLED},SIGHUP" if signal.SIGHUP in stops() else HANDLED
+    arguments = [f"--signals-to-handle={handled}", f"--shutdown-timeout={SHUTDOWN_SECONDS}", *arguments]
     if torchrun.parse_args(arguments).rdzv_backend == "c10d":
         # Else a machine that is started again waits for ever: the others keep the store of the first time (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -121,7 +128,7 @@ def _codes(failures: "Collection[ProcessFailure]") -> list[int]:
 
 def main() -> None:
     """The command; a signal before there are any processes ends it as it would end them."""
-    for number in STOPS:
+    for number in stops():
         signal.signal(number, lambda *_: os._exit(PREEMPTED))
     sys.exit(run(sys.argv[1:]))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from accel_train.loop import train
 from accel_train.recipe import Recipe
+from accel_train.signals import StopRequest
 from accel_train.state import ExitedEarly
 from forked import Forked, run_forked
 from kills import is_alive
@@ -60,6 +62,61 @@ def test_ctrl_c_once_saves_and_ctrl_c_twice_ends_at_once(corpus: Path, started: 
     assert seconds_to_end(twice) < 4
     assert twice.exit_codes() == [130]
     assert "error: interrupted; run the same command to go on from the last checkpoint" in twice.stderr(0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_each_signal_to_stop_saves_where_no_checkpoints_are_due(
+    corpus: Path, started: list[Forked], number: signal.Signals
+) -> None:
+    forked = start(corpus, started, options={"seconds": {"step": 0.05}}, data={"num_workers": 1})
+    wait_for_step(forked, corpus, 2)
+    for pid in (*children(forked.pids[0]), forked.pids[0]):  # as a terminal that is closed does
+        os.kill(pid, number)
+    assert forked.wait() == [75], forked.stderr(0)
+    step = events(corpus / "run", "preempted")[0]["step"]
+    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def test_run_whose_terminal_is_closed_saves(corpus: Path) -> None:
+    sections: dict[str, Any] = {"options": {"seconds": {"step": 0.05}}, "log": {"every_steps": 1, "progress": "auto"}}
+    recipe = write_recipe_file(corpus, task=TASK, **ENDLESS, **sections)
+    terminal, theirs = pty.openpty()
+    os.set_blocking(terminal, False)
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command(recipe)],
+        env=environment(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    deadline = time.monotonic() + 60
+    while not (corpus / "run" / "metrics.jsonl").exists() or max(losses(corpus / "run"), default=0) < 2:
+        assert time.monotonic() < deadline
+        with suppress(BlockingIOError):
+            os.read(terminal, 65536)
+        time.sleep(0.02)
+    os.close(terminal)
+    assert process.wait(60) == 75
+    step = events(corpus / "run", "preempted")[0]["step"]
+    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+@pytest.mark.parametrize("launched_by_torchrun", [False, True])
+def test_a_closed_terminal_stops_a_run_under_nohup_only_where_torchrun_hands_it_on(
+    monkeypatch: pytest.MonkeyPatch, launched_by_torchrun: bool
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launched_by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.requested == launched_by_torchrun
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_evaluation_is_left_at_a_signal_to_one_process_and_done_when_the_run_goes_on(

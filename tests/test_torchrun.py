@@ -25,6 +25,7 @@ if code == "stop":
         open(f"{folder}/saved", "a").write(rank)
         os._exit(75)
     signal.signal(signal.SIGUSR1, save)
+    signal.signal(signal.SIGHUP, save)
     open(f"{folder}/ready", "a").write(rank)
     time.sleep(60)
 if code == "lost":
@@ -123,6 +124,28 @@ def test_stop_signal_reaches_the_processes_once_and_they_may_take_their_time(tmp
         assert sorted((tmp_path / "saved").read_text()) == ["0", "1"]
         assert (tmp_path / "started").read_text().split().count("0:0") == 1
         assert "0:1" not in (tmp_path / "started").read_text()
+    finally:
+        for process in (*launcher.children(recursive=True), launcher) if launcher.is_running() else ():
+            process.kill()
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_stops_the_processes_unless_it_is_ignored(tmp_path: Path, nohup: bool) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    torchrun = [sys.executable, "-m", "accel_train.torchrun", "--standalone", "--nproc_per_node=2"]
+    launcher = psutil.Popen(
+        [*(["nohup"] if nohup else []), *torchrun, str(tmp_path / "worker.py"), str(tmp_path), "stop,stop"],
+        env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+    )
+    try:
+        wait_until(lambda: (tmp_path / "ready").exists() and len((tmp_path / "ready").read_text()) == 2)
+        launcher.send_signal(signal.SIGHUP)
+        if nohup:
+            time.sleep(0.5)
+            assert not (tmp_path / "saved").exists()
+            launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(30) == 75
+        assert sorted((tmp_path / "saved").read_text()) == ["0", "1"]
     finally:
         for process in (*launcher.children(recursive=True), launcher) if launcher.is_running() else ():
             process.kill()
