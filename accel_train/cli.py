@@ -1,8 +1,9 @@
 """The command line: `accel-train COMMAND ...`, the same program as `python -m accel_train COMMAND ...`.
 
-Exit codes: 0 done; 2 bad recipe, data or arguments; 3 stopped by the guard; 4 checkpoint or disk; 5 a peer process failed
-or hung; 6 out of memory; 75 preempted, run again to go on; 130 interrupted. A mistake of the user is one line, `error:
-...`; ACCEL_TRAIN_DEBUG=1 shows where it was found. Anything unforeseen keeps its traceback, and exits with 1.
+Exit codes: 0 done; 1 unforeseen, or a task exited; 2 bad recipe, data or arguments; 3 stopped by the guard, or the trained
+model is not finite; 4 checkpoint or disk; 5 a peer process failed or hung; 6 out of memory; 75 preempted, run again to go on;
+130 interrupted. A mistake of the user is one line, `error: ...`; ACCEL_TRAIN_DEBUG=1 shows where it was found. Anything
+unforeseen keeps its traceback.
 """
 
 import argparse

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accel_train.rollback import RollBack
 from accel_train.run import Run
+from accel_train.saving import kept_checkpoints
 from accel_train.state import TrainingStopped
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,7 +43,7 @@ def check_drift(run: Run) -> None:
     verdict = run.guard.judge_drift(said)
     if verdict.action == "stop":
         run.observer.on_event("stop", step, verdict.reason)
-        raise TrainingStopped(f"{verdict.reason}. The checkpoints in {run.output_dir} are from before")
+        raise TrainingStopped(f"{verdict.reason}. {kept_checkpoints(run)}")
     raise RollBack(verdict.reason, step)
 
 

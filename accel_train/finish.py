@@ -27,6 +27,7 @@ from accel_train.redaction import redact
 from accel_train.resolve import change_model
 from accel_train.run import Run
 from accel_train.running_statistics import share_running_statistics
+from accel_train.saving import refuse_nonfinite_model
 from accel_train.snapshot import load_model_tensors, model_tensors, restore_weights
 from accel_train.state import Preempted, RecipeError
 from accel_train.tensor_parts import gathered
@@ -159,6 +160,7 @@ def finish_run(run: Run) -> dict[str, Any]:
 
     Raises:
         Preempted: the run was asked to stop during an evaluation; all steps are saved.
+        TrainingStopped: the weights, their average or their loss are not finite: nothing is published.
     """
     if run.accelerator.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
@@ -172,6 +174,7 @@ def finish_run(run: Run) -> dict[str, Any]:
         run.observer.on_event("preempted", run.state.step, said)
         raise Preempted(f"{said}; run the same command again for it")
     with run.averaged():
+        refuse_nonfinite_model(run)
         model = whole_model(run)
         if not run.accelerator.is_main_process:
             summary: dict[str, Any] = {}

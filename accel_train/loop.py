@@ -28,7 +28,7 @@ from accel_train.recipe import Recipe
 from accel_train.rollback import RollBack, roll_back
 from accel_train.run import Run
 from accel_train.running_statistics import RunningStatistics
-from accel_train.saving import raise_save_error, save_run, saves_finished, tell_of_saves
+from accel_train.saving import kept_checkpoints, raise_save_error, save_run, saves_finished, tell_of_saves
 from accel_train.signals import StopRequest
 from accel_train.state import OutOfMemory, Preempted, Requests, StepResult, TrainingStopped
 from accel_train.step import Agreement, MicroBatch, StepOutcome, seed_step
@@ -168,7 +168,7 @@ def account(run: Run, result: StepResult, micro_batches: list[MicroBatch]) -> St
     if verdict.action == "roll_back":
         raise RollBack(verdict.reason, result.step)
     if verdict.action == "stop":
-        raise TrainingStopped(f"{verdict.reason}. The checkpoints in {run.output_dir} are from before")
+        raise TrainingStopped(f"{verdict.reason}. {kept_checkpoints(run)}")
     if result.save_failed:
         raise_save_error(run)
     return result

@@ -11,7 +11,7 @@ from accel_train.guard import plan_rollback
 from accel_train.health import healthy_steps
 from accel_train.rollback_record import describe, remove_abandoned, take_up, write_rollbacks
 from accel_train.run import Run
-from accel_train.saving import tell_of_saves
+from accel_train.saving import kept_checkpoints, tell_of_saves
 from accel_train.snapshot import restore
 from accel_train.state import CheckpointError, Rollback, TrainingStopped
 
@@ -97,6 +97,4 @@ def _choose(run: Run, asked: RollBack) -> tuple[Path, Rollback]:
         return status.path, rollback
     after = run.recipe.guard.healthy_after_steps
     why = "; ".join(broken) or f"no checkpoint before step {onset} was followed by {after} clean steps"
-    raise TrainingStopped(
-        f"{asked.reason}; there is nothing to go back to: {why}. The checkpoints in {run.output_dir} are from before"
-    )
+    raise TrainingStopped(f"{asked.reason}; there is nothing to go back to: {why}. {kept_checkpoints(run)}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 
-from accel_train.checkpoint import rotate
+from accel_train.checkpoint import checkpoint_folders, rotate
 from accel_train.health import steps_to_spare
 from accel_train.identity import identity_origins
 from accel_train.recipe import Recipe
@@ -102,6 +102,8 @@ def weights_problem(run: Run) -> str | None:
         if run.zero is None
         else run.zero.parts.local_tensors()
     )
+    if run.average is not None:
+        tensors |= {f"the average of {name}": tensor for name, tensor in run.average.tensors().items()}
     floats = {
         name: local_part(tensor) for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()
     }
@@ -120,6 +122,33 @@ def weights_problem(run: Run) -> str | None:
     return (
         f"{broken[0]} is not finite (and {len(broken) - 1} more)" if len(broken) > 1 else f"{broken[0]} is not finite"
     )
+
+
+def refuse_nonfinite_model(run: Run) -> None:
+    """Before `model/` is written, with the weights in place that it is to hold: all must be numbers, and their loss as well.
+
+    Raises:
+        TrainingStopped: on all processes; the text names the tensor and what is kept.
+    """
+    problem = [weights_problem(run)]
+    if run.accelerator.num_processes > 1:
+        broadcast_object_list(problem)
+    loss = run.last_scores.get("loss", 0.0)
+    if problem[0] is None and run.evaluate is None and not math.isfinite(loss):
+        problem[0] = f"the loss of the last evaluation is {loss}, of finite weights"
+    if problem[0] is not None:
+        said = f"{problem[0]}: model/ is not written. {kept_checkpoints(run)}"
+        run.observer.on_event("stop", run.state.step, said)
+        raise TrainingStopped(said)
+
+
+def kept_checkpoints(run: Run) -> str:
+    """A sentence on what a run that is stopped leaves behind, once the save under way has ended."""
+    run.saver.wait()
+    kept = checkpoint_folders(run.saver.root)
+    if not kept:
+        return f"There is no checkpoint in {run.output_dir} yet"
+    return f"The checkpoints in {run.output_dir} are from before, {kept[-1].name} is the newest"
 
 
 def tell_of_saves(run: Run) -> None:

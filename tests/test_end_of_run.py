@@ -1,0 +1,76 @@
+"""What a run publishes at its end, and what it refuses to: weights that are no numbers, scores of other samples."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accel_train.recipe import Recipe
+from accel_train.sharding import reshard
+from accel_train.task import TaskData
+from forked import run_forked
+from probe_task import RANK, ProbeTask
+from runs import events, run, write_corpus, write_recipe_file
+
+
+class PoisonTask(ProbeTask):
+    """`options.poison` in an evaluation: `loss`, or `weight`: one element of a weight on the last process."""
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        self.rank = recipe.options.get("rank", 0)
+        return super().load_data(recipe, progress=progress)
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        counts = super().evaluate_batch(model, batch)
+        if self.options["poison"] == "loss":
+            counts["loss_sum"] = counts["loss_sum"] * torch.nan
+        elif self.rank == RANK:
+            reshard(model)  # else what is changed is a gathered copy
+            weight = dict(model.named_parameters())["transformer.h.0.ln_1.weight"].detach()
+            getattr(weight, "to_local", lambda: weight)()[0] = torch.nan
+        return counts
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("poison", "processes", "strategy", "said"),
+    [
+        ("loss", 1, "ddp", "the loss of the last evaluation is nan, of finite weights: model/ is not written"),
+        ("weight", 1, "ddp", "transformer.h.0.ln_1.weight is not finite: model/ is not written"),
+        ("weight", 2, "fsdp2", "transformer.h.0.ln_1.weight is not finite: model/ is not written"),
+    ],
+)
+def test_a_model_that_is_not_finite_is_not_published(
+    corpus: Path, poison: str, processes: int, strategy: str, said: str
+) -> None:
+    recipe = write_recipe_file(
+        corpus,
+        task="test_end_of_run:PoisonTask",
+        schedule={"max_steps": 2},
+        optimizer={"learning_rate": 3e-3, "ema_decay": 0.9},
+        parallel={"strategy": strategy},
+        options={"poison": poison, "rank": processes - 1},
+    )
+    forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
+    assert forked.wait() == [3] * processes, forked.stderr(0)
+    [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
+    assert said in line
+    assert line.endswith("step-00000002 is the newest")
+    assert not (corpus / "run" / "model").exists()
+    assert not (corpus / "run" / "summary.json").exists()
+    assert events(corpus / "run", "stop")[0]["step"] == 2
+
+
+def test_a_run_that_is_stopped_before_its_first_checkpoint_says_that_there_is_none(corpus: Path) -> None:
+    sections: dict[str, Any] = {"options": {"nan_from": 1}, "guard": {"on_nonfinite": "stop"}}
+    done = run(write_recipe_file(corpus, **sections), expect=3)
+    assert f"There is no checkpoint in {corpus / 'run'} yet" in done.stderr
+    assert "from before" not in done.stderr
