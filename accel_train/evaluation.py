@@ -16,6 +16,7 @@ from accel_train.data_group import data_group
 from accel_train.loading import read_batches
 from accel_train.memory import is_out_of_memory
 from accel_train.sampling import evaluation_batches
+from accel_train.state import DataError
 from accel_train.step import MicroBatch
 from accel_train.task import TaskData
 
@@ -79,6 +80,7 @@ def evaluate(
 
     Raises:
         EvaluationLeft: some process was told that it is over before its last batch; raised on all.
+        DataError: no sample has a target; raised on all.
     """
     left = False
 
@@ -117,7 +119,12 @@ def evaluate(
     rows = {name: list(torch.cat(values).split(per_device_batch_size)) for name, values in pieces.items()}
     totals = _sum_over_processes(accelerator, sums, num_targets)
     targets = int(totals.pop("num_targets"))
-    loss = float(totals["loss_sum"]) / max(targets, 1)
+    if targets == 0:
+        raise DataError(
+            f"none of the {count} evaluation samples has a target, so there is no loss to report; check the labels (or masks) of "
+            "the evaluation data, and which label is ignored"
+        )
+    loss = float(totals["loss_sum"]) / targets
     return Evaluation(loss, targets, count, totals | rows_in_order(accelerator, rows), piece)
 
 

@@ -92,8 +92,19 @@ class Ladder:
     All processes judge the same numbers, and so take the same branch.
     """
 
-    def __init__(self, guard: Guard, state: TrainState, *, max_grad_norm: float, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        state: TrainState,
+        *,
+        max_grad_norm: float,
+        warmup_steps: int,
+        epoch_steps: int = sys.maxsize,
+    ) -> None:
         self.guard, self.state = guard, state
+        self._most_without_targets = min(guard.max_consecutive_skips, epoch_steps - 1)
+        self._num_without_targets = 0
+        """Steps in a row whose global batch had no target."""
         self._max_grad_norm, self._on_spike = max_grad_norm, guard.on_spike
         self._learns_after = sys.maxsize if guard.on_spike == "off" else warmup_steps
         size, z = guard.spike_window_steps, guard.spike_threshold
@@ -116,9 +127,12 @@ class Ladder:
         ):
             if result.step > self._learns_after:
                 self._learn(result.loss, result.grad_norm)
-            state.consecutive_skips = state.consecutive_spikes = 0
+            state.consecutive_skips = state.consecutive_spikes = self._num_without_targets = 0
             state.first_bad_step = None
             return GO_ON
+        if result.num_targets == 0:
+            return self._judge_without_targets(result)
+        self._num_without_targets = 0
         if not result.agreed:
             return self._go_back(
                 f"step {result.step}: the processes computed different gradient norms: their weights differ"
@@ -136,6 +150,19 @@ class Ladder:
             )
         said = f"step {result.step}: not finite ({what}); the update was not applied on any process"
         return self._count_skip(result, said, stop_at_once=self.guard.on_nonfinite == "stop")
+
+    def _judge_without_targets(self, result: StepResult) -> Verdict:
+        """A step with nothing to learn from is no fault; data without any is."""
+        self.state.num_skipped_steps += 1
+        self._num_without_targets += 1
+        found = f"step {result.step}: no sample of the global batch has a target, so the update was not applied"
+        if self._num_without_targets <= self._most_without_targets:
+            return Verdict("skip", found)
+        return Verdict(
+            "stop",
+            f"{found}: {self._num_without_targets} in a row. The labels (or masks) that the task reads are all ignored; check "
+            "the data, and which label it ignores",
+        )
 
     def _learn(self, loss: float, grad_norm: float) -> None:
         """Take note of what an accepted step came to."""

@@ -1,6 +1,7 @@
 """From the data order to micro-batches on the device: who reads, how far ahead, and how it gets to the GPU."""
 
 import multiprocessing
+import operator
 import os
 import signal
 import threading
@@ -21,7 +22,7 @@ from accel_train.ending import exits_are_errors
 from accel_train.launcher import die_with_parent
 from accel_train.sampling import DataOrder
 from accel_train.sharding import processes_on_machine
-from accel_train.state import Choice, ExitedEarly
+from accel_train.state import Choice, DataError, ExitedEarly
 from accel_train.step import MicroBatch
 from accel_train.task import TaskData
 
@@ -97,7 +98,7 @@ def step_batches(
     if data.step_batches is not None:
         for step, own in enumerate(data.step_batches(first_step), start=first_step):
             if not passed_over(step):
-                yield step, [(_to_device(batch, device, pin_memory), num_targets) for batch, num_targets in own]
+                yield step, [(_to_device(batch, device, pin_memory), _checked(count)) for batch, count in own]
         return
     dataset = data.train if data.draw is None else Drawn(data.draw, order.seed, order.num_samples)
 
@@ -174,8 +175,27 @@ def read_batches(
         )
         batches = _from_workers(loader)
     for batch in batches:
-        num_targets = batch.pop("num_targets")
+        num_targets = _checked(batch.pop("num_targets", None))
         yield _to_device(batch, device, pin_memory and num_workers == 0), num_targets
+
+
+def _checked(num_targets: Any) -> int:
+    """The number of targets that a batch brings, as an int.
+
+    Raises:
+        DataError: it is no count: a negative one would turn every gradient of its step round.
+    """
+    try:
+        count = operator.index(num_targets)
+    except TypeError:
+        count = -1
+    if count < 0:
+        shown = "nothing" if num_targets is None else f"{type(num_targets).__name__} {num_targets!r}"
+        raise DataError(
+            f"num_targets of a batch is {shown}, and must be a whole number of at least 0; let `collate` of the task's data "
+            "count the targets of its batch"
+        )
+    return count
 
 
 def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:

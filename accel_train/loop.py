@@ -30,7 +30,7 @@ from accel_train.run import Run
 from accel_train.running_statistics import RunningStatistics
 from accel_train.saving import kept_checkpoints, raise_save_error, save_run, saves_finished, tell_of_saves
 from accel_train.signals import StopRequest
-from accel_train.state import OutOfMemory, Preempted, Requests, StepResult, TrainingStopped
+from accel_train.state import DataError, OutOfMemory, Preempted, Requests, StepResult, TrainingStopped
 from accel_train.step import Agreement, MicroBatch, StepOutcome, seed_step
 from accel_train.stragglers import StragglerWatch
 
@@ -150,6 +150,7 @@ def account(run: Run, result: StepResult, micro_batches: list[MicroBatch]) -> St
         RanOutOfMemory: the step was not done, and is to be done again.
         RollBack: the run goes on from an earlier checkpoint.
         TrainingStopped: the guard's budget is spent.
+        DataError: there is nothing to learn from.
         CheckpointError: a checkpoint could not be written in the background, and not a second time either.
     """
     if result.ran_out_of_memory:
@@ -167,6 +168,8 @@ def account(run: Run, result: StepResult, micro_batches: list[MicroBatch]) -> St
         run.observer.on_event(kind, result.step, reason, loss_scale=result.loss_scale, incident=incident)
     if verdict.action == "roll_back":
         raise RollBack(verdict.reason, result.step)
+    if verdict.action == "stop" and result.num_targets == 0:
+        raise DataError(verdict.reason)
     if verdict.action == "stop":
         raise TrainingStopped(f"{verdict.reason}. {kept_checkpoints(run)}")
     if result.save_failed:

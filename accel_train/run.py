@@ -1,5 +1,6 @@
 """A run that is resolved and built: what the loop works on, and when something other than the next step is due."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -241,4 +242,10 @@ class Run:
 
 def make_guard(recipe: Recipe, state: TrainState, steps: StepPlan) -> Ladder:
     """The guard of a run, with the memory that is in its counters."""
-    return Ladder(recipe.guard, state, max_grad_norm=recipe.optimizer.max_grad_norm, warmup_steps=steps.warmup_steps)
+    return Ladder(
+        recipe.guard,
+        state,
+        max_grad_norm=recipe.optimizer.max_grad_norm,
+        warmup_steps=steps.warmup_steps,
+        epoch_steps=math.ceil(steps.max_steps / max(steps.num_epochs, 1)),
+    )

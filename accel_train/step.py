@@ -4,6 +4,7 @@ Nothing here waits for the device. What the processes must agree on travels in o
 the host reads the outcome of a step while the next one runs.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from accel_train.data_group import data_group, is_sharded
 from accel_train.guard import Limits
 from accel_train.precision import FlooredGradScaler
-from accel_train.state import StepResult
+from accel_train.state import RecipeError, StepResult
 from accel_train.task import Task
 
 MicroBatch = tuple[Mapping[str, Tensor], int]
@@ -43,12 +44,32 @@ class TrainingModule(nn.Module):
         All three through one forward, because that is what Accelerate casts to the mixed precision.
         """
         if wanted == "loss":
-            return self.task.loss_sum(self.model, batch)
+            return checked_loss(self.task.loss_sum(self.model, batch))
         return (
             self.task.evaluate_batch(self.model, batch)
             if wanted == "counts"
             else self.task.predict_batch(self.model, batch)
         )
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """The loss of a micro-batch as it is, where it can be trained on; nothing is read of the device.
+
+    Raises:
+        RecipeError: it is no 0-dim tensor, or no gradient leads back from it.
+    """
+    if not isinstance(loss, Tensor):
+        found = "None" if loss is None else f"a {type(loss).__name__} and no tensor"
+    elif loss.dim() > 0:
+        found = f"a tensor of shape {list(loss.shape)}"
+    elif torch.is_grad_enabled() and not loss.requires_grad:
+        found = "a tensor without a gradient (detached, made anew, or of weights that are all frozen)"
+    else:
+        return loss
+    raise RecipeError(
+        f"loss_sum of the task returned {found}; return the loss summed over the targets of the micro-batch as a 0-dim tensor that "
+        "was computed from the model's output"
+    )
 
 
 class StepOutcome(NamedTuple):
@@ -118,12 +139,13 @@ class Agreement:
         """1 / targets of the global batch, 0-dim fp32: what each target's loss weighs in the gradient.
 
         Times the world size, because DDP averages gradients over processes and we want their sum. (Of processes that compute
-        the same of them each has counted it: averages are over as many fewer.)
+        the same of them each has counted it: averages are over as many fewer.) NaN where there is no target at all: such a
+        step has nothing to teach, and its update (weight decay, old momentum) is not applied.
         """
         self._receive()
         if self._sums is None:
-            return torch.full((), 1 / max(self._here.num_targets, 1), device=self.device)
-        return (self.world_size / self._sums[0].clamp(min=1)).float()
+            return torch.full((), 1 / (self._here.num_targets or math.nan), device=self.device)
+        return (self.world_size / torch.where(self._sums[0] > 0, self._sums[0], math.nan)).float()
 
     def _receive(self) -> None:
         """Let further work on the device wait for the sums (the host does not), and send the last step's outcome on its way."""
@@ -253,7 +275,7 @@ def forward_backward(
                 if accelerator.scaler is not None:
                     share = accelerator.scaler.scale(share)
             if num_targets == 0:  # there to keep the processes together, or without a label: it weighs nothing
-                loss_sum.backward(torch.zeros_like(share))
+                loss_sum.backward(0 * share)
                 loss_sums.append(torch.zeros_like(detached))
                 continue
             loss_sum.backward(share + (detached - detached))  # x - x is 0, or NaN where x is not finite

@@ -6,7 +6,7 @@ with `once`, it is gone after the first time.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -259,3 +259,19 @@ class FaultyLanguageModel(CausalLM):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         self.faults.samples = batch["sample"]
         return self.faults.break_loss(super().loss_sum(model, batch))
+
+
+class Uncounted(FaultyRegression):
+    """The regression with `options.targets` in the place of the count of each batch, and samples ignored by `options.ignored`."""
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        data = super().load_data(recipe, progress=progress)
+        self.ignored = set(recipe.options.get("ignored", ()))
+
+        def collate(rows: Sequence[tuple[int, NDArray[np.float32]]]) -> dict[str, Any]:
+            batch = data.collate(rows)
+            if "targets" in recipe.options:
+                batch["num_targets"] = recipe.options["targets"]
+            return batch
+
+        return replace(data, collate=collate, eval=data.train if recipe.options.get("evaluates") else None)

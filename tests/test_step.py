@@ -109,9 +109,14 @@ def test_micro_batch_without_targets_adds_nothing_and_is_no_incident(accelerator
     one_step(accelerator, alone, [(batch, int(batch["weight"].sum()))])
     for left, right in zip(module.parameters(), alone.parameters()):
         torch.testing.assert_close(left.grad, right.grad, rtol=0, atol=0)
+
+
+def test_a_global_batch_without_targets_has_a_gradient_that_is_not_applied(accelerator: Accelerator) -> None:
+    empty = {**rows(8), "weight": torch.zeros(8)}
     nothing = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
-    one_step(accelerator, nothing, [(empty, 0)])
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in nothing.parameters())
+    loss_sum, _ = one_step(accelerator, nothing, [(empty, 0)])
+    assert loss_sum == 0
+    assert all(parameter.grad is not None and parameter.grad.isnan().all() for parameter in nothing.parameters())
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
