@@ -24,6 +24,7 @@ from accel_train.loading import Drawn, fetch
 from accel_train.model_check import pretrained_config
 from accel_train.recipe import Recipe
 from accel_train.recipe_optimizer import Optimizer
+from accel_train.step import checked_loss
 from accel_train.task import TASKS, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -143,7 +144,7 @@ def simulate_step(
         inputs = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
         with PeakTracker(vocabulary_rows(model)) as tracker, _like_cuda() if like_cuda else nullcontext():
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
-                loss = task.loss_sum(model.train(), inputs)
+                loss = checked_loss(task.loss_sum(model.train(), inputs))
             loss.backward()
     return tracker.peak
 

@@ -35,7 +35,7 @@ from accel_train.sequence_parallel import check_model
 from accel_train.sequence_slices import slice_of
 from accel_train.sharding import across_machines
 from accel_train.state import Choice
-from accel_train.task import TARGET_UNITS, Task, TaskData
+from accel_train.task import TARGET_UNITS, Task, TaskData, read_data
 from accel_train.tensor_parallel import part_shapes
 from accel_train.zero import check_zero
 
@@ -133,7 +133,7 @@ def resolve_plan(
     check_zero(recipe, place.precision.value)
     section = recipe.parallel
     sizes = resolve_batch(recipe.batch, processes, section.num_sharing, section.shared_by)
-    data = task.load_data(recipe, progress=progress)
+    data = read_data(task, recipe, progress=progress)
     resolved = resolve_run(recipe, data, sizes)
     model = _look_at_model(recipe, task, data, sizes, place)
     weights, checkpoint_bytes = model.weights, _checkpoint_bytes(recipe, model.weights)

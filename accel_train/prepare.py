@@ -68,7 +68,7 @@ from accel_train.signals import StopRequest
 from accel_train.snapshot import describe_model, restore
 from accel_train.state import Choice, Requests, TrainState
 from accel_train.step import TrainingModule
-from accel_train.task import Task
+from accel_train.task import Task, read_data
 from accel_train.watchdog import Watchdog
 from accel_train.zero import check_zero, wrap_in_zero
 
@@ -172,7 +172,7 @@ def _build(
     extensions: Extensions,
 ) -> Run:
     device = accelerator.device
-    data = task.load_data(recipe, progress=accelerator.is_main_process)
+    data = read_data(task, recipe, progress=accelerator.is_main_process)
     check_agreement(recipe, data, accelerator.num_processes)
     check_shared(Path(recipe.output_dir), accelerator.num_processes)
     data = in_slices(data, data_group(accelerator))

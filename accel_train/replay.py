@@ -27,7 +27,7 @@ from accel_train.resolve import change_model
 from accel_train.snapshot import load_model_tensors, restore_weights
 from accel_train.state import CheckpointError, JsonRecord
 from accel_train.step import MicroBatch, TrainingModule
-from accel_train.task import load_task
+from accel_train.task import load_task, read_data
 
 HOST, CUDA = "random_state.host", "random_state.cuda"
 MAX_NAMED = 10
@@ -91,7 +91,7 @@ def replay_incident(folder: Path, device: str | None = None, *, debug: bool = Fa
     sizes = resolve_batch(recipe.batch, readers)
     accelerator = start_accelerator(precision, recipe.precision, recipe.guard, sizes, processes.device)
     task = load_task(recipe.task)
-    data = task.load_data(recipe, progress=sys.stderr.isatty())
+    data = read_data(task, recipe, progress=sys.stderr.isatty())
     torch.manual_seed(recipe.seed)
     model, _ = change_model(recipe, task.build_model(recipe, data))
     weights = load_weights(model, folder, run_folder, record)

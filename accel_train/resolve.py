@@ -88,8 +88,13 @@ def change_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, dict[str,
     """The task's model, in training mode, with adapters put in and frozen what the recipe freezes.
 
     Raises:
-        ValueError: a pattern of the recipe matches nothing.
+        ValueError: a pattern of the recipe matches nothing, or the task built something else.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"build_model of task={recipe.task!r} returned {'None' if model is None else f'a {type(model).__name__}'}; return a "
+            "torch.nn.Module on the CPU"
+        )
     model.train()  # `from_pretrained` hands models over in evaluation mode, without dropout
     choices: dict[str, Choice[Any]] = {}
     if recipe.model.lora is not None:

@@ -1,10 +1,11 @@
 """The border between the loop and what is trained: a task brings data, model, loss and score; the loop knows no more.
 
 A task of your own is one file: a class with these methods, no base class and no registration
-(`task: my_module:MyTask` in the recipe).
+(`task: my_module:MyTask` in the recipe), looked up on PYTHONPATH, and then in the current folder.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -140,7 +141,7 @@ class Task(Protocol):
 
 
 def load_task(name: str) -> Task:
-    """The task a recipe names: one of the package, or `module:Class`.
+    """The task a recipe names: one of the package, or `module:Class`, looked up on PYTHONPATH and last in the current folder.
 
     Raises:
         ValueError: no such task, module or class, or one that lacks a method of the protocol.
@@ -151,17 +152,56 @@ def load_task(name: str) -> Task:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(TASKS))}"
         raise ValueError(f"task={name!r} is no task of accel_train; {hint} A task of your own is written module:Class")
     module_name, class_name = target.split(":", 1)
+    if name not in TASKS and not {"", str(Path.cwd())} & set(sys.path):
+        # The installed command has no current folder on its path, `python -m` has. At the end: it hides no package.
+        sys.path.append(str(Path.cwd()))
     try:
-        factory = getattr(importlib.import_module(module_name), class_name)
+        found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"task={name!r} cannot be imported: {error}; it is looked up on PYTHONPATH as module:Class"
+            f"task={name!r} cannot be imported: {error}; it is looked up on PYTHONPATH and in the current folder as module:Class"
         ) from error
-    task = factory()
+    if not isinstance(found, type):
+        raise ValueError(
+            f"task={name!r} is {_kind(found)} and no class; name a class with the methods of accel_train/task.py, as module:Class"
+        )
+    try:
+        task = found()
+    except TypeError as error:
+        raise ValueError(
+            f"task={name!r} cannot be made without arguments: {error}; a task is made by {class_name}()"
+        ) from error
     missing = [method for method in _PROTOCOL_METHODS if not callable(getattr(task, method, None))]
     if missing:
         raise ValueError(f"task={name!r} lacks {', '.join(missing)}; see accel_train/task.py for what a task provides")
     return task
+
+
+def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
+    """Return what the task's `load_data` reads.
+
+    Raises:
+        ValueError: it is no TaskData with training samples; and all that `load_data` raises of it.
+    """
+    data: Any = task.load_data(recipe, progress=progress)
+    wanted = "return an accel_train.task.TaskData with train, eval, collate and fingerprint"
+    if not isinstance(data, TaskData):
+        raise ValueError(f"load_data of task={recipe.task!r} returned {_kind(data)}; {wanted}")
+    for name, samples in (("train", data.train), ("eval", data.eval)):
+        if not hasattr(samples, "__len__") and not (name == "eval" and samples is None):
+            raise ValueError(
+                f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}, which has no length; {wanted}, whose "
+                "samples have __len__ and __getitem__"
+            )
+    return data
+
+
+def _kind(found: Any) -> str:
+    """What a value is, in words."""
+    if found is None or isinstance(found, type):
+        return str(found)
+    kind = type(found).__name__
+    return f"a {kind}" if kind in ("function", "module") else f"an object of {kind}"
 
 
 _PROTOCOL_METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))

@@ -23,7 +23,7 @@ from accel_train.recipe_data import Data
 from accel_train.recipe_file import load_recipe
 from accel_train.state import DataError
 from accel_train.step import TrainingModule
-from accel_train.task import Task, TaskData, load_task
+from accel_train.task import Task, TaskData, load_task, read_data
 
 SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
 """Sections of a recipe that matter to a model that is already trained."""
@@ -177,7 +177,7 @@ def _load(
     while True:
         task = load_task(recipe.task)
         try:
-            return recipe, task, task.load_data(recipe, progress=progress), tuple(notes)
+            return recipe, task, read_data(task, recipe, progress=progress), tuple(notes)
         except DataError:
             raise
         except ValueError as error:

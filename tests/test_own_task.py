@@ -1,0 +1,115 @@
+"""A task of the user's own: found in the current folder, and what it gets wrong is one line, before its second step."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel_train.cli import main
+from runs import TESTS, environment, events, recipe_dict
+
+OWN = """
+from number_fault_task import FaultyRegression
+import torch
+
+class Own(FaultyRegression):
+{body}
+
+def make():
+    return Own()
+
+made = Own()
+
+class NeedsMore(Own):
+    def __init__(self, folder):
+        super().__init__()
+"""
+STRANGE: dict[str, tuple[str, str, str]] = {
+    "float loss": ("Own", "def loss_sum(self, model, batch): return super().loss_sum(model, batch).item()", "loss_sum of the task returned a float and no tensor; return the loss summed .* 0-dim"),
+    "loss of shape [1]": ("Own", "def loss_sum(self, model, batch): return super().loss_sum(model, batch)[None]", r"loss_sum of the task returned a tensor of shape \[1\]; return"),
+    "loss of each sample": ("Own", "def loss_sum(self, model, batch): return (model(batch['features']) - batch['wanted']) ** 2", r"loss_sum of the task returned a tensor of shape \[8\]; return"),
+    "detached loss": ("Own", "def loss_sum(self, model, batch): return super().loss_sum(model, batch).detach()", "loss_sum of the task returned a tensor without a gradient"),
+    "no loss": ("Own", "def loss_sum(self, model, batch): pass", "loss_sum of the task returned None; return"),
+    "no data": ("Own", "def load_data(self, recipe, *, progress): pass", "load_data of task='TASK' returned None; return an accel_train.task.TaskData"),
+    "data of another kind": ("Own", "def load_data(self, recipe, *, progress): return [1, 2]", "load_data of task='TASK' returned an object of list; return an"),
+    "no samples": ("Own", "def load_data(self, recipe, *, progress):\n        from dataclasses import replace\n        return replace(super().load_data(recipe, progress=progress), train=None)", "load_data of task='TASK' returned None for train, which has no length"),
+    "no model": ("Own", "def build_model(self, recipe, data): pass", "build_model of task='TASK' returned None; return a torch.nn.Module"),
+    "function": ("make", "pass", "task='TASK' is a function and no class; name a class"),
+    "instance": ("made", "pass", "task='TASK' is an object of Own and no class"),
+    "module": ("torch", "pass", "task='TASK' is a module and no class"),
+    "arguments": ("NeedsMore", "pass", "task='TASK' cannot be made without arguments: .*'folder'"),
+    "no method": ("Own", "score = predict_batch = None", "task='TASK' lacks score, predict_batch"),
+}  # fmt: skip
+
+
+def write(folder: Path, module: str, name: str, body: str) -> str:
+    """A recipe beside the module of its task; returns the task."""
+    (folder / f"{module}.py").write_text(OWN.format(body=f"    {body}"))
+    recipe = recipe_dict(folder, task=f"{module}:{name}", options={"num_samples": 64}, schedule={"max_steps": 3})
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return str(recipe["task"])
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(TESTS), *(each for each in sys.path if each)])
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_strange_task_is_one_line_before_its_second_step(
+    here: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, body, said = STRANGE[case]
+    task = write(here, f"own_task_{list(STRANGE).index(case)}", name, body)
+    assert main(["run", "r.yaml"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert re.search(said.replace("TASK", task), line), line
+    assert not (here / "run" / "checkpoints").exists() or not any((here / "run" / "checkpoints").iterdir())
+    assert not (here / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("loss", ["float loss", "detached loss"])
+def test_plan_refuses_a_loss_that_cannot_be_trained_on(
+    here: Path, loss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, body, _ = STRANGE[loss]
+    write(here, f"own_plan_{loss[0]}", "Own", body.replace(".item()", ".sum"))
+    assert main(["plan", "r.yaml"]) == 2
+    assert "error: loss_sum of the task returned a " in capsys.readouterr().err
+
+
+def test_a_loss_that_is_nan_is_for_the_guard(here: Path) -> None:
+    write(
+        here, "own_nan", "Own", "def loss_sum(self, model, batch): return super().loss_sum(model, batch) * float('nan')"
+    )
+    assert main(["run", "r.yaml"]) == 0
+    assert len(events(here / "run", "skip")) == 3
+
+
+def test_a_module_in_the_current_folder_is_found_by_the_installed_command_and_hides_no_package(here: Path) -> None:
+    """`-P` leaves the current folder off the path, as the installed command does."""
+    task = write(here, "own_found", "Own", "pass")
+    (here / "safetensors.py").write_text("raise ImportError('a file in the current folder hides a package')")
+    command: list[Any] = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from accel_train.cli import program; program()",
+        "plan",
+        "r.yaml",
+    ]
+    done = subprocess.run(command, cwd=here, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (here / "own_found.py").unlink()
+    done = subprocess.run(command, cwd=here, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        f"task='{task}' cannot be imported: No module named 'own_found'; it is looked up on PYTHONPATH and in the current folder"
+        in done.stderr
+    )
