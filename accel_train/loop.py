@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_train.data.cache import DigestCheck
 from accel_train.data_group import data_group
 from accel_train.drift import check_drift
 from accel_train.ending import exits_are_errors
@@ -231,7 +232,7 @@ def batches_from(run: Run, first_step: int) -> Iterator[tuple[int, list[MicroBat
     """Each step from `first_step` (0-based) to the end, less those that a rollback passes over, with its micro-batches."""
     if run.state.stopped_early:
         return iter(())
-    return step_batches(
+    batches = step_batches(
         run.data,
         run.order,
         run.sizes,
@@ -245,3 +246,27 @@ def batches_from(run: Run, first_step: int) -> Iterator[tuple[int, list[MicroBat
         passed_over=lambda step: is_passed_over(step + 1, run.state.rollbacks),
         in_lockstep=run.is_sharded,
     )
+    return batches if run.digest_check is None else checked_batches(run, run.digest_check, batches, first_step)
+
+
+def checked_batches(
+    run: Run, check: DigestCheck, batches: Iterator[tuple[int, list[MicroBatch]]], first_step: int
+) -> Iterator[tuple[int, list[MicroBatch]]]:
+    """The same batches, while their files are compared with their digests: at the latest the epoch's end waits for that.
+
+    Raises:
+        DataError: a file differs from its digest.
+    """
+    check.start()
+    next_epoch = int(run.order.epoch_at(first_step)) + 1
+    for step, micro_batches in batches:
+        if check.is_running and run.order.epoch_at(step) >= next_epoch:
+            check.wait()
+        check.raise_if_damaged()
+        yield step, micro_batches
+    if check.is_running and run.order.epoch_at(run.max_steps) < next_epoch:
+        names = ", ".join(str(path) for path in run.data.large_files)
+        run.observer.note(f"not all of {names} was compared with its digest: the steps were done before")
+        return
+    check.wait()
+    check.raise_if_damaged()

@@ -23,6 +23,7 @@ from accel_train.batch_search import fit_micro_batch
 from accel_train.batch_trial import Trials
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
 from accel_train.compiling import compile_module
+from accel_train.data.cache import DigestCheck
 from accel_train.data_group import data_group, is_sharded
 from accel_train.doctor import check_launcher
 from accel_train.ema import WeightAverage
@@ -146,6 +147,9 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         if folder is not None:
             introduce(run, folder)
         run.stop, run.watchdog = stop, watchdog
+        if run.data.large_files and accelerator.is_local_main_process:
+            run.digest_check = DigestCheck(run.data.large_files)
+            resources.callback(run.digest_check.stop)
         if watchdog is not None:
             watchdog.record = None if folder is None else folder.append_event
             resources.push(watchdog.note_end)  # called first: what is closed after it may take its time

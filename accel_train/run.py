@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accel_train.batch_record import Remembered
 from accel_train.batching import BatchSizes
+from accel_train.data.cache import DigestCheck
 from accel_train.data_group import data_group, is_sharded
 from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, Limits
@@ -97,6 +98,8 @@ class Run:
     """Ends this process where it would wait for ever; none where it is alone, and not there for this run alone."""
     reduction: Reduction | ShardedReduction | None = None
     """Notes what this process hands in where gradients of several processes are summed."""
+    digest_check: DigestCheck | None = None
+    """Compares large files with their digests while the run trains; on the first process of each machine."""
     no_room: str = ""
     """What the allocator of this process said in the last step, if that ran out of memory; the others have yet to hear of it."""
     batches_evaluated: int = 0

@@ -64,6 +64,8 @@ class TaskData:
     of each step with their number of targets. `train` then only tells its length; how a resume finds its place is up to it."""
     where: "Callable[[int], str] | None" = None
     """Where a training sample comes from, for a person who looks for it: its file, or file and row."""
+    large_files: Mapping[Path, str] = field(default_factory=dict)
+    """SHA-256 by path of files that were too large to be compared with theirs beforehand: the loop does so while it trains."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel_train.data import CorpusFacts, TextCorpus, prepare_text
+from accel_train.cli import main
+from accel_train.data import CorpusFacts, TextCorpus, cache, prepare_text
 from accel_train.data.tokenizers import BYTE_SEPARATOR_ID, SEPARATOR, train_bpe
 from accel_train.recipe import Recipe
+from accel_train.state import DataError
+from runs import metrics, write_recipe_file
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -231,6 +235,91 @@ def test_damaged_shards_are_built_again(tmp_path: Path, text_recipe: MakeRecipe,
     assert second.fingerprint == first.fingerprint
     assert stream(second, "train") == whole
     assert prepare_text(recipe, progress=False).facts.reused
+
+
+def flip_a_byte(path: Path, position: int = 100) -> None:
+    """Damage that leaves the size as it is."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["train.bin", "eval.bin", "tokenizer/tokenizer.json"])
+def test_a_flipped_bit_in_shards_is_found_and_they_are_built_again(
+    tmp_path: Path, text_recipe: MakeRecipe, damage: str
+) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
+    first = prepare_text(recipe, progress=False)
+    whole = stream(first, "train"), stream(first, "eval")
+    flip_a_byte(Path(first.facts.cache_folder, damage))
+    second = prepare_text(recipe, progress=False)
+    assert "damaged: tokenising anew" in second.facts.notes[-1]
+    assert (stream(second, "train"), stream(second, "eval")) == whole
+    assert prepare_text(recipe, progress=False).facts.reused
+
+
+def test_shards_of_before_digests_are_still_read_and_it_is_noted(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
+    first = prepare_text(recipe, progress=False)
+    description = Path(first.facts.cache_folder, "meta.json")
+    description.write_text(json.dumps({k: v for k, v in json.loads(description.read_text()).items() if k != "sha256"}))
+    second = prepare_text(recipe, progress=False)
+    assert second.facts.reused
+    assert "have no digests" in second.facts.notes[-1]
+
+
+@pytest.mark.parametrize("when", ["in the first epoch", "at its end"])
+def test_damage_in_a_large_shard_stops_the_run_before_its_first_epoch_ends(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(cache, "CHECKED_AT_OPENING_BYTES", 0)
+    recipe = write_recipe_file(corpus, task="causal-lm", schedule={"max_steps": 100_000})
+    assert main(["plan", str(recipe)]) == 0
+    (shard,) = (corpus / "cache").rglob("train.bin")
+    assert json.loads(shard.with_name("meta.json").read_text())["files"]["train.bin"] > 1000
+    flip_a_byte(shard)
+    if when == "at its end":  # the thread is slow, and the epoch short
+        compare = cache._sha256
+        monkeypatch.setattr(cache, "_sha256", lambda *args: time.sleep(2) or compare(*args))
+    assert main(["run", str(recipe)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert line.startswith(
+        f"error: {shard} is damaged (it differs from its digest); remove {shard.parent}, and run again"
+    )
+    steps = [record["step"] for record in metrics(corpus / "run")]
+    num_samples = -(-shard.stat().st_size // 2 // 32)
+    assert max(steps, default=0) <= -(-num_samples // 8)
+    assert not (corpus / "run" / "model").exists()
+
+
+def test_a_short_run_does_not_wait_for_the_digests_and_says_so(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "CHECKED_AT_OPENING_BYTES", 0)
+    recipe = write_recipe_file(corpus, task="causal-lm", schedule={"max_steps": 2})
+    assert main(["plan", str(recipe)]) == 0
+    compare = cache._sha256
+    monkeypatch.setattr(cache, "_sha256", lambda *args: time.sleep(60) or compare(*args))
+    began = time.monotonic()
+    assert main(["run", str(recipe)]) == 0
+    assert time.monotonic() - began < 50
+    captured = capsys.readouterr()
+    assert "train.bin" in captured.out + captured.err
+    assert "was compared with its digest" in captured.out + captured.err
+
+
+def test_a_token_that_no_vocabulary_has_is_an_error_of_the_data_and_not_of_the_device(
+    tmp_path: Path, text_recipe: MakeRecipe
+) -> None:
+    corpus = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0), progress=False)
+    shard = corpus.train.path
+    tokens = np.fromfile(shard, "<u2")
+    tokens[19] = 40_000
+    tokens.tofile(shard)
+    corpus.train[0]
+    with pytest.raises(DataError, match=r"train\.bin: token 40000 at position 19 .* vocabulary size 257.*remove"):
+        corpus.train[2]
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:

@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ from filelock import BaseFileLock, FileLock
 from accel_train.data.sources import SourceFile
 from accel_train.files import sync
 from accel_train.recipe_data import Data
+from accel_train.state import DataError
+
+CHECKED_AT_OPENING_BYTES = 2**28
+"""Files of up to this size are compared with their digests when they are opened (0.6 s), larger ones while a run trains."""
+_BLOCK_BYTES = 2**23
 
 # A file written again within the clock's grain keeps its time of change: such young digests are not trusted (as in git).
 _SETTLED_SECONDS = 2.0
@@ -102,21 +108,89 @@ def note_latest(cache: Path, recipe_digest: str, key: str) -> str | None:
 
 
 def read_valid_meta(folder: Path) -> dict[str, Any] | None:
-    """What meta.json says, if every file it lists is there with the size it says; else None."""
+    """What meta.json says, if every file it lists has the size that it says, and the digest unless it is large; else None."""
     meta = read_json(folder / "meta.json")
     if meta is None or "files" not in meta:
         return None
+    digests = meta.get("sha256", {})  # older caches have none
     for name, num_bytes in meta["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != num_bytes:
             return None
+        if num_bytes <= CHECKED_AT_OPENING_BYTES and name in digests and _sha256(path) != digests[name]:
+            return None
     return meta
+
+
+def digests_of_large_files(folder: Path, meta: Mapping[str, Any]) -> dict[Path, str]:
+    """The SHA-256 by path of the files that `read_valid_meta` does not read."""
+    sizes, digests = meta["files"], meta.get("sha256", {})
+    return {folder / name: digest for name, digest in digests.items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
+
+
+class DigestCheck:
+    """Compares files with their digests in a thread of its own, while a run trains on them."""
+
+    def __init__(self, digests: Mapping[Path, str]) -> None:
+        self._digests, self._stopped = digests, threading.Event()
+        self._thread = threading.Thread(target=self._compare, name="digests", daemon=True)
+        self._damage: str | None = None
+
+    def start(self) -> None:
+        """Begin, unless it has begun."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether some file is not yet compared."""
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until all files are compared."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Leave the rest unread."""
+        self._stopped.set()
+
+    def raise_if_damaged(self) -> None:
+        """
+        Raises:
+            DataError: a file differs from its digest.
+        """
+        if self._damage is not None:
+            raise DataError(self._damage)
+
+    def _compare(self) -> None:
+        for path, digest in self._digests.items():
+            try:
+                if _sha256(path, self._stopped.is_set) != digest and not self._stopped.is_set():
+                    self._damage = (
+                        f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: "
+                    )
+                    self._damage += "it is made anew"
+            except FileNotFoundError:  # removed since it was mapped: what is trained on can no longer be compared
+                continue
+            except OSError as error:
+                self._damage = f"{path} cannot be read ({error.strerror}); remove {path.parent}, and run again"
+
+
+def _sha256(path: Path, is_over: Callable[[], bool] = lambda: False) -> str:
+    """Hex digest of a file, or of what was read of it until `is_over`; other threads run meanwhile."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while (num_bytes := file.readinto(block)) and not is_over():
+            digest.update(block[:num_bytes])
+    return digest.hexdigest()
 
 
 def publish(building: Path, folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
     """Make a finished build visible, all of it or nothing; what stood there before is gone."""
     files = sorted(path for path in building.rglob("*") if path.is_file())
-    meta = {**meta, "files": {path.relative_to(building).as_posix(): path.stat().st_size for path in files}}
+    names = {path.relative_to(building).as_posix(): path for path in files}
+    meta = {**meta, "files": {name: path.stat().st_size for name, path in names.items()}}
+    meta["sha256"] = {name: _sha256(path) for name, path in names.items()}
     write_json(building / "meta.json", meta)
     for path in [*files, *(path for path in building.rglob("*") if path.is_dir()), building]:
         sync(path)

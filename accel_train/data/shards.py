@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from tqdm import tqdm
 from accel_train.data.build import Inputs, build_shards, byte_bar
 from accel_train.data.cache import (
     cache_folder,
+    digests_of_large_files,
     file_digests,
     lock,
     note_latest,
@@ -49,6 +51,8 @@ class TextCorpus:
     fingerprint: str
     """Hex; of the sources' contents, the tokenizer and the split: equal fingerprints mean equal tokens."""
     facts: CorpusFacts
+    large_files: Mapping[Path, str]
+    """SHA-256 by path of the files that were not compared with theirs, because that takes long."""
 
 
 def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
@@ -72,6 +76,11 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
             if meta is None:
                 notes = _reasons_to_build(inputs, cache, folder)
                 built, meta = _build(inputs, cache, folder)
+    if "sha256" not in meta:  # of an earlier version
+        notes.append(
+            f"the kept tokens in {folder} have no digests, so only their sizes were checked: "
+            "once that folder is removed, they are made with digests"
+        )
     for note in notes:
         if progress:
             tqdm.write(note, file=sys.stderr)
@@ -174,7 +183,10 @@ def _open(
 
     def windows(name: str, num_tokens: int) -> WindowDataset:
         dtype = np.dtype(meta["dtype"])
-        return WindowDataset(folder / name, dtype=dtype, num_tokens=num_tokens, sequence_length=length)
+        vocab_size = tokenizer.vocab_size
+        return WindowDataset(
+            folder / name, dtype=dtype, num_tokens=num_tokens, sequence_length=length, vocab_size=vocab_size
+        )
 
     return TextCorpus(
         train=windows("train.bin", facts.train_tokens),
@@ -184,6 +196,7 @@ def _open(
         separator_id=tokenizer.separator_id,
         fingerprint=_digest([folder.name, meta["tokenizer_digest"]]),
         facts=facts,
+        large_files=digests_of_large_files(folder, meta),
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from accel_train.data.token_files import Tokens, map_tokens
+from accel_train.state import DataError
 
 PADDING = -1
 """What fills a short last window: never the id of a token."""
@@ -25,11 +26,14 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
     The file is mapped on first use, in each process: pickled to a DataLoader's worker, it is a path and three numbers.
     """
 
-    def __init__(self, path: Path, *, dtype: np.dtype[Any], num_tokens: int, sequence_length: int) -> None:
+    def __init__(
+        self, path: Path, *, dtype: np.dtype[Any], num_tokens: int, sequence_length: int, vocab_size: int | None = None
+    ) -> None:
         self.path = path
         self.dtype = dtype
         self.num_tokens = num_tokens
         self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
         self._tokens: Tokens | None = None
         self._full_windows: Tokens | None = None
 
@@ -48,14 +52,26 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
 
         Raises:
             IndexError: there is no such window.
+            DataError: a token is not below `vocab_size`.
         """
         if self._full_windows is None:
             self._map()
         assert self._full_windows is not None
         wanted = np.asarray(indices, np.int64)
         if len(indices) and not (min(indices) >= 0 and max(indices) < len(self._full_windows)):
-            return self._with_short_window(wanted)
-        return self._full_windows[wanted].astype(np.int64)
+            return self._checked(self._with_short_window(wanted), wanted)
+        return self._checked(self._full_windows[wanted].astype(np.int64), wanted)
+
+    def _checked(self, rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows; an id that the embedding has no row for would be an assertion of the device, or a wrong loss."""
+        if self.vocab_size is not None and rows.size and rows.max() >= self.vocab_size:
+            row, column = np.argwhere(rows >= self.vocab_size)[0]
+            raise DataError(
+                f"{self.path}: token {rows[row, column]} at position {wanted[row] * self.sequence_length + column} is not below "
+                f"the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, and run again: it "
+                "is made anew"
+            )
+        return rows
 
     def _map(self) -> None:
         self._tokens = map_tokens(self.path, self.dtype, self.num_tokens)

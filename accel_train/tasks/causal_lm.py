@@ -65,6 +65,7 @@ class CausalLM:
             facts=corpus.facts.as_dict(),
             reading_is_free=True,
             source=corpus,
+            large_files=corpus.large_files,
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
