@@ -30,6 +30,7 @@ from accel_train.running_statistics import share_running_statistics
 from accel_train.saving import refuse_nonfinite_model
 from accel_train.snapshot import load_model_tensors, model_tensors, restore_weights
 from accel_train.state import Preempted, RecipeError
+from accel_train.task import TARGET_UNITS, rate_name
 from accel_train.tensor_parts import gathered
 from accel_train.zero_parts import whole_numel
 
@@ -259,6 +260,7 @@ def save_model(run: Run, model: nn.Module) -> Path:
 
 def summarise(run: Run, model: nn.Module) -> dict[str, Any]:
     """What summary.json holds; plain JSON values."""
+    seconds = max(run.observer.train_seconds, 1e-9)
     return {
         "status": "stopped early" if run.state.stopped_early else "finished",
         "steps": run.state.step,
@@ -274,7 +276,8 @@ def summarise(run: Run, model: nn.Module) -> dict[str, Any]:
         "parameters": whole_numel(list(run.inner.model.parameters())),
         "world_size": run.accelerator.num_processes,
         "train_seconds": round(run.observer.train_seconds, 3),
-        "tokens_per_second": run.state.num_targets_seen / max(run.observer.train_seconds, 1e-9),
+        rate_name(TARGET_UNITS.get(run.recipe.task, "targets")): run.state.num_targets_seen / seconds,
+        "samples_per_second": run.state.step * run.sizes.global_batch_size / seconds,
         "peak_memory_bytes": run.memory.peaks,
         "choices": {name: str(choice) for name, choice in run.choices.items()},
         "environment": environment(run.accelerator.device),

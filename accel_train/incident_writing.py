@@ -94,6 +94,7 @@ def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
             lines = file.read().splitlines()[1 if path.stat().st_size > TAIL_BYTES else 0 :]
         records = [json.loads(line) for line in lines]
         train = [each for each in records if each["split"] == "train"]
-        return [(each["step"], NONFINITE_NAMES.get(each["loss"], each["loss"])) for each in train[-most:]]
+        last = [(each["step"], each.get("step_loss", each["loss"])) for each in train[-most:]]
+        return [(step, NONFINITE_NAMES.get(loss, loss)) for step, loss in last]
     except (OSError, ValueError, KeyError, TypeError):
         return []

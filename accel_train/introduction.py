@@ -27,13 +27,14 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
     recipe, state = run.recipe, run.state
     folder.rewind(state.step, evaluated=not state.evaluation_owed and state.step < run.max_steps)
     peak = device_peak(run)
+    targets = TARGET_UNITS.get(recipe.task, "targets")
     return RunObserver(
         folder,
         Progress(
             recipe.log.progress,
             total_steps=run.max_steps,
             initial_step=state.step,
-            targets=TARGET_UNITS.get(recipe.task, "targets"),
+            targets=targets,
         ),
         Trackers(
             run.accelerator,
@@ -53,6 +54,7 @@ def open_observer(run: Run, folder: RunFolder) -> RunObserver:
         total_steps=run.max_steps,
         samples_per_step=run.sizes.global_batch_size,
         num_samples_per_epoch=run.order.steps_per_epoch * run.sizes.global_batch_size,
+        targets=targets,
     )
 
 

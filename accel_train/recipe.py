@@ -277,7 +277,8 @@ class Evaluate(Section):
 
 class Log(Section):
     every_steps: PositiveInt = 10
-    """Steps between two lines of metrics.jsonl."""
+    """Steps between two lines of metrics.jsonl. Of a line, `loss` is the mean over the steps since the line before that were
+    applied (`num_averaged_steps` of them: fewer in the first line of a resume), and `step_loss` that of its own step."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers by Accelerate's names (tensorboard, wandb, trackio, mlflow, ...)."""
     project: str = "accel_train"

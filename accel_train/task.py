@@ -38,6 +38,17 @@ TARGET_UNITS = {
 """What a task's loss is divided by, in a word; `targets` for a task of somebody's own."""
 
 
+def rate_name(targets: str) -> str:
+    """The name under which the rate of targets is logged: `tokens_per_second`; where a target is a whole sample, that of samples."""
+    return "samples_per_second" if targets in ("samples", "images") else f"{targets}_per_second"
+
+
+def target_rate(record: Mapping[str, Any]) -> Any:
+    """The rate of targets in a line of metrics.jsonl or in a summary, whichever its name; None where there is none."""
+    names = map(rate_name, ("tokens", "pixels", "targets", "samples"))  # older runs call every target a token
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
 @dataclass(frozen=True)
 class TaskData:
     """What a task read: map-style data sets, and how samples become a micro-batch."""

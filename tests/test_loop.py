@@ -180,7 +180,7 @@ def test_rates_around_an_evaluation_are_those_of_steps_and_not_of_when_the_host_
     train(Recipe(**recipe_dict(corpus, **sections, options={"seconds_a_forward": 0.1})))
     lines = metrics(corpus / "run", "train")
     assert len(lines) == 6
-    assert [line for line in lines if line["tokens_per_second"] * 0.1 > line["num_targets"]] == []
+    assert [line for line in lines if line["targets_per_second"] * 0.1 > line["num_targets"]] == []
 
 
 def test_readers_in_other_processes_bring_the_same_samples(corpus: Path) -> None:

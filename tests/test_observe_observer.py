@@ -83,7 +83,9 @@ class Seen:
 
 
 @contextmanager
-def observing(path: Path, *, names: tuple[str, ...] = (), total_steps: int = 25, every: int = 10) -> Iterator[Seen]:
+def observing(
+    path: Path, *, names: tuple[str, ...] = (), total_steps: int = 25, every: int = 10, targets: str = "tokens"
+) -> Iterator[Seen]:
     clock, screen = Clock(), io.StringIO()
     with RunFolder(path) as folder:
         trackers = Trackers(
@@ -98,6 +100,7 @@ def observing(path: Path, *, names: tuple[str, ...] = (), total_steps: int = 25,
             total_steps=total_steps,
             samples_per_step=4,
             num_samples_per_epoch=40,
+            targets=targets,
         )
         with observer:
             yield Seen(observer, folder, clock, screen)
@@ -116,6 +119,8 @@ def test_lines_are_written_at_log_steps_at_the_last_step_and_for_every_skipped_s
         "step": 10,
         "split": "train",
         "loss": 2.0,
+        "step_loss": 2.0,
+        "num_averaged_steps": 10,
         "learning_rate": 3e-4,
         "grad_norm": 0.5,
         "loss_scale": None,
@@ -133,6 +138,63 @@ def test_lines_are_written_at_log_steps_at_the_last_step_and_for_every_skipped_s
     assert [line["tokens_per_second"] for line in (third, last)] == [pytest.approx(1000 / 6.5), 200.0]
     assert "step 10/25  40.0%  loss 2.0000" in seen.screen.getvalue()
     assert "step 13/25" in seen.screen.getvalue()
+
+
+def test_the_loss_of_a_line_is_the_mean_of_the_steps_since_the_line_before_it(
+    tmp_path: Path, recording: type[Recording]
+) -> None:
+    losses = {step: float(step) for step in range(1, 13)} | {3: math.nan, 5: 500.0, 8: math.inf}
+    skipped = (3, 5, 8)
+    with observing(tmp_path, names=("recording",), total_steps=12, every=4) as seen:
+        for step, loss in losses.items():
+            seen.observer.on_step(STEP._replace(step=step, loss=loss, skipped=step in skipped), 3e-4)
+    lines = [(x["step"], x["loss"], x["step_loss"], x["num_averaged_steps"], x["skipped"]) for x in seen.metrics]
+    assert repr(lines) == repr(
+        [
+            (3, math.nan, math.nan, 0, True),  # a skipped step between two lines: it alone, as it was
+            (4, (1 + 2 + 4) / 3, 4.0, 3, False),
+            (5, 500.0, 500.0, 0, True),
+            (8, (6 + 7) / 2, math.inf, 2, True),  # skipped where a line is due
+            (12, (9 + 10 + 11 + 12) / 4, 12.0, 4, False),
+        ]
+    )
+    assert recording.lines[1][1]["train/loss"] == pytest.approx(7 / 3)
+    assert recording.lines[1][1]["train/step_loss"] == 4.0
+    assert "step  4/12  33.3%  loss 2.3333" in seen.screen.getvalue()
+
+
+def test_steps_that_a_rollback_does_again_are_in_no_mean(tmp_path: Path) -> None:
+    with observing(tmp_path, total_steps=8, every=4) as seen:
+        for step in (1, 2, 3, 4, 5, 6, 7):
+            seen.observer.on_step(STEP._replace(step=step, loss=100.0 if step > 6 else 2.0), 3e-4)
+        seen.observer.on_event("rollback", 7, "going back", to_step=6)
+        for step in (7, 8):
+            seen.observer.on_step(STEP._replace(step=step, loss=3.0), 3e-4)
+    assert [(x["step"], x["loss"], x["num_averaged_steps"]) for x in seen.metrics] == [(4, 2.0, 4), (8, 3.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        ("tokens", {"tokens_per_second": 50.0, "samples_per_second": 2.0}),
+        ("pixels", {"pixels_per_second": 50.0, "samples_per_second": 2.0}),
+        ("targets", {"targets_per_second": 50.0, "samples_per_second": 2.0}),
+        ("samples", {"samples_per_second": 2.0}),
+        ("images", {"samples_per_second": 2.0}),
+    ],
+)
+def test_a_rate_is_named_after_what_it_counts(
+    tmp_path: Path, recording: type[Recording], targets: str, names: dict[str, float]
+) -> None:
+    with observing(tmp_path, names=("recording",), every=1, targets=targets) as seen:
+        seen.clock.now = 2.0
+        seen.observer.on_step(STEP, 1e-3)
+        seen.observer.finish({})
+
+    def rates(record: dict[str, Any]) -> dict[str, float]:
+        return {name.removeprefix("train/"): x for name, x in record.items() if name.endswith("_per_second")}
+
+    assert rates(seen.metrics[0]) == rates(read_summary(tmp_path)) == rates(recording.lines[0][1]) == names
 
 
 def test_evaluation_and_saving_are_not_training_time(tmp_path: Path) -> None:
@@ -237,6 +299,7 @@ def test_finish_writes_the_summary_with_the_rates_and_the_loops_word_wins(tmp_pa
     assert read_summary(tmp_path) == {
         "train_seconds": 99.0,
         "tokens_per_second": 25.0,
+        "samples_per_second": 1.0,
         "mfu": 0.025,
         "status": "finished",
         "steps": 1,

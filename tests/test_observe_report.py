@@ -247,6 +247,36 @@ def test_no_curve_is_too_odd_to_draw(tmp_path: Path, losses: list[float]) -> Non
     assert "<svg" in write_report([tmp_path / "run"]).read_text()
 
 
+@pytest.mark.parametrize(
+    ("task", "name", "unit"),
+    [
+        ("image-classification", "samples_per_second", "images"),
+        ("semantic-segmentation", "pixels_per_second", "pixels"),
+        ("semantic-segmentation", "tokens_per_second", "pixels"),  # as runs were written before
+        ("my_task:Mine", "targets_per_second", "targets"),
+        ("causal-lm", "tokens_per_second", "tokens"),
+    ],
+)
+def test_throughput_is_shown_under_any_of_its_names(tmp_path: Path, task: str, name: str, unit: str) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        for step in (1, 2, 3):
+            line = {"step": step, "split": "train", "loss": 1.0, name: 250.0}
+            folder.append_metrics({**line, "samples_per_second": 250.0 if name.startswith("samples") else 3.0})
+        folder.write_text("recipe.yaml", f"task: {task}\n")
+        assert f"Throughput 250 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
+        folder.write_summary({name: 500.0, "samples_per_second": 500.0 if name.startswith("samples") else 3.0})
+    assert f"Throughput 500 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
+    assert (tmp_path / "run" / "report-throughput.png").exists()
+
+
+def test_a_step_that_was_nan_is_marked_where_the_mean_of_its_line_leaves_it_out(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        for step in (1, 2, 3):
+            own = math.nan if step == 2 else 1.0
+            folder.append_metrics({"step": step, "split": "train", "loss": 1.0, "step_loss": own})
+    assert "NaN or Inf" in write_report([tmp_path / "run"]).read_text()
+
+
 def test_a_folder_without_a_run_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no run: it has no metrics\.jsonl"):
         write_report([tmp_path])

@@ -14,7 +14,7 @@ from accel_train.cli import main
 from accel_train.identity import Change, identity_changes
 from accel_train.resume import set_aside
 from accel_train.rollback_record import ROLLBACKS
-from runs import events, losses, recipe_dict, write_corpus
+from runs import events, losses, metrics, recipe_dict, write_corpus
 
 RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
 
@@ -46,6 +46,27 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> li
     capsys.readouterr()
     assert main(["run", str(folder / "recipe.yaml"), *flags]) == 2
     return [line.removeprefix("error: ").strip() for line in capsys.readouterr().err.splitlines() if "error: " in line]
+
+
+def test_the_first_line_of_a_resume_says_how_many_steps_its_loss_is_the_mean_of(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+
+    def train_to(name: str, every_steps: int, **sections: Any) -> list[dict[str, Any]]:
+        log = {"every_steps": every_steps, "progress": False}
+        sections |= {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 6, "keep": 9}}
+        train(Recipe(**recipe_dict(tmp_path, output_dir=str(tmp_path / name), log=log, **RUN | sections)))
+        return metrics(tmp_path / name)
+
+    each = [line["loss"] for line in train_to("each", 1)]
+    assert [line["step_loss"] for line in metrics(tmp_path / "each")] == each
+    by_four = [(line["loss"], line["step_loss"]) for line in train_to("four", 4)]
+    assert by_four == [(pytest.approx(sum(each[:4]) / 4), each[3]), (pytest.approx(sum(each[4:]) / 4), each[7])]
+    shutil.rmtree(tmp_path / "four" / "checkpoints" / "step-00000008")
+    again = train_to("four", 4)
+    assert [(x["step"], x["loss"], x["num_averaged_steps"]) for x in again] == [
+        (4, pytest.approx(sum(each[:4]) / 4), 4),
+        (8, pytest.approx(sum(each[6:]) / 2), 2),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ FIELDS: dict[str, Rule] = {
         "never: a NaN is logged as NaN, with the number of skipped steps; both values are accepted",
     ),
     "include_num_input_tokens_seen": refused(
-        "metrics.jsonl has num_targets and tokens_per_second of each logged step", allowed=_is("no", False)
+        "metrics.jsonl has num_targets and targets_per_second of each logged step", allowed=_is("no", False)
     ),
     "log_level": honoured("sets transformers' verbosity, as there"),
     "log_level_replica": honoured("sets transformers' verbosity, as there"),

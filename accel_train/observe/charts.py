@@ -99,7 +99,7 @@ KINDS = (
     Kind("loss", "Loss", "loss", scale="log if wide", across=True),
     Kind("learning_rate", "Learning rate", "learning_rate", noisy=False, from_zero=True),
     Kind("grad_norm", "Gradient norm before clipping", "grad_norm", scale="log"),
-    Kind("throughput", "{targets} per second", "tokens_per_second", from_zero=True),
+    Kind("throughput", "{targets} per second", "throughput", from_zero=True),
     Kind("loss_scale", "Loss scale (fp16)", "loss_scale", scale="log2", noisy=False),
 )
 
@@ -162,8 +162,8 @@ def _draw(kind: Kind, runs: Sequence[Curves], size: Size, *, png: bool = True) -
             curve = _draw_curve(axes, kind, steps, values, color, style)
             has_trend = kind.noisy and len(steps) >= MIN_TO_SMOOTH
             if alone and has_trend:
-                legend += [(Line2D([], [], color=color, alpha=RAW_ALPHA, lw=1), "each logged step")]
-            single = "each evaluation" if kind.evaluated else "each logged step"
+                legend += [(Line2D([], [], color=color, alpha=RAW_ALPHA, lw=1), "each log line")]
+            single = "each evaluation" if kind.evaluated else "each log line"
             what = run.name if not alone else "trend" if has_trend else single
             legend.append((Line2D([], [], color=color, lw=2, ls=style), what))
             if kind.name == "loss":
@@ -264,7 +264,7 @@ def _mark_what_has_no_place(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> l
     found: dict[str, tuple[Line2D, int]] = {}
     ceiling = _lower_the_ceiling(axes, kind, runs)
     for number, run in enumerate(runs):
-        lines = (*run.train, *run.evals) if kind.name == "loss" else kind.lines(run)
+        lines = (*map(_of_its_step, run.train), *run.evals) if kind.name == "loss" else kind.lines(run)
         steps, values = column(lines, kind.column)
         finite = np.isfinite(values)
         groups = [
@@ -283,6 +283,12 @@ def _mark_what_has_no_place(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> l
                 handle = Line2D([], [], color=ALERT if len(runs) == 1 else INK, **look)
                 found[label] = (handle, len(at) + (found[label][1] if label in found else 0))
     return [(handle, _counted(label, count)) for label, (handle, count) in found.items()]
+
+
+def _of_its_step(line: JsonRecord) -> JsonRecord:
+    """A line whose mean loss leaves out its own step, which was not finite, with the loss of that step."""
+    own = line.get("step_loss")
+    return {**line, "loss": own} if isinstance(own, float) and not math.isfinite(own) else line
 
 
 def _lower_the_ceiling(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> float:

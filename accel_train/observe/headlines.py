@@ -11,7 +11,7 @@ from accel_train.observe.curves import Curves
 from accel_train.observe.metric_names import label, show_value
 from accel_train.observe.progress import format_seconds
 from accel_train.state import JsonRecord
-from accel_train.task import TARGET_UNITS
+from accel_train.task import TARGET_UNITS, target_rate
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ HEADLINES = (
     Headline("Training time", _either(in_summary("train_seconds"), _last_logged("train_seconds")), format_seconds),
     Headline(
         "Throughput",
-        _either(in_summary("tokens_per_second"), _last_logged("tokens_per_second")),
+        _either(lambda run: target_rate(run.summary), _last_logged("throughput")),
         large_number,
         "{targets}/s",
         better=max,

@@ -11,6 +11,7 @@ from accel_train.observe.progress import Progress, format_seconds
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
 from accel_train.state import JsonRecord, StepResult
+from accel_train.task import rate_name
 
 MOST_UNWRITTEN_LINES = 100_000
 """Of metrics.jsonl, 50 MB of memory: with more of them the oldest are lost."""
@@ -51,6 +52,7 @@ class RunObserver:
         folder: opened; it is closed by whoever opened it.
         samples_per_step: the global batch size.
         num_samples_per_epoch: global batches in one pass over the training data, as samples.
+        targets: what `num_targets` counts: tokens, images, ...
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RunObserver:
         total_steps: int,
         samples_per_step: int,
         num_samples_per_epoch: float,
+        targets: str = "tokens",
     ) -> None:
         self._folder = folder
         self._progress = progress
@@ -73,6 +76,8 @@ class RunObserver:
         self._total_steps = total_steps
         self._samples_per_step = samples_per_step
         self._num_samples_per_epoch = num_samples_per_epoch
+        self._rate_name = rate_name(targets)
+        self._loss_sum, self._num_losses = 0.0, 0
         self._step = 0
         self._unwritten: deque[JsonRecord] = deque(maxlen=MOST_UNWRITTEN_LINES)
         self._is_told = False
@@ -86,9 +91,12 @@ class RunObserver:
         """Take note of a step; it is written down if it is due, the last, or skipped."""
         step = self._step = result.step
         self._meter.add(result.num_targets, self._samples_per_step)
+        if not result.skipped:
+            self._loss_sum += result.loss
+            self._num_losses += 1
         due = step % self._log_every_steps == 0 or step == self._total_steps
         if due or result.skipped:
-            self._log_step(result, learning_rate, restart_window=due)
+            self._log_step(result, learning_rate, due=due)
         self._progress.advance(step)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -105,6 +113,7 @@ class RunObserver:
                 for line in done_again:
                     self._unwritten.remove(line)
                 self._folder.rewind(facts["to_step"])
+                self._loss_sum, self._num_losses = 0.0, 0
             self._folder.append_event(utc_event(kind, step, message, rank, facts))
         except OSError as error:  # an event often tells of a failure; it must not become a second one
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")
@@ -131,7 +140,8 @@ class RunObserver:
         overall = self._meter.overall()
         rates = {
             "train_seconds": round(self._meter.train_seconds, 3),
-            "tokens_per_second": overall.tokens_per_second,
+            self._rate_name: overall.tokens_per_second,
+            "samples_per_second": overall.samples_per_second,
             "mfu": overall.mfu,
         }
         self._folder.write_summary({**rates, **summary})
@@ -166,19 +176,27 @@ class RunObserver:
         else:
             self._is_told = False
 
-    def _log_step(self, result: StepResult, learning_rate: float, *, restart_window: bool) -> None:
+    def _log_step(self, result: StepResult, learning_rate: float, *, due: bool) -> None:
+        """Write a line: when one is due, of the steps since the line before; for a skipped step in between, of that step alone."""
+        loss, num_averaged = result.loss, self._num_losses if due else 0
+        if num_averaged:
+            loss = self._loss_sum / num_averaged
+        if due:
+            self._loss_sum, self._num_losses = 0.0, 0
         # Not to now: the host hears of a step while the next one runs, but of the one before a pause at once.
-        rates = self._meter.window(restart=restart_window, until=result.ended)
+        rates = self._meter.window(restart=due, until=result.ended)
         line: JsonRecord = {
             "step": result.step,
             "split": "train",
-            "loss": result.loss,
+            "loss": loss,
+            "step_loss": result.loss,
+            "num_averaged_steps": num_averaged,
             "learning_rate": learning_rate,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
             "num_targets": result.num_targets,
-            "tokens_per_second": rates.tokens_per_second,
+            self._rate_name: rates.tokens_per_second,
             "samples_per_second": rates.samples_per_second,
             "mfu": rates.mfu,
             "epoch": round(result.step * self._samples_per_step / self._num_samples_per_epoch, 6),
@@ -188,7 +206,7 @@ class RunObserver:
         self._trackers.log({f"train/{name}": line[name] for name in line if name not in ("step", "split")}, result.step)
         self._progress.show(
             result.step,
-            loss=result.loss,
+            loss=loss,
             learning_rate=learning_rate,
             tokens_per_second=rates.tokens_per_second,
             skipped=result.skipped,

@@ -25,6 +25,7 @@ from accel_train.observe.ledger import (
 )
 from accel_train.observe.pages import compare_baselines, compare_headlines, compare_recipes, describe_run
 from accel_train.state import JsonRecord
+from accel_train.task import target_rate
 
 if TYPE_CHECKING:
     from accel_train.observe.charts import Chart
@@ -73,6 +74,8 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         split: sorted((line for line in metrics if line["split"] == split), key=lambda line: line["step"])
         for split in ("train", "eval")
     }
+    for line in by_split["train"]:
+        line["throughput"] = target_rate(line)
     events: list[JsonRecord] = _read_or(lambda: read_events(folder), [])
     curves = Curves(name or folder.resolve().name, by_split["train"], by_split["eval"], events)
     summary, evaluation = _read_record(folder / SUMMARY_FILE), _read_record(folder / EVALUATION_FILE)
