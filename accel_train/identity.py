@@ -1,7 +1,7 @@
-"""What makes two sittings the same run, who set it in each, and what has changed between them."""
+"""What makes a run the same run after a resume, what else its training depends on, and what of both has changed."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from accel_train.batching import BatchSizes
@@ -20,6 +20,15 @@ FOLLOWS_FROM = {
 }
 """Settings that make a value where the recipe does not say it outright."""
 NOT_SET = object()
+SETTINGS = (
+    *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
+    *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.max_grad_norm"),
+    *("precision.mixed_precision", "precision.tf32"),
+    *("guard.on_nonfinite", "guard.on_spike", "guard.spike_threshold", "guard.spike_window_steps"),
+)
+OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
+"""What makes two values of the best metric comparable."""
+OF_ONE_OPTIMIZER = {"optimizer.betas": "adam", "optimizer.eps": "adam", "optimizer.momentum": "sgd"}
 
 
 class Change(NamedTuple):
@@ -61,6 +70,52 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
     }
     normal: dict[str, Any] = json.loads(json.dumps(identity))
     return normal
+
+
+class Settings(NamedTuple):
+    """What a resume may change, and the training depends on: values by dotted name, and who set each of them.
+
+    Learning rate, weight decay, betas, clipping, precision, the guard's rules and what "best" means. Left out is what changes
+    a result by rounding alone: parallel layout, micro-batches, compile, gradient checkpointing, attention kernels.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+def training_settings(
+    recipe: Recipe, choices: Mapping[str, Any], own_groups: Sequence[Mapping[str, Any]] | None = None
+) -> Settings:
+    """The settings of this start as they were resolved; those of `own_groups` where a program brings the optimizer.
+
+    `choices` holds `state.Choice`s by dotted name: the scaled learning rate, the precision that auto chose.
+    """
+    values = {
+        name: choices[name].value if name in choices else value_of(recipe, name)
+        for name in (*SETTINGS, *OF_BEST)
+        if name not in OF_ONE_OPTIMIZER or recipe.optimizer.name.startswith(OF_ONE_OPTIMIZER[name])
+    }
+    values["optimizer.lr_scaling"] = recipe.optimizer.lr_scaling.model_dump()
+    origins = {}
+    if own_groups is not None:
+        values = {name: value for name, value in values.items() if not name.startswith("optimizer.")}
+        values["optimizer.max_grad_norm"] = recipe.optimizer.max_grad_norm
+        for key in ("lr", "weight_decay", "betas", "eps", "momentum"):
+            found = [group.get(f"initial_{key}", group.get(key)) for group in own_groups]
+            name = f"optimizer.{'learning_rate' if key == 'lr' else key}"
+            if found[0] is not None:
+                values[name] = found[0] if all(each == found[0] for each in found) else found
+                origins[name] = "the program's own optimizer"
+    normal: dict[str, Any] = json.loads(json.dumps(values))
+    return Settings(normal, identity_origins(recipe, normal) | origins)
+
+
+def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Change]:
+    """In what the settings differ from those of a checkpoint (its trainer.json); one of before has none, and no changes."""
+    saved = trainer.get("settings", {})
+    common = saved.keys() & settings.values.keys()
+    was, now = ({name: each[name] for name in common} for each in (saved, settings.values))
+    return identity_changes(was, trainer.get("origins", {}), now, settings.origins)
 
 
 def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import torch
 
+from accel_train.identity import OF_BEST
 from accel_train.observe import (
     Meter,
     Progress,
@@ -102,6 +103,11 @@ def introduce(run: Run, folder: RunFolder) -> None:
             run.state.step,
             f"going on from {run.found.path.name}, at step {run.state.step} of {run.max_steps}",
         )
+    for change in run.setting_changes:
+        forgotten = "; what was best until then no longer counts" if change.name in OF_BEST else ""
+        said = f"{change}, from step {run.state.step + 1} on{forgotten}"
+        facts = {"setting": change.name, "was": change.was, "now": change.now}
+        run.observer.on_event("settings_changed", run.state.step, said, **redact(facts))
     if run.found.changes:
         changes = [str(change) for change in run.found.changes]
         run.observer.on_event(

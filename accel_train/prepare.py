@@ -22,6 +22,7 @@ from accel_train.agreement_check import check_agreement, check_shared
 from accel_train.batch_search import fit_micro_batch
 from accel_train.batch_trial import Trials
 from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
+from accel_train.checkpoint import read_trainer
 from accel_train.compiling import compile_module
 from accel_train.data.cache import DigestCheck
 from accel_train.data_group import data_group, is_sharded
@@ -30,7 +31,7 @@ from accel_train.ema import WeightAverage
 from accel_train.ending import exits_are_errors
 from accel_train.guard import learning_rate_factor
 from accel_train.health import Health
-from accel_train.identity import run_identity
+from accel_train.identity import OF_BEST, Change, run_identity, setting_changes, training_settings
 from accel_train.introduction import introduce, open_observer
 from accel_train.launch_environment import with_launch_environment
 from accel_train.loading import choose_num_workers, choose_pin_memory
@@ -246,13 +247,18 @@ def _build(
     if recipe.optimizer.ema_decay is not None:
         trained = [(name, parameter) for name, parameter in inner.model.named_parameters() if parameter.requires_grad]
         average = WeightAverage(trained, recipe.optimizer.ema_decay)
-    state = TrainState()
+    own_rates = extensions.group_learning_rates
+    settings = training_settings(recipe, choices, None if own_rates is None else optimizer.param_groups)
+    state, changed_settings = TrainState(), list[Change]()
     if found.path is not None:
         parts = None if zero is None else zero.parts
         state = restore(found.path, inner.model, optimizer, accelerator, average, parts)
+        if state.step < steps.max_steps:
+            changed_settings = setting_changes(read_trainer(found.path), settings)
+        if any(change.name in OF_BEST for change in changed_settings):
+            state.best_metric, state.best_step, state.evaluations_without_improvement = None, None, 0
     take_up(state, found.rollbacks)
     multiplier = make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)
-    own_rates = extensions.group_learning_rates
 
     def set_rates(step: int) -> float:
         rate = peak.value * multiplier(step) if own_rates is None else own_rates(step)
@@ -293,6 +299,8 @@ def _build(
         memory=PeakMemory(device),
         resources=ExitStack(),
         found=found,
+        settings=settings,
+        setting_changes=changed_settings,
         remembered=fitted.remembered,
         evaluate=extensions.evaluate,
         requests=extensions.requests,

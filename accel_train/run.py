@@ -20,6 +20,7 @@ from accel_train.data_group import data_group, is_sharded
 from accel_train.ema import WeightAverage
 from accel_train.guard import Ladder, Limits
 from accel_train.health import Health
+from accel_train.identity import Change, Settings
 from accel_train.memory import PeakMemory
 from accel_train.observe import (
     Observer,
@@ -83,6 +84,10 @@ class Run:
     """What is let go at the end, however it comes: folder, trackers, progress bar."""
     found: Found
     """What this sitting goes on from."""
+    settings: Settings
+    """What the training depends on, and a resume may change."""
+    setting_changes: Sequence[Change]
+    """In what they differ from those of the checkpoint."""
     remembered: Remembered | None = None
     """Where the size of the micro-batches is kept that was found to fit, if it was looked for."""
     evaluate: Callable[[], Mapping[str, float]] | None = None

@@ -38,13 +38,14 @@ def snapshot_writers(
     state: TrainState,
     identity: Mapping[str, Any],
     *,
+    settings: Mapping[str, Any] | None = None,
     origins: Mapping[str, str] | None = None,
     average: WeightAverage | None = None,
     description: Mapping[str, bytes] | None = None,
     zero: "ZeroParts | None" = None,
 ) -> dict[str, Writer]:
     """Writers for the files of a checkpoint, by name; `description` is what `from_pretrained` needs beside the weights,
-    `origins` who set what is in the identity. Of a model that is spread over processes, all but `snapshot_parts`.
+    `origins` who set what is in the identity and in `settings` (`identity.Settings`). Of a model that is spread over processes, all but `snapshot_parts`.
 
     They hold copies in host memory: training may go on before they are called. With `zero` all processes call it at once,
     and what the main one gets is written.
@@ -54,6 +55,7 @@ def snapshot_writers(
         "state": asdict(state),
         "scaler": scaler,
         "identity": dict(identity),
+        "settings": dict(settings or {}),
         "origins": dict(origins or {}),
         "world_size": accelerator.num_processes,
         "torch": torch.__version__,

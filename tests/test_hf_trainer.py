@@ -806,3 +806,20 @@ def test_saves_are_pushed_as_the_strategy_says(
     assert {upload["repo_id"] for upload in uploads} == {"someone/tiny"}
     assert "checkpoints/*" in uploads[-1]["ignore_patterns"]
     assert "hf_secret" not in "".join(path.read_text() for path in (tmp_path / "tiny").rglob("*.json"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_changed_learning_rate_is_an_event_of_a_resume_and_nothing_else_is(tmp_path: Path, own: bool) -> None:
+    def trainer(rate: float) -> Trainer:
+        args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, learning_rate=rate)
+        model = Plain()
+        optimizers = (torch.optim.SGD(model.parameters(), lr=rate), None) if own else (None, None)
+        return Trainer(model, args, train_dataset=plain_rows(16), optimizers=optimizers)
+
+    trainer(0.01).train()
+    for rate in (0.01, 0.02):
+        trainer(rate).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    [found] = [line for line in lines if line["event"] == "settings_changed"]
+    assert (found["setting"], found["was"], found["now"]) == ("optimizer.learning_rate", 0.01, 0.02)
+    assert ("the program's own optimizer" in found["message"]) == own

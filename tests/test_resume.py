@@ -1,5 +1,6 @@
 """Going on with a run: a changed recipe is refused with what has changed and who set it, or goes on with the user's word."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from accel_train import Recipe, train
+from accel_train.checkpoint import facts_of
 from accel_train.cli import main
 from accel_train.identity import Change, identity_changes
 from accel_train.resume import set_aside
@@ -119,6 +121,45 @@ def test_accepted_changes_go_on_and_are_an_event(copied: Path) -> None:
     assert event["changes"][1].endswith("now 2 (--seed)")
     assert main(["run", str(copied / "recipe.yaml"), *flags[1:]]) == 0, "the run is now that of the changed recipe"
     assert len(events(copied / "run", "changes_accepted")) == 1
+
+
+def test_a_changed_setting_of_the_training_is_a_line_and_an_event_and_the_run_is_resumed(
+    trained: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--accept-changes", "--schedule.max_steps", "6")
+    changed = ("--optimizer.learning_rate", "0.001", "--optimizer.betas", "[0.8, 0.9]", "--evaluate.max_samples=2")
+    assert main(["run", str(copied / "recipe.yaml"), *flags, *changed]) == 0
+    found = events(copied / "run", "settings_changed")
+    where = line_of(copied, "learning_rate").replace(str(copied), str(trained))  # where the checkpoint was written
+    said = f"optimizer.learning_rate was 0.003 ({where}), now 0.001 (--optimizer.learning_rate), from step 5 on"
+    assert [event["setting"] for event in found] == [
+        "evaluate.max_samples",
+        "optimizer.betas",
+        "optimizer.learning_rate",
+    ]
+    assert found[2]["message"] == said
+    assert (found[2]["step"], found[2]["was"], found[2]["now"]) == (4, 0.003, 0.001)
+    assert f"step 4: {said}\n" in capsys.readouterr().out
+    assert losses(copied / "run")[5] > 0
+    assert main(["run", str(copied / "recipe.yaml"), "--schedule.max_steps=8", *flags[:1], *changed]) == 0
+    assert len(events(copied / "run", "settings_changed")) == 3, "the checkpoint is now of the changed settings"
+
+
+def test_a_checkpoint_without_settings_says_nothing_of_them(copied: Path) -> None:
+    (folder,) = (copied / "run" / "checkpoints").iterdir()
+    trainer = json.loads((folder / "trainer.json").read_text())
+    rewrite_trainer(folder, {name: value for name, value in trainer.items() if name != "settings"})
+    flags = ("--accept-changes", "--schedule.max_steps", "6", "--optimizer.learning_rate", "0.001")
+    assert main(["run", str(copied / "recipe.yaml"), *flags]) == 0
+    assert events(copied / "run", "settings_changed") == []
+
+
+def rewrite_trainer(folder: Path, trainer: Mapping[str, Any]) -> None:
+    """Other contents for a checkpoint's trainer.json, with a manifest that fits."""
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["trainer.json"] = facts_of(folder / "trainer.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> None:
