@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_train import sharding
 from accel_train.batching import BatchSizes
+from accel_train.data_group import data_group
 from accel_train.evidence import SamplesOf
 from accel_train.memory import is_out_of_memory
 from accel_train.owed_collectives import Collective, can_begin_again, collectives_of, hand_in_nan, num_held
-from accel_train.reduction import Reduction
+from accel_train.reduction import Reduction, gradients_seen, look_for_unused, note_gradients, without_gradient
 from accel_train.rerun import each_row_for_itself, eager, undisturbed
 from accel_train.run import Run
 from accel_train.sampling import DataOrder
-from accel_train.state import OutOfMemory, StepResult
+from accel_train.state import OutOfMemory, RecipeError, StepResult
 from accel_train.step import Agreement, MicroBatch, forward_backward
 from accel_train.zero import Zero
 
@@ -31,8 +32,16 @@ CAREFUL_STEPS = 2
 """The first step allocates gradients and activations, its update the moments: from the second one on memory stays as it is."""
 
 
-class RanOutOfMemory(Exception):
-    """Some process could not hold its micro-batches; raised for the loop, on all processes at the same step."""
+class StepAgain(Exception):
+    """The step was not done, and is to be done again; raised for the loop, on all processes at the same step."""
+
+
+class LeftOut(StepAgain):
+    """Parameters took no part in the first step, and DDP has yet to look for them."""
+
+
+class RanOutOfMemory(StepAgain):
+    """Some process could not hold its micro-batches."""
 
     def __init__(self, ranks: list[int], said: str) -> None:
         super().__init__(said)
@@ -61,8 +70,8 @@ class NewSizes:
 
 def forward_backward_or_run_out(
     run: Run, micro_batches: Sequence[MicroBatch], agreement: Agreement, step: int, sizes: NewSizes
-) -> Tensor | RanOutOfMemory:
-    """As `forward_backward`; where memory ran out on any process, what all processes then raise.
+) -> Tensor | StepAgain:
+    """As `forward_backward`; where memory ran out on any process, or a parameter was left out, what all processes then raise.
 
     A process that fails within DDP's backward pass would leave the others waiting in a collective. So in a 0-based step of new
     `sizes` each process keeps its gradients to itself, then they agree, and only then gradients are reduced: at the price of
@@ -73,11 +82,19 @@ def forward_backward_or_run_out(
 
     Raises:
         OutOfMemory: this process cannot keep up with the others any more.
+        RecipeError: a parameter took no part, and nobody looks for such ones.
     """
     accelerator, module = run.accelerator, run.module
-    is_alone, carefully = accelerator.num_processes == 1, not run.is_sharded and sizes.is_new(step)
+    is_new = sizes.is_new(step)
+    is_alone, carefully = accelerator.num_processes == 1, not run.is_sharded and is_new
     if run.meets_in_forward and not carefully:
-        return _or_keep_up(run, micro_batches, agreement)
+        if sizes.num_seen > 1:
+            return _or_keep_up(run, micro_batches, agreement)
+        with gradients_seen(run.inner.model) as seen:
+            loss_sum = _or_keep_up(run, micro_batches, agreement)
+        if not run.no_room:
+            _note_left_out(run, seen if run.zero is not None else None)
+        return loss_sum
     if not is_alone and not carefully:
         return _or_hand_in_nan(run, micro_batches, agreement)
     held_before = num_held() if run.meets_in_forward else None
@@ -89,6 +106,8 @@ def forward_backward_or_run_out(
     if said and held_before is not None:
         _keep_up(run, micro_batches, agreement, held_before, reduce=False)
     if is_alone and loss_sum is not None:
+        if sizes.num_seen == 1:
+            _note_left_out(run)
         return loss_sum
     agreement.share_of_a_target()  # the first forward may have failed before what came of the last step was received
     if is_alone:
@@ -96,10 +115,80 @@ def forward_backward_or_run_out(
     ranks = _who(accelerator, loss_sum is None)
     if loss_sum is None or ranks:
         return RanOutOfMemory(ranks, said)
-    if sizes.num_seen == 1:
+    if sizes.num_seen == 1 and _note_left_out(run):
+        return LeftOut()
+    if sizes.num_seen == 1 and not _reducing(run).find_unused_parameters:  # with it, DDP's layout stays as it is
         _settle_buckets(module, micro_batches[-1])
+    assert isinstance(run.reduction, Reduction), "of several processes that each hold the whole model"
+    run.reduction.begin()
     _reduce_gradients(module, micro_batches[-1])
+    _check_all_took_part(run)
     return loss_sum
+
+
+def _note_left_out(run: Run, seen: Collection[str] | None = None) -> bool:
+    """Name the parameters that took no part in the first step; whether DDP is there, and has yet to look for them.
+
+    `seen` are those that did, under DeepSpeed, which keeps gradients to itself.
+
+    Raises:
+        RecipeError: the recipe says that there are none, or DeepSpeed would decay them.
+    """
+    names = without_gradient(run.inner.model, run.accelerator, seen)
+    is_ddp = isinstance(run.module, DistributedDataParallel)
+    if not names or (
+        is_ddp and run.recipe.parallel.find_unused_parameters == "auto" and not _reducing(run).find_unused_parameters
+    ):
+        return bool(names)
+    said = f"{_in_words(names)} no part in the loss of the first step"
+    remedy = f"model.freeze: [{', '.join(repr(name) for name in names[:3])}{', ...' if len(names) > 3 else ''}]"
+    if run.recipe.parallel.find_unused_parameters is False:
+        raise RecipeError(
+            f"{said}, and parallel.find_unused_parameters is false; freeze what never takes part ({remedy}), or set it to auto"
+        )
+    if run.zero is not None:
+        raise RecipeError(
+            f"{said}, and DeepSpeed would apply weight decay to what has no gradient, unlike one process: freeze it ({remedy}), or "
+            "use parallel.strategy ddp or fsdp2"
+        )
+    cost = "DDP looks for such parameters in each step, which costs a walk through the graph and one more collective"
+    if not is_ddp:
+        cost = f"they get no update and no weight decay, on one process as on several (where {cost})"
+    run.observer.on_event(
+        "unused_parameters", run.state.step, f"{said}: {cost}. Frozen, they cost nothing: {remedy}", parameters=names
+    )
+    return False
+
+
+def _in_words(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} take{'s' * (len(names) == 1)}"
+
+
+def let_ddp_look(run: Run) -> None:
+    """From now on DDP looks for parameters that take no part, in the first step again and in all others."""
+    free_memory(run.optimizer, run.accelerator.device)
+    run.reduction = None  # it holds on to the buckets of before
+    run.module = look_for_unused(run.accelerator, _reducing(run))
+    run.reduction = note_gradients(run.module, run.inner, num_sharing=data_group(run.accelerator).num_sharing)
+
+
+def _check_all_took_part(run: Run) -> None:
+    """After a reduction by DDP, which ends when each parameter has taken part; what the others wait for is handed in as NaN.
+
+    Raises:
+        RecipeError: some did not.
+    """
+    reduction = run.reduction
+    assert isinstance(reduction, Reduction), "of several processes that each hold the whole model"
+    if reduction.is_complete:
+        return
+    names = [name for name, each in run.inner.model.named_parameters() if each.requires_grad and each.grad is None]
+    reduction.hand_in_rest(math.nan, run.accelerator.device)
+    raise RecipeError(
+        f"step {run.state.step + 1}: {_in_words(names or ['a parameter (in the last micro-batch)'])} no part in the loss, as in other steps; set "
+        "parallel.find_unused_parameters to true, and DDP looks in each step for those that do not (a walk through the graph)"
+    )
 
 
 def _said_of_memory(error: Exception) -> str:
@@ -126,7 +215,9 @@ def _or_hand_in_nan(run: Run, micro_batches: Sequence[MicroBatch], agreement: Ag
     assert isinstance(reduction, Reduction), "of several processes that each hold the whole model"
     reduction.begin()
     try:
-        return forward_backward(accelerator, module, micro_batches, agreement)
+        loss_sum = forward_backward(accelerator, module, micro_batches, agreement)
+        _check_all_took_part(run)
+        return loss_sum
     except (RuntimeError, MemoryError) as error:
         run.no_room = _said_of_memory(error)
     agreement.share_of_a_target()

@@ -12,10 +12,13 @@ from accel_train.data_group import data_group
 from accel_train.drift import check_drift
 from accel_train.ending import exits_are_errors
 from accel_train.fallback import (
+    LeftOut,
     NewSizes,
     RanOutOfMemory,
+    StepAgain,
     forward_backward_or_run_out,
     free_memory,
+    let_ddp_look,
     nothing_done,
     smaller_micro_batches,
 )
@@ -80,6 +83,8 @@ def run_steps(run: Run, stop: StopRequest) -> None:
                 return steps_in_order(run, stop)
             except RollBack as asked:
                 roll_back(run, asked)
+            except LeftOut:
+                let_ddp_look(run)
             except RanOutOfMemory as told:
                 use_smaller_micro_batches(run, told)
 
@@ -110,7 +115,7 @@ def steps_in_order(run: Run, stop: StopRequest) -> None:
                 account(run, previous, last_batches)
             except RanOutOfMemory as told:  # in the step before: what was computed since is let go, too
                 loss_sum = told
-        if isinstance(loss_sum, RanOutOfMemory):
+        if isinstance(loss_sum, StepAgain):
             statistics.put_back(torch.ones((), device=device))
             raise loss_sum
         limits = guard.limits

@@ -226,7 +226,8 @@ def _build(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inner.modules()
     )
     build = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
-    accelerator.ddp_handler.find_unused_parameters = extensions.find_unused_parameters
+    asked = recipe.parallel.find_unused_parameters is True or extensions.find_unused_parameters
+    accelerator.ddp_handler.find_unused_parameters = asked
     if sharded:
         module: nn.Module = inner
         choices["parallel.wrapped"] = shard_model(accelerator, inner, weights)

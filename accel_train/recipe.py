@@ -130,6 +130,10 @@ class Parallel(Section):
     sp_size: PositiveInt = 1
     """ddp and fsdp2: neighbouring processes that read the same samples and have a slice each of every sequence (sequence
     parallelism, by DeepSpeed's Ulysses attention)."""
+    find_unused_parameters: Auto | bool = "auto"
+    """ddp: look in each step for parameters that took no part in the loss (a walk through the graph, and a collective more); auto:
+    where the first step leaves some out. true: for a model that leaves out others in later steps (experts, branches); false: such
+    a model is an error. To spare the cost, name parameters that never take part in model.freeze."""
     cp_size: PositiveInt = 1
     """Processes that share each sequence by ring attention (context parallelism): only 1; `sp_size` is the way to split sequences."""
 
@@ -156,7 +160,7 @@ class Parallel(Section):
     @model_validator(mode="after")
     def sharding_is_asked_for(self) -> "Parallel":
         of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
-        of_strategy = {"fsdp2": of_fsdp2, "deepspeed": ("zero_stage",)}
+        of_strategy = {"fsdp2": of_fsdp2, "deepspeed": ("zero_stage",), "ddp": ("find_unused_parameters",)}
         for strategy, names in of_strategy.items():
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:

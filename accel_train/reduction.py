@@ -1,14 +1,18 @@
 """How the gradients of several processes become one: as DDP and FSDP2 sum them, with a note of what this process has put in."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_train.data_group import is_sharded
 from accel_train.owed_collectives import can_begin_again
 
 
@@ -23,11 +27,13 @@ class Reduction:
         self._layout: list[tuple[int, torch.dtype]] = []
         self._sums: list[Tensor] = []
         self._group = module.process_group
+        self.is_complete = False
+        """The last bucket of the step has been handed in: every parameter took part, or DDP knows which did not."""
         module.register_comm_hook(self, reduce_bucket)
 
     def begin(self) -> None:
         """A step begins, of which nothing has been handed in."""
-        self._sums = []
+        self._sums, self.is_complete = [], False
 
     def sum_here(self) -> Tensor:
         """Of this process's own gradients, 0-dim on the device: finite where all of them were."""
@@ -57,6 +63,7 @@ class Reduction:
         if bucket.index() == len(self._layout):
             self._layout.append((0, gradients.dtype))
         self._layout[bucket.index()] = (gradients.numel(), gradients.dtype)
+        self.is_complete = bucket.is_last()
         if bucket.is_last():
             del self._layout[bucket.index() + 1 :]
 
@@ -64,6 +71,50 @@ class Reduction:
 def reduce_bucket(reduction: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook (torch.distributed.algorithms.ddp_comm_hooks)."""
     return reduction.reduce(bucket)
+
+
+@contextmanager
+def gradients_seen(model: nn.Module) -> Iterator[set[str]]:
+    """Inside, names of parameters are collected as they get a gradient, whatever becomes of it then."""
+    seen: set[str] = set()
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(lambda _, name=name: seen.add(name)) for name, each in trained]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def without_gradient(model: nn.Module, accelerator: Accelerator, seen: Collection[str] | None = None) -> list[str]:
+    """Names of trained parameters that have no gradient after the backward passes of a step, on some process of DDP.
+
+    One small collective there; where a model is spread over processes they all compute the same of it. `seen` are the names
+    of those that had one, where nothing keeps it.
+    """
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if seen is not None:
+        return [name for name in trained if name not in seen]
+    has_none = torch.tensor([gradient is None for gradient in trained.values()], dtype=torch.uint8)
+    if accelerator.num_processes > 1 and not is_sharded(accelerator):
+        has_none = has_none.to(accelerator.device)
+        dist.all_reduce(has_none, op=dist.ReduceOp.MAX)
+    return [name for name, is_left_out in zip(trained, has_none.tolist(), strict=True) if is_left_out]
+
+
+def look_for_unused(accelerator: Accelerator, wrapped: DistributedDataParallel) -> DistributedDataParallel:
+    """Wrap the same module anew, so that DDP looks in each step for parameters that took no part; on all processes alike."""
+    accelerator.ddp_handler.find_unused_parameters = True
+    wrapped.reducer = wrapped.logger = None  # type: ignore[assignment]  # its hooks on the parameters go with it
+    with warnings.catch_warnings():
+        # Accelerate calls it by this name, which torch is about to rename.
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+        return DistributedDataParallel(
+            wrapped.module,
+            device_ids=wrapped.device_ids,
+            output_device=wrapped.output_device,
+            **accelerator.ddp_handler.to_kwargs(),
+        )
 
 
 def _first(done: "torch.futures.Future[list[Tensor]]") -> Tensor:

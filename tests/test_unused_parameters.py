@@ -1,0 +1,126 @@
+"""Parameters that take no part in the loss: named in the first step, and trained alike on any number of processes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_train.sharded_checkpoint import Stored
+from forked import run_forked
+from runs import events, losses, write_recipe_file
+
+Train = Callable[..., Path]
+BATCH = {"global_batch_size": 16, "per_device_batch_size": 4}
+LR = {"learning_rate": 1e-2, "weight_decay": 0.5, "max_grad_norm": 0.5}
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    def to_the_end(name: str, processes: int, options: dict[str, Any], code: int = 0, **sections: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        options = {"num_samples": 64, **options}
+        sections = {
+            "batch": BATCH,
+            "optimizer": LR,
+            "schedule": {"max_steps": 5},
+            "precision": {"mixed_precision": "no"},
+            **sections,
+        }
+        recipe = write_recipe_file(folder, task="unused_task:Unused", options=options, **sections)
+        forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
+        codes = forked.wait()
+        assert codes[0] == code, forked.stderr(0)
+        (folder / "stderr").write_text(forked.stderr(0) + (forked.stderr(1) if processes > 1 else ""))
+        return folder / "run"
+
+    return to_the_end
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "step-00000005" / "model.safetensors")
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert losses(run) == pytest.approx(losses(other), rel=1e-6)
+    ours, theirs = weights(run), weights(other)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel"),
+    [(2, {}), (2, {"find_unused_parameters": True}), pytest.param(3, {}, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("branch", [False, True], ids=["never", "in some micro-batches"])
+def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
+    train: Train, processes: int, parallel: dict[str, Any], branch: bool
+) -> None:
+    options = {"never": True, "branch": branch}
+    batch = {"global_batch_size": 24, "per_device_batch_size": 4}
+    one = train("one", 1, options, batch=batch)
+    several = train("several", processes, options, batch=batch, parallel=parallel)
+    assert_same(several, one)
+    assert weights(several)["spare"].eq(1).all(), "not decayed"
+    for run in (one, several):
+        [told] = events(run, "unused_parameters")
+        assert told["parameters"][0] == "spare"
+        assert "a walk through the graph" in told["message"]
+        assert told["message"].endswith("Frozen, they cost nothing: model.freeze: ['spare']") or branch
+
+
+def test_fsdp2_leaves_unused_parameters_as_one_process_does(train: Train) -> None:
+    one, two = train("one", 1, {"never": True}), train("two", 2, {"never": True}, parallel={"strategy": "fsdp2"})
+    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
+    assert Stored(two / "checkpoints" / "step-00000005", "model").shapes["spare"] == (3,)
+    left = {"spare": torch.zeros(3)}
+    Stored(two / "checkpoints" / "step-00000005", "model").read_into(left)
+    assert left["spare"].eq(1).all(), "not decayed"
+    assert [event["parameters"] for event in events(two, "unused_parameters")] == [["spare"]]
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 3))])
+def test_zero_refuses_unused_parameters_that_it_would_decay(train: Train, tmp_path: Path, stage: int) -> None:
+    parallel = {"strategy": "deepspeed", "zero_stage": stage}
+    train("zero", 2, {"never": True}, 2, parallel=parallel)
+    said = (tmp_path / "zero" / "stderr").read_text()
+    assert "spare takes no part in the loss of the first step, and DeepSpeed would apply weight decay" in said
+    one, two = (
+        train(str(count), count, {"never": True}, model={"freeze": ["spare"]}, parallel=parallel if count > 1 else {})
+        for count in (1, 2)
+    )
+    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
+
+
+def test_nothing_is_said_and_nothing_looked_for_where_all_take_part(train: Train) -> None:
+    assert events(train("all", 2, {}), "unused_parameters") == []
+
+
+def test_frozen_parameters_need_no_look(train: Train) -> None:
+    model = {"freeze": ["spare"]}
+    one, two = (train(str(count), count, {"never": True}, model=model) for count in (1, 2))
+    assert_same(two, one)
+    assert events(one, "unused_parameters") == events(two, "unused_parameters") == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_unused_parameters_are_an_error_where_the_recipe_says_so(train: Train, tmp_path: Path, processes: int) -> None:
+    train("none", processes, {"never": True}, 2, parallel={"find_unused_parameters": False})
+    [line] = [line for line in (tmp_path / "none" / "stderr").read_text().splitlines() if "error: " in line]
+    assert "spare takes no part in the loss of the first step, and parallel.find_unused_parameters is false" in line
+    assert "model.freeze: ['spare']" in line
+
+
+@pytest.mark.parametrize("rank", [0, -1], ids=["on one process", "on all"])
+def test_a_parameter_that_takes_no_part_in_a_later_step_is_one_line(train: Train, tmp_path: Path, rank: int) -> None:
+    # 2 micro-batches a step; DDP forwards the last one of the first two steps again, and of the first step twice
+    leaves = {"call": 10, "rank": 0} if rank == 0 else {"call": 10, "rank": -1}
+    codes = train("later", 2, {"leaves": leaves}, 2)
+    said = (tmp_path / "later" / "stderr").read_text()
+    assert "head.bias takes no part in the loss, as in other steps; set parallel.find_unused_parameters to true" in said
+    assert "Traceback" not in said
+    assert max(losses(codes), default=0) < 5
+    assert train("found", 2, {"leaves": leaves}, parallel={"find_unused_parameters": True}).exists()

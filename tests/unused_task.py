@@ -1,0 +1,57 @@
+"""A regression with parameters that take no part in the loss: never, on one process, in some micro-batches, or from a step on."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from accel_train.recipe import Recipe
+from accel_train.task import TaskData
+from number_fault_task import NUM_FEATURES, FaultyRegression
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Plain(nn.Module):
+    """Features to one number; without dropout and batch norm, any number of processes computes the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(NUM_FEATURES, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.embed(x))).squeeze(-1)
+        return result
+
+
+class Unused(FaultyRegression):
+    """`options`: never (bool): `spare` is never used; branch: `first` or `second` is, by the first sample of a micro-batch;
+    leaves: {call, rank}: the head's bias takes no part in the forward of that number, and those after it; on
+    all processes with rank -1."""
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        model = Plain()
+        self.options, self.calls = recipe.options, 0
+        if self.options.get("never"):
+            model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+        if self.options.get("branch"):
+            model.add_module("first", nn.Linear(1, 1))
+            model.add_module("second", nn.Linear(1, 1))
+        return model
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        self.calls += 1
+        self.faults.samples = batch["sample"]
+        leaves = self.options.get("leaves", {"call": 10**9, "rank": RANK})
+        bias = model.get_parameter("head.bias")
+        is_left_out = self.calls >= leaves["call"] and leaves["rank"] in (RANK, -1)
+        found = model(batch["features"])
+        if is_left_out:
+            model.get_submodule("head").bias = None  # type: ignore[assignment]
+            found = model(batch["features"])
+            model.get_submodule("head").bias = bias  # type: ignore[assignment]
+        if self.options.get("branch"):
+            name = "first" if int(batch["sample"][0]) % 2 else "second"
+            found = model.get_submodule(name)(found[:, None]).squeeze(-1)
+        return ((found.float() - batch["wanted"]).square() * batch["counts"]).sum()
