@@ -83,7 +83,8 @@ def _refused(recipe: Recipe, task: Task) -> Iterator[tuple[str, str]]:
         asked = recipe.model.attn_implementation
         yield f"attends by causal SDPA, and model.attn_implementation is {asked}", f"set that to auto, {off}"
     if recipe.precision.compile is not False:
-        yield "does not go with precision.compile", f"leave that out, {off}"
+        why = "does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled"
+        yield why, f"leave that out, {off}"
     if find_spec("deepspeed") is None:
         yield "needs the package deepspeed", "install it: pip install 'accel-train[deepspeed]'"
 

@@ -41,13 +41,14 @@ def check_tensor_parallel(recipe: Recipe) -> None:
     size = recipe.parallel.tp_size
     if size == 1:
         return
-    for name, is_set in (
-        ("model.lora", recipe.model.lora is not None),
-        ("precision.compile", recipe.precision.compile is not False),
-        ("parallel.cpu_offload", recipe.parallel.cpu_offload),
-    ):
+    untested = "it is not tested to train as one process does"
+    for name, is_set, why in (
+        ("model.lora", recipe.model.lora is not None, "adapters are plain tensors, which cannot be multiplied with layers that are split"),
+        ("precision.compile", recipe.precision.compile is not False, f"split layers swap their weights in each forward, and {untested}"),
+        ("parallel.cpu_offload", recipe.parallel.cpu_offload, untested),
+    ):  # fmt: skip
         if is_set:
-            raise ValueError(f"parallel.tp_size={size} does not go with {name}; leave one of them out")
+            raise ValueError(f"parallel.tp_size={size} does not go with {name}: {why}; leave one of them out")
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: F401
     except ImportError as error:

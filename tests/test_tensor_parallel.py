@@ -200,8 +200,16 @@ CONFIGS = {
             "use 1, 3",
         ),
         ({"model": {"config": CONFIGS["one pair"]}}, "does not divide the 1 num_key_value_heads", "use 1"),
-        ({"precision": {"compile": True}}, "does not go with precision.compile", "leave one of them out"),
-        ({"model": {"config": LLAMA, "lora": {"rank": 2}}}, "does not go with model.lora", "leave one of them out"),
+        (
+            {"precision": {"compile": True}},
+            "does not go with precision.compile: split layers swap their weights",
+            "leave one of them out",
+        ),
+        (
+            {"model": {"config": LLAMA, "lora": {"rank": 2}}},
+            "does not go with model.lora: adapters are plain tensors, which cannot be multiplied",
+            "leave one of them out",
+        ),
         ({"parallel": {**TP, "cpu_offload": True}}, "does not go with parallel.cpu_offload", "leave one of them out"),
         ({"task": "image-classification"}, "is for causal-lm", "set it to 1"),
     ],

@@ -75,8 +75,8 @@ def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
 def test_fsdp2_leaves_unused_parameters_as_one_process_does(train: Train) -> None:
     one, two = train("one", 1, {"never": True}), train("two", 2, {"never": True}, parallel={"strategy": "fsdp2"})
     assert losses(two) == pytest.approx(losses(one), rel=1e-6)
-    assert Stored(two / "checkpoints" / "step-00000005", "model").shapes["spare"] == (3,)
-    left = {"spare": torch.zeros(3)}
+    assert Stored(two / "checkpoints" / "step-00000005", "model").shapes["spare"] == (3, 3)
+    left = {"spare": torch.zeros(3, 3)}
     Stored(two / "checkpoints" / "step-00000005", "model").read_into(left)
     assert left["spare"].eq(1).all(), "not decayed"
     assert [event["parameters"] for event in events(two, "unused_parameters")] == [["spare"]]

@@ -34,7 +34,7 @@ class Unused(FaultyRegression):
         model = Plain()
         self.options, self.calls = recipe.options, 0
         if self.options.get("never"):
-            model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+            model.register_parameter("spare", nn.Parameter(torch.ones(3, 3)))
         if self.options.get("branch"):
             model.add_module("first", nn.Linear(1, 1))
             model.add_module("second", nn.Linear(1, 1))
