@@ -50,7 +50,7 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
     identity = {
         "task": recipe.task,
         "seed": recipe.seed,
-        "model": recipe.model.model_dump(exclude={"attn_implementation", "trust_remote_code"}),
+        "model": recipe.model.model_dump(exclude={"attn_implementation", "trust_remote_code", "accept_new_tokenizer"}),
         "data.fingerprint": data.fingerprint,
         "data.sequence_length": recipe.data.sequence_length,
         "data.mask_documents": recipe.data.mask_documents,

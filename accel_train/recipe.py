@@ -47,6 +47,8 @@ class Model(Section):
     """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it."""
     trust_remote_code: bool = False
     """Run Python code that comes with a pretrained model. Never asked for interactively."""
+    accept_new_tokenizer: bool = False
+    """Train pretrained weights with a tokenizer other than theirs: the embedding then begins with vectors of other tokens."""
     pad_vocab_to_multiple_of: NonNegativeInt = 64
     """Rows are added to the embedding up to this multiple (faster matrix products); 0 leaves it alone."""
     freeze: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from accel_train.batching import BatchSizes, scale_learning_rate
+from accel_train.data.tokenizers import check_tokenizer
 from accel_train.freezing import freeze
 from accel_train.model_check import check_model_config, pretrained_config
 from accel_train.observe.trackers import check_tracker_names
@@ -43,6 +44,8 @@ def check_recipe(recipe: Recipe) -> Task:
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
             pretrained_config(recipe)  # that it can be loaded, before the data is read
+    if recipe.task in ("causal-lm", "text-classification"):
+        check_tokenizer(recipe)
     column = {"semantic-segmentation": "mask_column"}.get(recipe.task, "label_column")
     if recipe.task in TASKS and recipe.task != "causal-lm" and getattr(recipe.data, column) is None:
         raise ValueError(

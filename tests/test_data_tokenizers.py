@@ -5,13 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
+from accel_train.cli import main
 from accel_train.data.pieces import cut_text
 from accel_train.data.tokenizers import (
     BYTE_SEPARATOR_ID,
     SEPARATOR,
     byte_tokenizer,
+    check_tokenizer,
     document_encoder,
     encode_bytes,
     load_tokenizer,
@@ -21,6 +23,8 @@ from accel_train.data.tokenizers import (
     tokenizer_digest,
     train_bpe,
 )
+from accel_train.recipe_file import load_recipe
+from runs import write_recipe_file
 
 TRICKY = f"héllo \0 世界 😀 {SEPARATOR}\r\n\t  x\n\n  def f(): return '{SEPARATOR}'  "
 TEXTS = [f"def function_{n}(value):\n    return value + {n}\n\n\nclass Name{n}:\n    pass\n" for n in range(50)]
@@ -156,3 +160,50 @@ def test_pieces_lose_nothing(text: str) -> None:
     pieces = list(cut_text(text, limit=10))
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= 10 for piece in pieces)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A pretrained model as far as a check goes that comes before its weights are read: configuration and tokenizer."""
+    train_bpe(TEXTS, 300).save_pretrained(tmp_path / "base")
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=300, bos_token_id=0, eos_token_id=0)
+    config.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "text-classification"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "{train_bpe: {vocab_size: 300}}", "other"])
+def test_another_tokenizer_than_that_of_pretrained_weights_is_refused_unless_the_recipe_accepts_it(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str, task: str
+) -> None:
+    train_bpe(["quite another text, with words of its own"], 290).save_pretrained(tmp_path / "other")
+    chosen = str(tmp_path / "other") if tokenizer == "other" else tokenizer
+    recipe = write_recipe_file(tmp_path, task=task)
+    asked = ["--model.pretrained", str(base), "--tokenizer", chosen]
+    assert main(["run", str(recipe), *asked]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: tokenizer={chosen} ")
+    assert f"model.pretrained={base}" in line
+    assert line.endswith("or set model.accept_new_tokenizer: true to train its embedding anew")
+    check_tokenizer(load_recipe(recipe, arguments=[*asked, "--model.accept_new_tokenizer", "true"]))
+
+
+@pytest.mark.parametrize("tokenizer", ["auto", "itself", "a copy with a token more"])
+def test_the_tokenizer_of_pretrained_weights_is_taken_under_any_name(
+    base: Path, tmp_path: Path, tokenizer: str
+) -> None:
+    own = load_tokenizer(str(base), trust_remote_code=False)
+    own.add_tokens(["<|user|>"])
+    own.save_pretrained(tmp_path / "copy")
+    name = {"auto": "auto", "itself": str(base)}.get(tokenizer, str(tmp_path / "copy"))
+    recipe = write_recipe_file(tmp_path, task="causal-lm")
+    check_tokenizer(load_recipe(recipe, arguments=["--model.pretrained", str(base), "--tokenizer", name]))
+
+
+def test_weights_without_a_tokenizer_of_their_own_take_any_that_is_not_trained_anew(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1, n_head=2, n_embd=8).save_pretrained(tmp_path / "base")
+    recipe = write_recipe_file(tmp_path, task="causal-lm")
+    asked = ["--model.pretrained", str(tmp_path / "base")]
+    check_tokenizer(load_recipe(recipe, arguments=[*asked, "--tokenizer", "bytes"]))
+    with pytest.raises(ValueError, match="trains a new vocabulary"):
+        check_tokenizer(load_recipe(recipe, arguments=[*asked, "--tokenizer", "{train_bpe: {vocab_size: 300}}"]))

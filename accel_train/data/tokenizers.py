@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.recipe import Model, Recipe
+from accel_train.recipe_data import TrainedTokenizer
+from accel_train.recipe_writing import show, who_set
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -120,6 +124,50 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
             f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a tokenizer "
             f"of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
         ) from error
+
+
+def check_tokenizer(recipe: Recipe) -> None:
+    """Refuse a tokenizer whose ids mean other tokens than those that the pretrained weights were trained with.
+
+    Raises:
+        ValueError: the tokenizer is trained anew, or its vocabulary is another, and nobody asked for that.
+    """
+    model, spec = recipe.model, recipe.tokenizer_in_use
+    if model.pretrained is None or model.accept_new_tokenizer or spec == model.pretrained:
+        return
+    remedy = (
+        "leave tokenizer out for the model's own, or set model.accept_new_tokenizer: true to train its embedding anew"
+    )
+    if isinstance(spec, TrainedTokenizer):
+        raise ValueError(
+            f"tokenizer={show(spec)} trains a new vocabulary, and the weights of model.pretrained={model.pretrained} know another; {remedy}"
+        )
+    own = _vocabulary_of_model(model)
+    new = (
+        byte_tokenizer() if spec == "bytes" else load_tokenizer(spec, trust_remote_code=model.trust_remote_code)
+    ).get_vocab()
+    if own is None or own.items() <= new.items() or new.items() <= own.items():
+        return
+    token, new_id = next(
+        (token, new[token]) for token in sorted(new, key=new.__getitem__) if own.get(token) != new[token]
+    )
+    meant = f"is {own[token]}" if token in own else "is not there"
+    raise ValueError(
+        f"tokenizer={show(spec)} ({who_set(recipe, 'tokenizer')}) has another vocabulary than model.pretrained={model.pretrained} was trained with: {token!r} is token "
+        f"{new_id}, and {meant} in the model's own; {remedy}"
+    )
+
+
+def _vocabulary_of_model(model: Model) -> dict[str, int] | None:
+    """The ids of the tokens that a pretrained model was trained with; None where no tokenizer is kept with it."""
+    assert model.pretrained is not None
+    try:
+        tokenizer = load_tokenizer(model.pretrained, trust_remote_code=model.trust_remote_code)
+    except ValueError:
+        return None
+    own = tokenizer.get_vocab()
+    # Without files transformers makes one up from the model type, which knows its special tokens and nothing else.
+    return own if own.keys() - set(tokenizer.all_special_tokens) else None
 
 
 def separator_of(tokenizer: "PreTrainedTokenizerBase") -> int:
