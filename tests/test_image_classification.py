@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import accuracy_score, roc_auc_score
 from torch.nn.functional import cross_entropy, log_softmax
+from transformers import pipeline
 
 import runs
 from accel_train.recipe import Recipe
@@ -307,6 +308,36 @@ def test_a_model_of_one_channel_gets_grey_images(colours: Path) -> None:
     assert data.draw is not None
     assert data.draw(0, np.random.default_rng(0)).image.shape == (32, 32)
     assert model(pixel_values=batch["pixel_values"]).logits.shape == (3, 3)
+
+
+def test_colours_that_a_model_of_one_channel_does_not_see_are_noted(colours: Path) -> None:
+    grey = {"config": {**RESNET, "num_channels": 1}}
+
+    def notes(train: Path | str, **model: Any) -> list[str]:
+        return [note for note in prepared(make_recipe(train, **model))[1].facts["notes"] if "colours are lost" in note]
+
+    assert len(notes(colours, model=grey)) == 1
+    assert "num_channels: 3 keeps the colours" in notes(colours, model=grey)[0]
+    assert notes(colours) == notes("digits", model=grey) == []
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@torch.no_grad()
+def test_the_code_in_the_written_readme_answers_as_we_do_and_so_does_the_pipeline_with_three_channels(
+    colours: Path, tmp_path: Path, channels: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, data, model = prepared(make_recipe(colours, model={"config": {**RESNET, "num_channels": channels}}))
+    task.save(model.eval(), data, tmp_path)
+    image = colours / "val" / "blue" / "00.png"
+    ours = task.predict_batch(model, batch_of(data, [data.source.sets.eval.images.names.index("blue/00.png")]))
+    name, score = data.source.label_names[int(ours["label"][0])], pytest.approx(float(ours["score"][0]), abs=1e-4)
+    code = (tmp_path / "README.md").read_text().split("```python")[1].split("```")[0]
+    exec(code.replace("PATH OF THIS FOLDER", str(tmp_path)).replace("AN IMAGE", str(image)), {})
+    said, probability = capsys.readouterr().out.split()
+    assert (said, float(probability)) == (name, score)
+    if channels == 3:
+        best = pipeline("image-classification", model=str(tmp_path))(Image.open(image))[0]
+        assert (best["label"], best["score"]) == (name, score)
 
 
 def test_the_training_loss_has_smoothing_and_class_weights_and_the_evaluation_neither(colours: Path) -> None:

@@ -323,6 +323,9 @@ def damage(pairs: Path, fault: str) -> None:
         Image.open(image).save(mask)
     elif fault == "no mask":
         mask.unlink()
+    elif fault == "JPEG":
+        Image.open(mask).save(mask.with_suffix(".jpg"))
+        mask.unlink()
     elif fault == "broken mask":
         mask.write_bytes(mask.read_bytes()[:60])
     elif fault == "broken image":
@@ -331,7 +334,11 @@ def damage(pairs: Path, fault: str) -> None:
 
 FAULTS = [
     ("size", r"images/5.bmp has 20 x 48 pixels and its mask .*masks/5.png has 8 x 9"),
-    ("value", r"masks/5.png, the mask of .*images/5.bmp: the pixel at x=3, y=7 is 77, but there are 3 classes"),
+    (
+        "value",
+        r"masks/5.png, the mask of .*images/5.bmp: the pixel at x=3, y=7 is 77, but there are 3 classes.* set data.ignore_index: 77 if",
+    ),
+    ("JPEG", r"masks/5.jpg: a mask must not be a JPEG, .* as PNG.*images/5.bmp"),
     ("colour", r"masks/5.png: a mask of mode RGB holds colours.*images/5.bmp"),
     ("no mask", r"images/5.bmp has no mask: there is no .*masks/5.png"),
     ("broken mask", r"masks/5.png: cannot be read as an image .*images/5.bmp"),

@@ -17,6 +17,8 @@ Mask = NDArray[np.uint8]
 NUM_TRIED = 64
 """Pairs, evenly spaced, that are decoded before training starts: what is wrong with all of them is found there."""
 
+_LOSSY_FORMATS = ("JPEG", "MPO")
+
 
 @dataclass(frozen=True)
 class MaskedImages:
@@ -57,8 +59,8 @@ class MaskedImages:
             y, x = np.argwhere(wrong)[0].tolist()
             raise DataError(
                 f"{mask_where}, the mask of {where}: the pixel at x={x}, y={y} is {mask[y, x]}, but there are {num_classes} "
-                f"classes (0 to {num_classes - 1}), and data.ignore_index is {ignore_index}; list all classes in "
-                "data.label_names, or repair the mask"
+                f"classes (0 to {num_classes - 1}), and data.ignore_index is {ignore_index}; repair the mask, list all classes "
+                f"in data.label_names, or set data.ignore_index: {mask[y, x]} if such pixels are not to count"
             )
         return image, mask
 
@@ -88,8 +90,13 @@ def mask_values(mask: Image.Image, where: str) -> Mask:
     """The numbers in a mask's pixels: grey, palette (the index, not the colour), black and white (0, 1), or 16 bits.
 
     Raises:
-        DataError: it is a colour image, or a number is above 255.
+        DataError: it is a JPEG or a colour image, or a number is above 255.
     """
+    if mask.format in _LOSSY_FORMATS:
+        raise DataError(
+            f"{where}: a mask must not be a JPEG, which smears class numbers at every edge; write the masks again as PNG, from "
+            "what the JPEG was made of"
+        )
     if mask.mode not in ("L", "P", "1", "I") and not mask.mode.startswith("I;16"):
         raise DataError(
             f"{where}: a mask of mode {mask.mode} holds colours; save it with one class number for each pixel (grey or palette)"

@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from accel_train.data.decoding import Mode
+from accel_train.data.images import Images
 from accel_train.recipe import Recipe
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """Of the training images of ImageNet, as fractions of 255: what most vision models are trained with."""
+
+
+_NUM_LOOKED_AT = 8
+_GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,18 @@ def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tup
     except (OSError, ValueError):
         return default, (f"{name} has no preprocessor_config.json: images are normalised with ImageNet's figures",)
     return _from_settings(settings, default), ()
+
+
+def note_of_lost_colours(images: Images, preprocessing: Preprocessing) -> tuple[str, ...]:
+    """A note where the model takes grey images only, and one of eight that are looked at has colours."""
+    count = 0 if preprocessing.mode == "RGB" else min(len(images), _NUM_LOOKED_AT)
+    if all(images[number * len(images) // count].mode in _GREY_MODES for number in range(count)):
+        return ()
+    return (
+        "colours are lost: the model takes 1 channel (model.config.num_channels), so images are made grey; transformers' "
+        "pipeline() shows a model colour images only, and cannot use it (model/README.md says what can): num_channels: 3 keeps "
+        "the colours",
+    )
 
 
 def _from_settings(settings: dict[str, Any], default: Preprocessing) -> Preprocessing:

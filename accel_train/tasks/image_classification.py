@@ -16,7 +16,7 @@ from accel_train.data.augment import check_augment
 from accel_train.data.image_samples import ClassificationImages, ImageSource, collate_images, draw_sample
 from accel_train.data.images import text_digest
 from accel_train.data.labelled_images import ImageSets, read_labelled_images
-from accel_train.data.vision import Preprocessing, model_preprocessing
+from accel_train.data.vision import Preprocessing, model_preprocessing, note_of_lost_colours
 from accel_train.metrics import METRICS, load_metric
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores
 from accel_train.metrics.tally import confusion_counts, histogram_bits, one_vs_rest_log_odds, score_histogram
@@ -54,6 +54,7 @@ class ImageClassification:
         preprocessing, notes = model_preprocessing(recipe, config)
         known_names = tuple(config.id2label.values()) if recipe.model.pretrained is not None else None
         sets = read_labelled_images(data, known_names)
+        notes += note_of_lost_colours(sets.train.images, preprocessing)
         counts = np.bincount(sets.train.labels[sets.train.labels >= 0], minlength=len(sets.label_names))
         self.class_weights = None
         if sets.train is not sets.eval:  # else nothing is trained, and a class may be missing
@@ -231,6 +232,9 @@ def _card(model: PreTrainedModel, data: TaskData) -> str:
     facts, size = data.facts, data.source.preprocessing.image_size
     names = data.source.label_names
     listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more (config.json)" if len(names) > 20 else "")
+    grey = data.source.preprocessing.mode == "L"
+    how_to_read = f'image = Image.open("AN IMAGE").convert("{data.source.preprocessing.mode}")'
+    only = " It takes one channel: images are made grey, which `pipeline()` does not do." if grey else ""
     return f"""---
 library_name: transformers
 pipeline_tag: image-classification
@@ -239,14 +243,18 @@ tags: [image-classification, accel_train]
 # {type(model).__name__}
 
 An image classifier of {len(names)} classes: {listed}.
-It takes images of {size} x {size} pixels; `preprocessor_config.json` says how they are made.
+It takes images of {size} x {size} pixels; `preprocessor_config.json` says how they are made.{only}
 
 Trained with accel_train on {facts["num_train"]:,} images ({facts["sources"]}), and evaluated on {facts["num_eval"]:,}.
 
 ```python
+from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 model = AutoModelForImageClassification.from_pretrained("PATH OF THIS FOLDER")
 processor = AutoImageProcessor.from_pretrained("PATH OF THIS FOLDER")
+{how_to_read}
+scores = model(**processor(image, return_tensors="pt")).logits.softmax(-1)[0]
+print(model.config.id2label[int(scores.argmax())], float(scores.max()))
 ```
 """

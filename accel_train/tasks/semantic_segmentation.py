@@ -29,7 +29,7 @@ from accel_train.data.segment_samples import (
     SegmentSource,
     collate_segments,
 )
-from accel_train.data.vision import Preprocessing, model_preprocessing
+from accel_train.data.vision import Preprocessing, model_preprocessing, note_of_lost_colours
 from accel_train.metrics.scores import segmentation_scores
 from accel_train.metrics.tally import confusion_counts
 from accel_train.recipe import Recipe
@@ -68,6 +68,7 @@ class SemanticSegmentation:
         config, notes = segmentation_config(recipe)
         preprocessing, preprocessing_notes = model_preprocessing(recipe, config)
         sets = read_masked_images(data, tuple(config.id2label.values()) if recipe.model.pretrained else None)
+        preprocessing_notes += note_of_lost_colours(sets.train.images, preprocessing)
         num_classes = len(sets.label_names)
         if num_classes > 255:
             raise ValueError(f"data.label_names has {num_classes} classes; a mask's pixels tell 255 apart")
