@@ -234,7 +234,7 @@ def _report_runs(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     with users_mistakes():
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(
@@ -243,19 +243,24 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         from accel_train.replay import format_replay, replay_incident
 
         with suppress(BdbQuit):  # who leaves the debugger has seen enough
-            print(format_replay(replay_incident(Path(arguments.incident), arguments.device, debug=arguments.debug)))
+            replay = replay_incident(
+                Path(arguments.incident), arguments.device, debug=arguments.debug, settings=settings
+            )
+            print(format_replay(replay))
     return 0
 
 
-def _verify(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     with users_mistakes():
         from accel_train.verify import format_verified, verify
 
+        if settings and not arguments.resume_proof:
+            raise ValueError(f"{settings[0]} changes nothing of what is verified; it is for --resume-proof")
         verified = verify(Path(arguments.run))
     print(format_verified(verified))
     if verified.newest is None:
         raise CheckpointError(f"{arguments.run} has no valid checkpoint; --checkpoint.resume never starts anew")
-    return _prove_resume(arguments) if arguments.resume_proof else 0
+    return _prove_resume(arguments, settings) if arguments.resume_proof else 0
 
 
 def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
@@ -265,11 +270,11 @@ def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     return _tell_rehearsal(lambda: rehearse_recipe(arguments.recipe, settings, **asked), with_plan=True)
 
 
-def _prove_resume(arguments: argparse.Namespace) -> int:
+def _prove_resume(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     from accel_train.rehearse import prove_resume
 
     asked = {"processes": arguments.processes, "steps": arguments.steps, "say": _say_aside}
-    return _tell_rehearsal(lambda: prove_resume(Path(arguments.run), **asked), with_plan=False)
+    return _tell_rehearsal(lambda: prove_resume(Path(arguments.run), settings, **asked), with_plan=False)
 
 
 def _tell_rehearsal(rehearse: "Callable[[], Rehearsal]", *, with_plan: bool) -> int:

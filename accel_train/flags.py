@@ -14,6 +14,8 @@ RECIPE_COMMANDS = {
     "predict": ("--out",),
     "find-lr": ("--min", "--max", "--steps", "--out"),
     "rehearse": ("--processes", "--steps"),
+    "replay": ("--device", "--debug"),
+    "verify": ("--resume-proof", "--processes", "--steps"),
 }
 """Commands that take a recipe's settings as flags, with their own flags."""
 
@@ -129,13 +131,21 @@ def build_parser() -> argparse.ArgumentParser:
     report = add("report", "write report.html (and PNGs) of one run, or a comparison of several")
     report.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
     report.add_argument("--out", metavar="FILE", help="where to write the HTML")
-    replay = add("replay", "compute an incident of a run again, module by module")
+    replay = add(
+        "replay",
+        "compute an incident of a run again, module by module",
+        f"accel-train replay INCIDENT [--device DEVICE] [--debug] {settings}",
+    )
     replay.add_argument("incident", metavar="INCIDENT", help="a folder of RUN/incidents")
     replay.add_argument("--device", metavar="DEVICE", help="cpu or cuda; default: what there is")
     replay.add_argument(
         "--debug", action="store_true", help="stop in the debugger at the first module whose output is not finite"
     )
-    verify = add("verify", "check every checkpoint's digests, and say which one a resume would use")
+    verify = add(
+        "verify",
+        "check every checkpoint's digests, and say which one a resume would use",
+        f"accel-train verify RUN [--resume-proof [--processes N] [--steps K] {settings}]",
+    )
     verify.add_argument("run", metavar="RUN", help="the output_dir of a run")
     verify.add_argument(
         "--resume-proof",

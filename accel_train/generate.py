@@ -30,6 +30,11 @@ def generate_from_run(
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
+        if "custom code" in reason:
+            raise ValueError(
+                f"{folder} brings code of its own, which generate does not run; read that code, and if you trust it load the "
+                "model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
+            ) from error
         raise ValueError(
             f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
         ) from error

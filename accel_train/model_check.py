@@ -82,7 +82,7 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         if "custom code" in reason:
-            reason = "it brings code of its own; read that, and set model.trust_remote_code to run it"
+            reason = "it brings code of its own; read that, and give --model.trust_remote_code true to run it"
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error

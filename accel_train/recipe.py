@@ -46,7 +46,8 @@ class Model(Section):
     attn_implementation: str = "auto"
     """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a pretrained model. Never asked for interactively."""
+    """Run Python code that comes with a pretrained model. Never asked for interactively; commands on a run folder, which may be
+    somebody else's, take it from their own command line alone."""
     accept_new_tokenizer: bool = False
     """Train pretrained weights with a tokenizer other than theirs: the embedding then begins with vectors of other tokens."""
     pad_vocab_to_multiple_of: NonNegativeInt = 64

@@ -26,6 +26,7 @@ from accel_train.same_bits import compare_runs
 from accel_train.sitting import Sitting
 from accel_train.snapshot import read_trainer
 from accel_train.state import CheckpointError
+from accel_train.trained import check_settings, read_recipe, reader_settings
 from accel_train.verify import verify
 
 STEPS = 8
@@ -61,9 +62,16 @@ def rehearse_recipe(
 
 
 def prove_resume(
-    run: Path, *, processes: int | None = None, steps: int = STEPS, say: Callable[[str], None]
+    run: Path,
+    settings: Sequence[str] = (),
+    *,
+    processes: int | None = None,
+    steps: int = STEPS,
+    say: Callable[[str], None],
 ) -> Rehearsal:
     """Rehearse the resume of a run from copies of its newest checkpoint; the run's folder is only read.
+
+    `settings` are `--section.field VALUE`, on top of the run's recipe.
 
     Raises:
         ValueError: the folder holds no run, or one that trains no further.
@@ -72,7 +80,8 @@ def prove_resume(
     _check(steps, processes)
     if not (run / RECIPE_FILE).is_file():
         raise ValueError(f"{run} holds no {RECIPE_FILE}; give the output_dir of a run")
-    recipe = load_recipe(run / RECIPE_FILE)
+    check_settings(settings)
+    recipe, settings = read_recipe(run, settings), reader_settings(settings)
     newest = verify(run).newest
     if newest is None:
         raise CheckpointError(f"{run} has no checkpoint to resume from")
@@ -80,7 +89,7 @@ def prove_resume(
     if trainer["state"]["stopped_early"]:
         raise ValueError(f"{newest} is of a run that was stopped early: a resume trains no further")
     plan = resolve_plan(recipe, processes or trainer["world_size"], progress=sys.stderr.isatty())
-    return _rehearse(str(run / RECIPE_FILE), (), plan, run, newest, steps // 2, say)
+    return _rehearse(str(run / RECIPE_FILE), settings, plan, run, newest, steps // 2, say)
 
 
 def _check(steps: int, processes: int | None) -> None:

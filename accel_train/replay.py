@@ -4,7 +4,7 @@ import json
 import os
 import pdb  # noqa: T100 (--debug is for people)
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from accel_train.module_watch import Call, ModuleWatch
 from accel_train.observe.incident_record import INCIDENTS, WEIGHTS, read_incident
 from accel_train.observe.ledger import RECIPE_FILE
 from accel_train.precision import set_backends, start_accelerator, start_processes
-from accel_train.recipe_file import load_recipe
 from accel_train.rerun import Outcome, RandomState, Rerun
 from accel_train.resolve import change_model
 from accel_train.snapshot import load_model_tensors, restore_weights
 from accel_train.state import CheckpointError, JsonRecord
 from accel_train.step import MicroBatch, TrainingModule
 from accel_train.task import load_task, read_data
+from accel_train.trained import check_settings, read_recipe
 
 HOST, CUDA = "random_state.host", "random_state.cuda"
 MAX_NAMED = 10
@@ -62,13 +62,16 @@ class Replay:
     micro_batches: list[Replayed]
 
 
-def replay_incident(folder: Path, device: str | None = None, *, debug: bool = False) -> Replay:
+def replay_incident(
+    folder: Path, device: str | None = None, *, debug: bool = False, settings: Sequence[str] = ()
+) -> Replay:
     """Build the run's model, load the incident's weights, and compute its micro-batches again.
 
     Args:
         folder: of `RUN/incidents`; the run's recipe lies two folders up, and its data must still be there.
         device: `cpu`, `cuda`; None: what there is.
         debug: stop in the debugger at the first module whose output is not finite.
+        settings: `--section.field VALUE`, on top of the run's recipe.
 
     Raises:
         ValueError: the folder is no incident, keeps no micro-batch, or does not fit the run's recipe.
@@ -83,7 +86,8 @@ def replay_incident(folder: Path, device: str | None = None, *, debug: bool = Fa
             f"{run_folder} has no {RECIPE_FILE}: an incident is computed again where it lies, in RUN/{INCIDENTS}/STEP"
         )
     use_device(device)
-    recipe = load_recipe(run_folder / RECIPE_FILE)
+    check_settings(settings)
+    recipe = read_recipe(run_folder, settings)
     processes = start_processes()
     precision = record["precision"] if (record["precision"] != "fp16" or processes.device.type == "cuda") else "no"
     set_backends(recipe.precision, precision, processes.device)

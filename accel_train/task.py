@@ -4,7 +4,7 @@ A task of your own is one file: a class with these methods, no base class and no
 (`task: my_module:MyTask` in the recipe), looked up on PYTHONPATH, and then in the current folder.
 """
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,9 +165,8 @@ def load_task(name: str) -> Task:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(TASKS))}"
         raise ValueError(f"task={name!r} is no task of accel_train; {hint} A task of your own is written module:Class")
     module_name, class_name = target.split(":", 1)
-    if name not in TASKS and not {"", str(Path.cwd())} & set(sys.path):
-        # The installed command has no current folder on its path, `python -m` has. At the end: it hides no package.
-        sys.path.append(str(Path.cwd()))
+    if name not in TASKS:
+        _see_current_folder()
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
@@ -215,6 +214,35 @@ def _kind(found: Any) -> str:
         return str(found)
     kind = type(found).__name__
     return f"a {kind}" if kind in ("function", "module") else f"an object of {kind}"
+
+
+def _see_current_folder() -> None:
+    """Put the current folder on the path: the installed command does not have it there, `python -m` does."""
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))  # at the end, where it hides no package
+
+
+def refuse_task_within(name: str, folder: Path) -> None:
+    """Refuse a task whose module lies in a run folder: code that came with somebody's run is not run because its recipe says so.
+
+    Raises:
+        ValueError: names the file to read, and how to allow it.
+    """
+    package = name.partition(":")[0].partition(".")[0]
+    if name in TASKS or ":" not in name:
+        return
+    _see_current_folder()
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return  # load_task says what is wrong
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    for place in places:
+        if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"task={name!r} would run {place}, code that lies in the run folder; read it, and if you trust it put it into "
+                "a folder of your own on PYTHONPATH"
+            )
 
 
 _PROTOCOL_METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))

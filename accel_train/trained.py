@@ -23,11 +23,13 @@ from accel_train.recipe_data import Data
 from accel_train.recipe_file import load_recipe
 from accel_train.state import DataError
 from accel_train.step import TrainingModule
-from accel_train.task import Task, TaskData, load_task, read_data
+from accel_train.task import Task, TaskData, load_task, read_data, refuse_task_within
 
 SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
 """Sections of a recipe that matter to a model that is already trained."""
 _SETTINGS_OF_MODEL = ("model.attn_implementation", "model.trust_remote_code")
+_WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
+"""A run folder may be somebody else's: what its recipe says of foreign code counts for nothing until the reader says it."""
 _DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
 _PROBLEM_TYPES = {
     "single_label_classification": "single_label",
@@ -107,7 +109,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     """
     check_finished(folder)
     check_settings(settings)
-    recipe = load_recipe(folder / RECIPE_FILE, arguments=settings)
+    recipe = read_recipe(folder, settings)
     weights = folder / "model"
     config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
@@ -124,6 +126,22 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
     # Weights of classes are for training, and would ask this data for every class.
     return recipe.model_copy(update={"model": model, "data": section, "tokenizer": tokenizer, "loss": Loss()})
+
+
+def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run folder that somebody else may have written: foreign code runs only where `settings` allow it.
+
+    Raises:
+        ValueError: the recipe is bad, or its task is code that lies in the run folder.
+    """
+    recipe = load_recipe(folder / RECIPE_FILE, arguments=reader_settings(settings))
+    refuse_task_within(recipe.task, folder)
+    return recipe
+
+
+def reader_settings(settings: Sequence[str]) -> tuple[str, ...]:
+    """Flags for the recipe of a run folder: the recipe's own consent to foreign code is off unless these `settings` give it."""
+    return (*_WITHOUT_CONSENT, *settings)
 
 
 def check_finished(folder: Path) -> None:

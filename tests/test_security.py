@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from pickle_gadgets import FORMS, gadgets
 
 from accel_train import Recipe, train
@@ -24,8 +25,9 @@ from accel_train.checkpoint import check
 from accel_train.cli import main
 from accel_train.data.tokenizers import load_tokenizer
 from accel_train.generate import generate_from_run
+from accel_train.metrics.registry import load_metric
 from accel_train.model_check import pretrained_config
-from accel_train.observe.ledger import read_events, read_json, read_metrics, read_summary
+from accel_train.observe.ledger import RECIPE_FILE, read_events, read_json, read_metrics, read_summary
 from accel_train.prepare import prepare_run
 from accel_train.rollback_record import read_rollbacks
 from accel_train.snapshot import restore
@@ -304,6 +306,95 @@ def test_no_command_on_a_finished_run_runs_code_of_its_model_folder(
     assert not canary.exists()
     assert code == 2
     assert capsys.readouterr().err.count("error:") == 1
+
+
+# --- somebody else's run ------------------------------------------------------------------------------------------
+
+
+def rewrite_recipe(run: Path, **sections: Any) -> None:
+    """Change the recipe of a run folder as its sender may have written it."""
+    recipe = yaml.safe_load((run / RECIPE_FILE).read_text())
+    for name, fields in sections.items():
+        recipe[name] = {**recipe[name], **fields} if isinstance(fields, dict) else fields
+    (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
+
+
+@pytest.fixture
+def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder whose model brings code, and whose recipe says that it may run."""
+    shutil.rmtree(run / "model")
+    shutil.copytree(model_with_code, run / "model")
+    consent = {"pretrained": str(run / "model"), "config": None, "trust_remote_code": True}
+    rewrite_recipe(run, model=consent, tokenizer="auto")
+    incident = run / "incidents" / "step-00000001"
+    incident.mkdir(parents=True)
+    record = {
+        "format": 1,
+        "batches": [{"file": "x"}],
+        "precision": "no",
+        "world_size": 1,
+        "num_targets": 1,
+        "loss_scale": None,
+    }
+    (incident / "incident.json").write_text(json.dumps(record))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(run.parent / "modules"))
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return run
+
+
+@pytest.mark.parametrize(
+    "words", ["generate", "evaluate", "export --quantize int8", "verify --resume-proof", "replay", "predict"]
+)
+def test_a_senders_consent_to_the_models_code_is_not_the_readers(
+    someones_run: Path, canary: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words == "predict":  # a language model has no label
+        rewrite_recipe(someones_run, task="text-classification", data={"label_column": "text"})
+    folder = someones_run / "incidents" / "step-00000001" if words == "replay" else someones_run
+    name, *flags = words.split()
+    code = main([name, str(folder), *flags])
+    assert not canary.exists()
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert said.count("error:") == 1
+    assert "code of its own" in said
+    assert "trust_remote_code" in said
+
+
+def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Path) -> None:
+    env = environment(HF_MODULES_CACHE=str(someones_run.parent / "modules"))
+    words = ["evaluate", str(someones_run), "--model.trust_remote_code", "true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_train", *words], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert canary.exists(), done.stderr
+    canary.unlink()
+
+
+def test_a_task_that_lies_in_the_run_folder_is_not_imported(
+    run: Path, canary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
+    rewrite_recipe(run, task="senders_task:Task")
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
+    for words in ("evaluate", "predict", "export --quantize int8", "verify --resume-proof"):
+        name, *flags = words.split()
+        assert main([name, ".", *flags]) == 2
+        said = capsys.readouterr().err
+        assert not canary.exists(), words
+        assert "senders_task.py, code that lies in the run folder; read it" in said
+
+
+def test_a_senders_consent_to_metrics_of_the_hub_is_not_the_readers(
+    run: Path,
+) -> None:
+    rewrite_recipe(run, evaluate={"allow_hub_metrics": True})
+    assert not recipe_of_trained(run).evaluate.allow_hub_metrics
+    assert recipe_of_trained(run, settings=["--evaluate.allow_hub_metrics", "true"]).evaluate.allow_hub_metrics
+    with pytest.raises(ValueError, match=r"--evaluate\.allow_hub_metrics true, which runs code"):
+        load_metric("a_metric_of_the_hub")
 
 
 # --- manifests that lie ------------------------------------------------------------------------------------------

@@ -117,8 +117,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if "custom code" in reason:
             raise ValueError(
-                f"tokenizer: {name!r} brings code of its own; read that, and set model.trust_remote_code to run it, or use "
-                "another tokenizer (bytes, say)"
+                f"tokenizer: {name!r} brings code of its own; read that, and give --model.trust_remote_code true to run it, "
+                "or use another tokenizer (bytes, say)"
             ) from error
         raise ValueError(
             f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a tokenizer "

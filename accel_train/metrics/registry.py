@@ -48,7 +48,7 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
     if not allow_hub:
         raise ValueError(
             f"metric {name!r} is none of accel_train's; {hint} "
-            "The hub's are loaded with evaluate.allow_hub_metrics: true, which runs code from there"
+            "The hub's are loaded with --evaluate.allow_hub_metrics true, which runs code from there"
         )
     from evaluate import loading
 
