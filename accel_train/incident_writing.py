@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,13 @@ def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = file.read().splitlines()[1 if path.stat().st_size > TAIL_BYTES else 0 :]
-        records = [json.loads(line) for line in lines]
-        train = [each for each in records if each["split"] == "train"]
-        last = [(each["step"], each.get("step_loss", each["loss"])) for each in train[-most:]]
-        return [(step, NONFINITE_NAMES.get(loss, loss)) for step, loss in last]
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return []
+    last: list[tuple[int, float]] = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line costs itself alone
+            record = json.loads(line)
+            if record["split"] == "train":
+                loss = record.get("step_loss", record["loss"])
+                last.append((record["step"], NONFINITE_NAMES.get(loss, loss)))
+    return last[-most:]

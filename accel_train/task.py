@@ -46,7 +46,7 @@ def rate_name(targets: str) -> str:
 def target_rate(record: Mapping[str, Any]) -> Any:
     """The rate of targets in a line of metrics.jsonl or in a summary, whichever its name; None where there is none."""
     names = map(rate_name, ("tokens", "pixels", "targets", "samples"))  # older runs call every target a token
-    return next((record[name] for name in names if record.get(name) is not None), None)
+    return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
 
 
 @dataclass(frozen=True)

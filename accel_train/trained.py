@@ -16,7 +16,7 @@ from accel_train.compiling import compile_module
 from accel_train.data.tables import MissingColumn
 from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
-from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_summary
+from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_record
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Loss, Model, Recipe
 from accel_train.recipe_data import Data
@@ -74,8 +74,10 @@ def open_run(
     recipe = recipe_of_trained(folder, data, settings)
     processes = start_processes()
     check_launcher(processes.num_processes)
-    summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
+    summary = read_record(folder / SUMMARY_FILE)
     world_size, sharing = summary.get("world_size", 1), recipe.parallel.num_sharing
+    if not isinstance(world_size, int) or world_size < 1:  # a damaged summary
+        world_size = 1
     sizes = resolve_batch(recipe.batch, world_size, 1 if world_size % sharing else sharing)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     set_backends(recipe.precision, precision.value, processes.device)
@@ -96,7 +98,7 @@ def open_run(
         sizes=sizes,
         num_workers=choose_num_workers(recipe.data.num_workers, task_data, accelerator.num_processes).value,
         pin_memory=choose_pin_memory(recipe.data.pin_memory, accelerator.device).value,
-        steps=summary.get("steps"),
+        steps=steps if isinstance(steps := summary.get("steps"), int) else None,
         notes=notes,
     )
 

@@ -235,14 +235,6 @@ def test_scores_of_an_empty_evaluation_are_shown_as_what_they_are(tmp_path: Path
     assert "Confusion matrix" not in text
 
 
-@pytest.mark.parametrize("content", ['{"step": ', "[1, 2]"])
-def test_a_damaged_evaluation_file_is_named(tmp_path: Path, content: str) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "evaluation.json").write_text(content)
-    with pytest.raises(ValueError, match=r"evaluation\.json is damaged .*; delete it to report without it"):
-        write_report([run])
-
-
 def test_an_early_stop_is_marked_on_the_loss(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "events.jsonl").write_text('{"step": 20, "event": "early_stop", "message": "stopped early"}\n')

@@ -70,7 +70,7 @@ def thin(steps: Array, values: Array) -> tuple[Array, Array]:
 
 
 def column(lines: Sequence[JsonRecord], column: str) -> tuple[Array, Array]:
-    present = [(line["step"], line[column]) for line in lines if line.get(column) is not None]
+    present = [(line["step"], line[column]) for line in lines if isinstance(line.get(column), int | float)]
     pairs = np.array(present, dtype=np.float64).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
 

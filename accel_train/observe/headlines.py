@@ -25,6 +25,8 @@ class Run:
     """evaluation.json: `step`, `metrics`, `details`."""
     incidents: list[JsonRecord] = field(default_factory=list)
     """The records of its incidents, by step."""
+    damage: list[str] = field(default_factory=list)
+    """What of its files cannot be read, a sentence each."""
 
     @property
     def name(self) -> str:
@@ -114,7 +116,11 @@ def large_number(value: float) -> str:
 
 
 def _last_logged(column: str) -> Callable[[Run], float | None]:
-    return lambda run: run.curves.train[-1].get(column) if run.curves.train else None
+    def read(run: Run) -> float | None:
+        value = run.curves.train[-1].get(column) if run.curves.train else None
+        return value if isinstance(value, int | float) else None
+
+    return read
 
 
 def _either(
@@ -129,7 +135,7 @@ def _either(
 
 def _peak_memory(run: Run) -> float | None:
     phases = run.summary.get("peak_memory_bytes") or {}
-    return max(phases.values(), default=None)
+    return max((size for size in phases.values() if isinstance(size, int | float)), default=None)
 
 
 def _decimals(digits: int) -> Callable[[float], str]:

@@ -7,8 +7,10 @@ import numbers
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -88,7 +90,8 @@ class RunFolder:
 
         path = self.path / METRICS_FILE
         if path.exists():
-            write_atomically(path, b"".join(line for line, record in _complete_lines(path) if is_kept(record)))
+            lines = _complete_lines(path, [])  # a damaged line stays where it is: it may be the user's
+            write_atomically(path, b"".join(line for line, record in lines if record is None or is_kept(record)))
         self._close_files()
         self._open_files()
 
@@ -141,19 +144,54 @@ class RunFolder:
         write_atomically(self._holder_path, json.dumps(holder).encode())
 
 
-def read_metrics(run_folder: Path) -> list[JsonRecord]:
+def read_metrics(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
     """All lines of a run's metrics.jsonl, NaN and Infinity as floats; a line torn by a kill is left out.
 
+    A damaged line is skipped, which a line on stderr says once; `damage` gets the same sentence.
+
     Raises:
-        ValueError: a line before the last is damaged; the text names file and line.
         FileNotFoundError: there is no such file.
     """
-    return [record for _, record in _complete_lines(Path(run_folder) / METRICS_FILE)]
+    return _sound_lines(Path(run_folder) / METRICS_FILE, damage)
 
 
-def read_events(run_folder: Path) -> list[JsonRecord]:
+def read_events(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
     """All lines of a run's events.jsonl; as `read_metrics`."""
-    return [record for _, record in _complete_lines(Path(run_folder) / EVENTS_FILE)]
+    return _sound_lines(Path(run_folder) / EVENTS_FILE, damage)
+
+
+def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
+    """A JSON object that a run wrote (summary.json, say); empty where there is none, or where it is damaged, which is said."""
+    try:
+        record = read_json(path)
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds a {type(record).__name__}, not an object")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        _note_damage(f"{path} is damaged ({error}) and not used", damage)
+        return {}
+    return record
+
+
+def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
+    faults: list[str] = []
+    records = [record for _, record in _complete_lines(path, faults) if record is not None]
+    if faults:
+        more = f"; so are {len(faults) - 1} other lines" if len(faults) > 1 else ""
+        _note_damage(f"{path}:{faults[0]} and is skipped{more}", damage)
+    return records
+
+
+def _note_damage(message: str, damage: list[str] | None) -> None:
+    _say_once(message)
+    if damage is not None:
+        damage.append(message)
+
+
+@cache
+def _say_once(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 def write_json(path: Path, value: object) -> Path:
@@ -241,16 +279,36 @@ def _append_line(fd: int, record: Mapping[str, Any]) -> None:
         raise
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[bytes, JsonRecord]]:
-    """Each line that has an end, as bytes and as a record."""
+def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, JsonRecord | None]]:
+    """Each line that has an end, as bytes and as a record; None where it is damaged, and then `faults` gets where and why."""
+    kind = "split" if path.name == METRICS_FILE else "event"
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # torn by a kill: it was never a line
+            record: Any = None
             try:
-                yield line, _from_json(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}:{number} is damaged ({error}); delete that line to go on") from error
+                record = _from_json(json.loads(line))
+                fault = _fault_of(record, kind)
+            except (ValueError, RecursionError) as error:
+                fault = str(error)
+            if fault:
+                faults.append(f"{number} is damaged ({fault})")
+            yield line, None if fault else record
+
+
+def _fault_of(record: Any, kind: str) -> str:
+    """What a line lacks that every reader needs; empty where it is sound."""
+    if not isinstance(record, dict):
+        return f"it holds a {type(record).__name__}, not an object"
+    step, loss = record.get("step"), record.get("loss")
+    if type(step) is not int or not 0 <= step < 2**63:
+        return "it has no step" if step is None else f"its step is {step!r:.40}"
+    if not isinstance(record.get(kind), str):
+        return f"it has no {kind}"
+    if any(type(value) is int and abs(value) >= 2**63 for value in record.values()):
+        return "it has a number of more than 64 bits"
+    return "" if loss is None or type(loss) in (int, float) else f"its loss is {loss!r:.40}"
 
 
 def _to_json(value: Any) -> Any:

@@ -51,6 +51,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             for kind, count in Counter(event["event"] for event in run.curves.events).items()
         ),
         "incidents": [_incident(record) for record in run.incidents],
+        "damage": run.damage,
         "tables": _tables(summary),
         "recipe": run.recipe_text,
     }
@@ -165,7 +166,8 @@ def _incident(record: JsonRecord) -> dict[str, Any]:
 
 def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
     """What is worth a look but not a headline: choices, evaluation, memory, environment."""
-    memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in (summary.get("peak_memory_bytes") or {}).items()}
+    phases = (summary.get("peak_memory_bytes") or {}).items()
+    memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in phases if isinstance(size, int | float)}
     evaluation = {
         name: f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
         for name, value in (summary.get("eval") or {}).items()

@@ -1,5 +1,6 @@
 """The report of one run, or of several side by side: one HTML file that needs no network, and PNG charts beside it."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -20,8 +21,8 @@ from accel_train.observe.ledger import (
     RECIPE_FILE,
     SUMMARY_FILE,
     read_events,
-    read_json,
     read_metrics,
+    read_record,
 )
 from accel_train.observe.pages import compare_baselines, compare_headlines, compare_recipes, describe_run
 from accel_train.state import JsonRecord
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EVALUATION_FILE = "evaluation.json"
+SUMMARY_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("eval", "baselines", "sample", "data", "peak_memory_bytes", "choices", "environment"), dict),
+    **dict.fromkeys(
+        ("steps", "num_targets", "parameters", "world_size", "skipped_steps", "train_seconds"), (int, float)
+    ),
+}
+"""What the page formats as a mapping or as a number, and what it has to be for that."""
 
 
 def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -47,7 +55,7 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
         The HTML file. The charts are called after it: `report-loss.png`, ...
 
     Raises:
-        ValueError: no folder is given, one holds no run, or a file in it is damaged.
+        ValueError: no folder is given, or one holds no run.
         OSError: the report cannot be written.
     """
     if not run_folders:
@@ -61,27 +69,29 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def load_run(folder: Path, name: str | None = None) -> Run:
-    """Read what a run left behind, also one that is still running or was killed.
+    """Read what a run left behind, also one that is still running or was killed; what is damaged is left out and named.
 
     Raises:
-        ValueError: the folder holds no run (the text says what is missing), or a file in it is damaged.
+        ValueError: the folder holds no run; the text says what is missing.
     """
     if not (folder / METRICS_FILE).is_file():
         missing = f"it has no {METRICS_FILE}" if folder.is_dir() else "there is no such folder"
         raise ValueError(f"{folder} holds no run: {missing}; give the output_dir of a run")
-    metrics = read_metrics(folder)
+    damage: list[str] = []
+    metrics = read_metrics(folder, damage)
     by_split = {
         split: sorted((line for line in metrics if line["split"] == split), key=lambda line: line["step"])
         for split in ("train", "eval")
     }
     for line in by_split["train"]:
         line["throughput"] = target_rate(line)
-    events: list[JsonRecord] = _read_or(lambda: read_events(folder), [])
+    events: list[JsonRecord] = _read_or(lambda: read_events(folder, damage), [])
     curves = Curves(name or folder.resolve().name, by_split["train"], by_split["eval"], events)
-    summary, evaluation = _read_record(folder / SUMMARY_FILE), _read_record(folder / EVALUATION_FILE)
-    recipe_text = _read_or(lambda: (folder / RECIPE_FILE).read_text(encoding="utf-8"), "")
-    incidents = [record for path in incident_folders(folder) if (record := _read_record(path / RECORD))]
-    return Run(curves, summary, recipe_text, evaluation, incidents)
+    summary = _usable(read_record(folder / SUMMARY_FILE, damage), folder / SUMMARY_FILE, damage)
+    evaluation = read_record(folder / EVALUATION_FILE, damage)
+    recipe_text = _read_or(lambda: (folder / RECIPE_FILE).read_text(encoding="utf-8", errors="replace"), "")
+    incidents = [record for path in incident_folders(folder) if (record := read_record(path / RECORD, damage))]
+    return Run(curves, summary, recipe_text, evaluation, incidents, damage)
 
 
 def draw_all(runs: Sequence[Run]) -> list["Chart"]:
@@ -127,14 +137,17 @@ def _read_or(read: Callable[[], T], default: T) -> T:
         return default
 
 
-def _read_record(path: Path) -> JsonRecord:
-    try:
-        record: JsonRecord = _read_or(lambda: read_json(path), {})
-        if not isinstance(record, dict):
-            raise ValueError(f"it holds a {type(record).__name__}, not an object")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to report without it") from error
-    return record
+def _usable(summary: JsonRecord, path: Path, damage: list[str]) -> JsonRecord:
+    """A summary without the values that are not of the kind that a run writes."""
+    odd = [
+        name
+        for name, kinds in SUMMARY_KINDS.items()
+        if summary.get(name) is not None and not isinstance(summary[name], kinds)
+    ]
+    if odd:
+        damage.append(f"{path} is damaged ({', '.join(odd)}): what cannot be read is not used")
+        print(damage[-1], file=sys.stderr)
+    return {name: value for name, value in summary.items() if name not in odd and value is not None}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
