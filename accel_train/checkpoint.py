@@ -4,19 +4,18 @@ A folder `step-00000100` either is complete and matches its manifest, or is not 
 written or read, so opening a checkpoint runs no code. Order is by step number: clocks and file times play no part.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.files import is_seen, make_folders, sync
+from accel_train.files import digests_of, is_seen, make_folders, sha256, sync
 from accel_train.state import CheckpointError
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
@@ -29,6 +28,8 @@ Writer = Callable[[Path], None]
 """Writes one file at the path it is given."""
 FileFacts = dict[str, Any]
 """What the manifest says of a file: bytes, sha256."""
+Digests = Callable[[Path, Sequence[str]], Mapping[str, str | OSError]]
+"""The digests of files in a folder by name, or why one cannot be read; as `files.digests_of`."""
 
 
 class GivenUp(Exception):
@@ -124,7 +125,7 @@ def facts_of(path: Path) -> FileFacts:
     """A file that was just written, from now on private and on the disk: its size and digest."""
     path.chmod(0o600)
     sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _go_on_unless(given_up: bool) -> None:
@@ -182,17 +183,17 @@ def set_broken_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
-def check(folder: Path) -> CheckpointStatus:
+def check(folder: Path, digests: Digests = digests_of) -> CheckpointStatus:
     """Hold a checkpoint folder against its manifest: names, sizes, SHA-256."""
     step = step_of(folder)
     try:
-        problem = _problem(folder, step)
+        problem = _problem(folder, step, digests)
     except OSError as error:
         problem = f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
     return CheckpointStatus(folder, -1 if step is None else step, problem)
 
 
-def _problem(folder: Path, step: int | None) -> str | None:
+def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
     if folder.is_symlink() or not folder.is_dir():
         return "it is a link" if folder.is_symlink() else "there is no such folder"
     if not (folder / MANIFEST).exists():
@@ -208,7 +209,7 @@ def _problem(folder: Path, step: int | None) -> str | None:
     if step is not None and manifest_step != step:
         return f"{MANIFEST} is of step {manifest_step}"
     present = {entry.name for entry in folder.iterdir()} - {MANIFEST}
-    for name, (size, digest) in files.items():
+    for name, (size, _) in files.items():
         path = folder / name
         if name != path.name or name in ("", ".", ".."):
             return f"{MANIFEST} names {name!r}, which is no plain file name"
@@ -216,13 +217,17 @@ def _problem(folder: Path, step: int | None) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
-        if _sha256(path) != digest:
+    found = digests(folder, list(files))
+    for name, (_, digest) in files.items():
+        if isinstance(error := found[name], OSError):
+            raise error
+        if found[name] != digest:
             return f"{name} differs from its digest"
     extra = present - set(files)
     return f"{sorted(extra)[0]} is not in {MANIFEST}" if extra else None
 
 
-def newest_valid(root: Path) -> tuple[Path | None, list[CheckpointStatus]]:
+def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None, list[CheckpointStatus]]:
     """The newest checkpoint that proves itself, and the newer ones that do not.
 
     Raises:
@@ -230,7 +235,7 @@ def newest_valid(root: Path) -> tuple[Path | None, list[CheckpointStatus]]:
     """
     broken: list[CheckpointStatus] = []
     for folder in reversed(checkpoint_folders(root)):
-        status = check(folder)
+        status = check(folder, digests)
         if status.problem is None:
             return folder, broken
         broken.append(status)
@@ -298,13 +303,8 @@ def read_json(path: Path) -> Any:
 
 def digest_of_manifest(folder: Path) -> str:
     """What tells this very checkpoint from another one of the same step."""
-    return _sha256(folder / MANIFEST)
+    return sha256(folder / MANIFEST)
 
 
 def _is_plain_file(path: Path) -> bool:
     return stat.S_ISREG(path.lstat().st_mode)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

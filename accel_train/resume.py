@@ -1,10 +1,12 @@
 """Going on with a run: which checkpoint, whether it is of this very run, and the same answer on every process."""
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -12,6 +14,7 @@ from accel_train.agreement_check import who_lacks
 from accel_train.checkpoint import (
     MANIFEST,
     CheckpointStatus,
+    Digests,
     check,
     checkpoint_folders,
     newest_valid,
@@ -20,7 +23,7 @@ from accel_train.checkpoint import (
     set_broken_aside,
     step_of,
 )
-from accel_train.files import write_atomically
+from accel_train.files import digests_of, write_atomically
 from accel_train.identity import Change, identity_changes, identity_origins
 from accel_train.recipe import Recipe
 from accel_train.rollback_record import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
@@ -42,43 +45,83 @@ class Found:
 
 
 def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any]) -> Found:
-    """The checkpoint to go on from, found and proved by the main process and told to the others.
+    """The checkpoint to go on from, found by the main process and told to the others, which hash a part of its files each.
 
     Raises:
-        ValueError: the checkpoint is of another run.
+        ValueError: the checkpoint is of another run, or a process does not see it.
         CheckpointError: no checkpoint is valid.
     """
+    is_alone = accelerator.num_processes == 1
     found: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
-            found[0] = find_checkpoint(recipe, identity)
+            found[0] = find_checkpoint(recipe, identity, digests_of if is_alone else _digests_together)
         except (ValueError, CheckpointError) as error:
             found[1] = error
         except OSError as error:
             found[1] = CheckpointError(f"the checkpoints of {recipe.output_dir} cannot be read: {error}")
-    if accelerator.num_processes > 1:
-        broadcast_object_list(found)
+    if not is_alone:
+        found = _broadcast(found) if accelerator.is_main_process else _help(recipe)
     if found[1] is not None:
         raise found[1]
     result: Found = found[0]
-    return result if result.path is None or accelerator.num_processes == 1 else _on_this_machine(recipe, result)
-
-
-def _on_this_machine(recipe: Recipe, found: Found) -> Found:
-    """What process 0 has found, by the path that this process has for it."""
-    assert found.path is not None
-    resume = recipe.checkpoint.resume
-    if resume == "auto":
-        return replace(found, path=Path(recipe.output_dir) / "checkpoints" / found.path.name)
-    path = Path(resume).resolve()
-    if lacking := who_lacks(path / MANIFEST):
+    if is_alone or result.path is None:
+        return result
+    path, resume = _path_here(recipe, result.path), recipe.checkpoint.resume
+    if resume != "auto" and (lacking := who_lacks(path / MANIFEST)):
         raise ValueError(
             f"checkpoint.resume={resume}: {lacking} does not see it; all processes read it: put it where they all can"
         )
-    return replace(found, path=path)
+    return replace(result, path=path)
 
 
-def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Found:
+def _path_here(recipe: Recipe, path: Path) -> Path:
+    """A checkpoint that process 0 names, by the path that this process has for it."""
+    if recipe.checkpoint.resume == "auto":
+        return Path(recipe.output_dir) / "checkpoints" / path.name
+    return Path(recipe.checkpoint.resume).resolve()
+
+
+def _broadcast(values: list[Any]) -> list[Any]:
+    return list(broadcast_object_list(values))
+
+
+def _digests_together(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
+    """On process 0, as `digests_of`: each process reads a part of the files."""
+    shares = shares_of({name: (folder / name).stat().st_size for name in names}, dist.get_world_size())
+    _broadcast([folder, shares])
+    found = _digest_share(folder, shares)
+    # What another process could not read is for this one to judge, as the others' disks are not the checkpoint's.
+    return found | digests_of(folder, [name for name in names if isinstance(found[name], OSError)])
+
+
+def _help(recipe: Recipe) -> list[Any]:
+    """On the others: hash what process 0 gives to this one, until it says what it has found."""
+    while True:
+        told = _broadcast([None, None])
+        if not isinstance(told[0], Path):
+            return told
+        _digest_share(_path_here(recipe, told[0]), told[1])
+
+
+def _digest_share(folder: Path, shares: Sequence[Sequence[str]]) -> dict[str, str | OSError]:
+    everywhere: list[Any] = [None] * len(shares)
+    dist.all_gather_object(everywhere, digests_of(folder, shares[dist.get_rank()]))
+    return {name: digest for found in everywhere for name, digest in found.items()}
+
+
+def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
+    """Return the names of files in shares of about the same number of bytes: the largest first, each to the smallest share."""
+    shares: list[list[str]] = [[] for _ in range(num_shares)]
+    smallest = [(0, number) for number in range(num_shares)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        num_bytes, number = heapq.heappop(smallest)
+        shares[number].append(name)
+        heapq.heappush(smallest, (num_bytes + sizes[name], number))
+    return shares
+
+
+def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any], digests: Digests = digests_of) -> Found:
     """The newest valid checkpoint of this very run, or the one the recipe names; `never` sets an old run's aside."""
     folder, resume = Path(recipe.output_dir), recipe.checkpoint.resume
     root = folder / "checkpoints"
@@ -91,13 +134,13 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any]) -> Found:
     rollbacks = read_rollbacks(folder)
     if resume == "auto":
         remove_abandoned(root, rollbacks)
-        newest, broken = newest_valid(root)
+        newest, broken = newest_valid(root, digests)
         if newest is None:
             return Found(None, rollbacks=tuple(rollbacks))
         path = newest
     else:
         path = Path(resume).resolve()
-        status = check(path)
+        status = check(path, digests)
         if status.problem is not None:
             raise CheckpointError(
                 f"checkpoint.resume={resume}: {status.problem}; `accel-train verify RUN` lists what is valid"

@@ -47,13 +47,20 @@ class SlowDataset(Dataset[Any]):
         return self.inner.__getitems__(indices)
 
 
+def note_opened(path: Path, opened: str) -> None:
+    if opened.endswith(".safetensors"):
+        with path.open("a") as file:
+            file.write(f"{Path(opened).name}\n")
+
+
 class FaultTask(ProbeTask):
     """`options`, beside those of ProbeTask: raise_at / exit_at / sys_exit_at / sigstop_at / spin_at / flip_at: {step, rank};
 
     seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed, hangs_up, exits or hangs;
     in_load / in_build: {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written;
     slow: {rank, read or step: seconds}, of one process alone (-1: all); timeouts: a folder where each process writes how
-    long a collective may wait, in seconds, at each forward.
+    long a collective may wait, in seconds, at each forward; opened: a folder where each process writes which files of
+    checkpoints Python opens after the data are loaded (safetensors reads tensors without it).
     """
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -68,6 +75,9 @@ class FaultTask(ProbeTask):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit["bytes"], limit["bytes"]))
         if recipe.options.get("other_data") == RANK:
             data = replace(data, fingerprint="0123456789abcdef")
+        if "opened" in recipe.options:
+            path = Path(recipe.options["opened"]) / f"rank-{RANK}.txt"
+            sys.addaudithook(lambda event, arguments: note_opened(path, str(arguments[0])) if event == "open" else None)
         fault = recipe.options.get("data_worker", "")
         if fault or "read" in self.seconds:
             data = replace(data, train=SlowDataset(data.train, self.seconds.get("read", 0), fault))
