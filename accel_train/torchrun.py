@@ -1,10 +1,11 @@
 """`python -m accel_train.torchrun ...`: torchrun, fit for clusters: it ends with the exit code of the run, and is told to stop by SIGUSR1 too.
 
-The same arguments and PET_* variables as torchrun's. Five things differ. torchrun ends with 1 whatever its processes ended
+The same arguments and PET_* variables as torchrun's. Six things differ. torchrun ends with 1 whatever its processes ended
 with; a scheduler that is to start a preempted run again must see 75. torchrun dies at once of a SIGUSR1, which SLURM sends
 before a time limit, and leaves its processes behind. torchrun spends its restarts (`--max-restarts`) on a recipe that is wrong
-or a model that does not fit as well, which no restart mends. torchrun ends a run whose terminal is closed, under `nohup`
-too. And here a machine that was lost and is started again can join the others.
+or a model that does not fit as well, which no restart mends, and on a run that was preempted on another machine, which it then
+waits for. torchrun ends a run whose terminal is closed, under `nohup` too. And here a machine that was lost and is started again
+can join the others.
 """
 
 import os
@@ -87,8 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     class Agent(LocalElasticAgent):
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
-            if exit_code_of(_codes(result.failures.values())) in FINAL:
-                self._remaining_restarts = 0
+            if exit_code_of(_codes(result.failures.values())) in (*FINAL, PREEMPTED):
+                self._remaining_restarts = 0  # preempted: another machine was told to go, and would be waited for
             return result
 
         def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -102,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
             super()._shutdown(death_sig, timeout)
             if isinstance(self._pcontext, SubprocessContext):
                 handlers = self._pcontext.subprocess_handlers.values()
-                ended.extend(handler.proc.poll() or 0 for handler in handlers)
+                ended[:] = [handler.proc.poll() or 0 for handler in handlers]
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]  # torchrun has no other place to say so
     handled = f"{HANDLED},SIGHUP" if signal.SIGHUP in stops() else HANDLED
@@ -117,6 +118,9 @@ def run(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return exit_code_when_stopped(error.sigval, ended)
     except RendezvousError as error:
+        # The store went with the machine that holds it, which may have been preempted: these processes know more.
+        if (code := exit_code_of(ended)) not in (0, PEER):
+            return code
         print(f"error: the machines of this run do not meet: {error}", file=sys.stderr)
         return PEER
     return 0

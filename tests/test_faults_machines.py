@@ -201,6 +201,24 @@ def test_machine_that_is_lost_and_started_again_rejoins_and_the_run_ends_as_if_u
     lose_one_and_start_it_again(tmp_path, one_address)
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_machine_that_is_asked_to_stop_ends_both_with_75_in_seconds_and_the_run_is_saved(
+    tmp_path: Path, one_address: Machines, asked: int
+) -> None:
+    write_corpus(tmp_path)
+    recipe, run = write_recipe_file(tmp_path, **RUN, options={"seconds": {"step": 0.2}}), tmp_path / "run"
+    logs = [tmp_path / f"machine-{number}.log" for number in range(2)]
+    first = one_address.start(0, recipe, logs[0])
+    one_address.wait_for_the_first(logs)
+    both = [first, one_address.start(1, recipe, logs[1])]
+    wait_for_step(run, 7, first, logs)
+    both[asked].terminate()
+    assert [launcher.wait(30) for launcher in both] == [75, 75], said(logs)
+    [preempted] = events(run, "preempted")
+    assert preempted["step"] >= 7
+    assert (run / "checkpoints" / f"step-{preempted['step']:08d}").exists()
+
+
 def test_machine_with_an_address_and_a_name_of_its_own_is_lost_and_rejoins(
     tmp_path: Path, two_addresses: Machines
 ) -> None:

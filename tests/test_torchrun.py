@@ -24,10 +24,16 @@ if code == "stop":
         time.sleep(1.0)
         open(f"{folder}/saved", "a").write(rank)
         os._exit(75)
-    signal.signal(signal.SIGUSR1, save)
-    signal.signal(signal.SIGHUP, save)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, save)
     open(f"{folder}/ready", "a").write(rank)
     time.sleep(60)
+if code == "follows":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while not os.path.exists(f"{folder}/saved"):
+        time.sleep(0.01)
+    time.sleep(float(sys.argv[3]))
+    code = "75"
 if code == "lost":
     while not os.path.exists(f"{folder}/ready"):
         time.sleep(0.01)
@@ -176,6 +182,36 @@ def test_stop_signal_is_heard_while_a_restart_waits_for_a_machine_that_was_lost(
         assert sorted((tmp_path / "started").read_text().split()) == ["0:0", "1:0"]
     finally:
         for launcher in (here, lost):
+            for process in (*launcher.children(recursive=True), launcher) if launcher.is_running() else ():
+                process.kill()
+
+
+@pytest.mark.parametrize(
+    ("is_host", "seconds"),
+    [(0, 0.0), (1, 0.0), (1, 3.0)],
+    ids=["guest", "host", "host-that-is-gone-before-the-other-ends"],
+)
+def test_one_machine_is_asked_to_stop_and_all_end_with_75_however_many_restarts_are_left(
+    tmp_path: Path, is_host: int, seconds: float
+) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    torchrun = ["-m", "accel_train.torchrun", "--nnodes=2", "--nproc_per_node=1", "--max_restarts=3"]
+    torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    asked, other = (
+        psutil.Popen(
+            [sys.executable, *torchrun, f"--rdzv_conf=is_host={host}", str(tmp_path / "worker.py"), str(tmp_path), f"{code},{code}/0,0", str(seconds)],
+            env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+        )
+        for code, host in (("stop", is_host), ("follows", 1 - is_host))
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (tmp_path / "ready").exists() and len((tmp_path / "started").read_text().split()) == 2)
+        asked.send_signal(signal.SIGTERM)
+        assert asked.wait(20) == 75
+        assert other.wait(20) == 75
+        assert sorted((tmp_path / "started").read_text().split()) == ["0:0", "1:0"]
+    finally:
+        for launcher in (asked, other):
             for process in (*launcher.children(recursive=True), launcher) if launcher.is_running() else ():
                 process.kill()
 
