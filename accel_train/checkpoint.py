@@ -23,6 +23,12 @@ FORMAT = 1
 LARGEST_JSON_BYTES = 2**26
 """Of manifest.json and trainer.json, which are read whole: thousands of times what they hold."""
 _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
+_LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
+_LEFT_FILE = re.compile(
+    r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|recipe(\.resolved)?"
+    r"|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp"
+)
+"""Temporary names that only this program gives: others in the run folder are the user's."""
 
 Writer = Callable[[Path], None]
 """Writes one file at the path it is given."""
@@ -85,7 +91,7 @@ def publish(
     try:
         make_folders(root)
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=0o700)
+        aside.mkdir()
         files: dict[str, FileFacts] = {}
         if others is not None:
             _go_on_unless(given_up())
@@ -98,7 +104,6 @@ def publish(
         _check_written(aside, files)
         manifest = aside / MANIFEST
         manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
-        manifest.chmod(0o600)
         sync(manifest)
         sync(aside)
         _go_on_unless(given_up())
@@ -122,8 +127,7 @@ def _check_written(folder: Path, files: Mapping[str, FileFacts]) -> None:
 
 
 def facts_of(path: Path) -> FileFacts:
-    """A file that was just written, from now on private and on the disk: its size and digest."""
-    path.chmod(0o600)
+    """A file that was just written, from now on on the disk: its size and digest."""
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
@@ -169,17 +173,19 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a killed run left half-written or half-removed; call it only while the run folder is locked."""
     if folder.is_dir():
         for entry in folder.iterdir():
-            if entry.name.startswith((".tmp-", ".trash-")):
+            if _LEFT_FOLDER.match(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name.startswith(".") and entry.name.endswith(".tmp"):  # of files.write_atomically
+            elif _LEFT_FILE.fullmatch(entry.name):  # of files.write_atomically
                 with suppress(OSError):
                     entry.unlink()
 
 
 def set_broken_aside(folder: Path) -> Path:
     """Rename a checkpoint that did not prove itself: else it would count among those kept, and be proved each time."""
-    aside = folder.with_name(f"broken-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside, number = folder.with_name(f"broken-{folder.name}"), 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_name(f"broken-{folder.name}-{number}")
     return folder.rename(aside)
 
 
@@ -260,14 +266,26 @@ def verify_run(run_folder: Path) -> list[CheckpointStatus]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint folder.
+    """Remove a checkpoint folder; one that holds what its manifest does not name is kept, as `set_broken_aside` does.
 
     It is renamed first: a kill half-way leaves rubbish under a name that is never read, not half a checkpoint.
     """
+    if not _holds_nothing_else(folder):
+        set_broken_aside(folder)
+        return
     trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
     shutil.rmtree(trash, ignore_errors=True)
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def _holds_nothing_else(folder: Path) -> bool:
+    """Whether all that lies in a checkpoint folder is what a checkpoint writes, whatever its state."""
+    try:
+        named = {MANIFEST, *read_json(folder / MANIFEST)["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return all(entry.name in named and _is_plain_file(entry) for entry in folder.iterdir())
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:

@@ -161,12 +161,13 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     with users_mistakes():
+        from accel_train.files import is_written_into
         from accel_train.predicting import open_for_prediction, predict
 
         run, out = open_for_prediction(Path(arguments.run), arguments.data, arguments.out, settings)
         _say_what_was_left_out(run)
     written = predict(run, out)
-    if written is not None:
+    if written is not None and not is_written_into(out):
         print(written)
     leave_the_other_processes(run.inner)
     return 0
@@ -177,6 +178,12 @@ def _say_what_was_left_out(run: "TrainedRun") -> None:
         print(note, file=sys.stderr)
 
 
+def _out(arguments: argparse.Namespace) -> Path | None:
+    from accel_train.ownership import output_path
+
+    return None if arguments.out is None else output_path(arguments.out)
+
+
 def _export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     with users_mistakes():
         if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -185,7 +192,7 @@ def _export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             )
         from accel_train.export import export_run, format_export
 
-        exported = export_run(Path(arguments.run), Path(arguments.out) if arguments.out else None, arguments.quantize)
+        exported = export_run(Path(arguments.run), _out(arguments), arguments.quantize)
     print(format_export(exported))
     return 0
 
@@ -197,15 +204,17 @@ def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
 
         rates = rates_of_test(arguments.min, arguments.max, arguments.steps)
         from accel_train.find_lr import prepare_test, run_test
-        from accel_train.range_test import format_test, write_test
+        from accel_train.range_test import check_place, format_test, write_test
 
+        out = _out(arguments) or Path(recipe.output_dir)
+        check_place(out)
     with TemporaryDirectory(prefix="accel-train-find-lr-") as folder:
         with users_mistakes(), redirect_stdout(sys.stderr):  # what a run says of itself; the answer is the table
             run, recorder = prepare_test(recipe, rates, Path(folder))
         test = run_test(run, recorder, rates)
     if test.is_main_process:
         print(format_test(test))
-        for path in write_test(test, Path(arguments.out or recipe.output_dir)):
+        for path in write_test(test, out):
             print(path, file=sys.stderr)
     leave_the_other_processes(run.module)
     return 0
@@ -228,9 +237,13 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _report_runs(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     with users_mistakes():
+        from accel_train.files import is_written_into
         from accel_train.observe.report import write_report
 
-        print(write_report([Path(run) for run in arguments.runs], Path(arguments.out) if arguments.out else None))
+        out = _out(arguments)
+        written = write_report([Path(run) for run in arguments.runs], out)
+    if out is None or not is_written_into(out):
+        print(written)
     return 0
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.evaluation import evaluate
-from accel_train.observe.ledger import write_json
+from accel_train.observe.ledger import json_text
+from accel_train.ownership import check_file, write_file
 from accel_train.trained import TrainedRun, open_run
 
 
@@ -25,8 +26,10 @@ def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] 
     """The run with data to evaluate it on.
 
     Raises:
-        ValueError: there is no finished run, or no data to evaluate on.
+        ValueError: there is no finished run, no data to evaluate on, or a file of the user's where the result is to go.
     """
+    path = evaluation_file(folder, data)
+    check_file(path, folder, str(path))
     run = open_run(folder, data=data, settings=settings)
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to evaluate on; name some with --data")
@@ -49,13 +52,17 @@ def measure(run: TrainedRun) -> Measured:
 
 
 def write_evaluation(run: TrainedRun, measured: Measured, data: str | None) -> Path:
-    """`evaluation.json` of the run's own data, `evaluation-NAME.json` of other data; returns its path."""
+    """Write what was found to `evaluation_file`; returns its path."""
     metrics = {name: value for name, value in measured.metrics.items() if name != "num_targets"}
     record = {"step": run.steps, "metrics": metrics, "details": measured.details}
-    if data is None:
-        return write_json(run.folder / "evaluation.json", record)
-    facts = {"data": data, "num_targets": measured.metrics["num_targets"]}
-    return write_json(run.folder / f"evaluation-{short_name(data)}.json", {**facts, **record})
+    if data is not None:
+        record = {"data": data, "num_targets": measured.metrics["num_targets"], **record}
+    return write_file(evaluation_file(run.folder, data), json_text(record).encode(), run.folder)
+
+
+def evaluation_file(folder: Path, data: str | None) -> Path:
+    """`evaluation.json` of the run's own data, `evaluation-NAME.json` of other data."""
+    return folder / ("evaluation.json" if data is None else f"evaluation-{short_name(data)}.json")
 
 
 def short_name(data: str) -> str:

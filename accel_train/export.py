@@ -23,6 +23,7 @@ from accel_train.evaluating import measure
 from accel_train.evaluation import evaluation_mode, evaluation_reader
 from accel_train.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
 from accel_train.observe.ledger import read_json, write_json
+from accel_train.ownership import MARKER, check_folder, replacing
 from accel_train.trained import TrainedRun, check_finished, open_run, recipe_of_trained, with_model
 
 EXPORT_FILE = "export.json"
@@ -61,18 +62,16 @@ def export_run(folder: Path, out: Path | None = None, quantize: str | None = Non
         ValueError: no finished run, a folder that holds something else, or a package that is not installed.
     """
     check_finished(folder)
-    target = out or folder / ("export" if quantize is None else f"export-{quantize}")
-    check_target(target)
+    target = (out or folder / ("export" if quantize is None else f"export-{quantize}")).resolve()
+    check_folder(target, f"--out {target}")
     if quantize is not None:
         require_torchao()
     recipe = recipe_of_trained(folder)
     is_unmerged = recipe.model.lora is not None and not recipe.model.lora.merge
     run = None if quantize is None and not is_unmerged else open_run(folder, settings=["--precision.compile", "false"])
-    aside = target.with_name(f".tmp-{target.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        shutil.copytree(folder / "model", aside)
-        record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
+    record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
+    with replacing(target) as aside:
+        shutil.copytree(folder / "model", aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MARKER))
         if run is not None:
             run = _merged(run) if is_unmerged else run
             _save_whole(run.inner.model, aside)
@@ -83,27 +82,7 @@ def export_run(folder: Path, out: Path | None = None, quantize: str | None = Non
             record |= _make_int8(run, aside)
             record["weights_bytes"]["after"] = _bytes_of_weights(aside)
         write_json(aside / EXPORT_FILE, record)
-        if target.exists():
-            shutil.rmtree(target)
-        aside.rename(target)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return Export(target, record)
-
-
-def check_target(target: Path) -> None:
-    """Refuse to write over anything but an earlier export.
-
-    Raises:
-        ValueError: the folder is a file, or holds something else.
-    """
-    if target.is_dir() and any(target.iterdir()) and not (target / EXPORT_FILE).is_file():
-        raise ValueError(f"--out {target} holds something that is no export; give a folder that is new or empty")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"--out {target} is a file; give a folder")
-    if not target.parent.is_dir():
-        raise ValueError(f"--out {target}: there is no folder {target.parent}; make it first")
 
 
 def load_exported(folder: str | Path) -> PreTrainedModel:

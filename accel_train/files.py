@@ -2,13 +2,13 @@
 
 import hashlib
 import os
+import secrets
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 SEEN_WITHIN_SECONDS = 10.0
@@ -20,42 +20,45 @@ SAY_AFTER_SECONDS = 3.0
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Path:
-    """Replace a file in one move, so that a reader or a kill finds the old one or the new one (mode 0600).
+    """Replace a file in one move, so that a reader or a kill finds the old one or the new one; its mode follows the umask.
+
+    A link stays: what it points to is replaced. A device or a pipe is written into.
 
     `durable`: so does a power cut, which takes a wait for the disk; without it the file may then be empty.
     """
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    if is_written_into(path):
+        with path.open("wb") as file:
+            file.write(content)
+        return path
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(fd, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if durable:
-        sync(path.parent)
+        sync(target.parent)
     return path
 
 
+def is_written_into(path: Path) -> bool:
+    """Whether a path is a device, a pipe or a stream of this process, which cannot be replaced by a file."""
+    is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    return path.exists() and not path.is_dir() and (is_stream or not path.is_file())
+
+
 def make_folders(path: Path) -> None:
-    """Create a folder and its missing parents (mode 0700), their names on the disk."""
+    """Create a folder and its missing parents, their names on the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         sync(folder.parent)
-
-
-@contextmanager
-def private_files() -> Iterator[None]:
-    """Inside, whatever anybody in this process creates is for its owner alone: files 0600, folders 0700."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def sync(path: Path) -> None:

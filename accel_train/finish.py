@@ -3,7 +3,6 @@
 import math
 import os
 import platform
-import shutil
 import time
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -18,9 +17,9 @@ from torch import nn
 from accel_train import __version__
 from accel_train.checkpoint import check, folder_of
 from accel_train.evaluation import EvaluationLeft, evaluate
-from accel_train.files import private_files
 from accel_train.observe import write_report
-from accel_train.observe.ledger import write_json
+from accel_train.observe.ledger import json_text
+from accel_train.ownership import replacing, write_file
 from accel_train.precision import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
 from accel_train.recipe import Evaluate
 from accel_train.redaction import redact
@@ -180,18 +179,17 @@ def finish_run(run: Run) -> dict[str, Any]:
         if not run.accelerator.is_main_process:
             summary: dict[str, Any] = {}
         else:
-            with private_files():
-                save_model(run, model)
+            save_model(run, model)
             summary = summarise(run, model)
     if not run.accelerator.is_main_process:
         run.accelerator.wait_for_everyone()
         run.observer.finish({})
         return {}
     if run.last_details:
-        write_json(run.output_dir / "evaluation.json", run.last_details)
+        write_file(run.output_dir / "evaluation.json", json_text(run.last_details).encode(), run.output_dir)
     run.observer.finish(summary)
     try:
-        report: Path | str = write_report([run.output_dir])
+        report: Path | str = write_report([run.output_dir], may_move=True)
     except OSError as error:  # the weights are saved; a full disk should not make a finished run fail
         report = f"could not be written ({error}); accel-train report {run.output_dir} tries again"
     _say(run, summary, report)
@@ -241,20 +239,14 @@ def whole_model(run: Run) -> nn.Module:
 def save_model(run: Run, model: nn.Module) -> Path:
     """The trained weights as `model/`, whole or not at all, ready for `from_pretrained`; adapters as `adapter/` beside it."""
     final = run.output_dir / "model"
-    aside, old = final.with_name(".tmp-model"), final.with_name(".trash-model")
-    for leftover in (aside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside.mkdir(mode=0o700)
     if (section := run.recipe.model.lora) is not None:
         from accel_train.lora import merge_adapters, save_adapters, without_adapters
 
-        save_adapters(model, run.recipe.model, run.output_dir / "adapter")
+        with replacing(run.output_dir / "adapter") as aside:
+            save_adapters(model, run.recipe.model, aside)
         model = merge_adapters(model) if section.merge else without_adapters(model)
-    run.task.save(model, run.data, aside)
-    if final.exists():
-        final.rename(old)
-    aside.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    with replacing(final) as aside:
+        run.task.save(model, run.data, aside)
     return final
 
 

@@ -1,4 +1,4 @@
-"""The folder of an incident: published whole or not at all, and readable by its owner alone."""
+"""The folder of an incident: published whole or not at all."""
 
 import json
 import os
@@ -64,16 +64,14 @@ def write_incident(
     final = root / str(record["folder"])
     aside = root / f".tmp-{final.name}-{os.getpid()}"
     try:
-        root.mkdir(mode=0o700, exist_ok=True)
+        root.mkdir(exist_ok=True)
         remove_leftovers(root)
-        aside.mkdir(mode=0o700)
+        aside.mkdir()
         for name, content in batches.items():
             write_atomically(aside / name, content)
         if weights is not None:
             path = aside / WEIGHTS
-            path.touch(mode=0o600)
             save_file(dict(weights), path)
-            path.chmod(0o600)
             sync(path)
         write_json(aside / RECORD, record)
         write_atomically(aside / TEXT, format_incident(record).encode())

@@ -13,8 +13,8 @@ from accel_train.observe import (
     Trackers,
     peak_flops,
 )
-from accel_train.observe.ledger import read_events
-from accel_train.recipe_writing import write_recipe
+from accel_train.observe.ledger import RECIPE_FILE, read_events
+from accel_train.recipe_writing import format_recipe
 from accel_train.redaction import redact
 from accel_train.rollback_record import describe
 from accel_train.run import Run
@@ -75,7 +75,7 @@ def device_peak(run: Run) -> float | None:
 
 def introduce(run: Run, folder: RunFolder) -> None:
     """Say what was decided, and why; write the resolved recipe; note the start or the resume."""
-    write_recipe(run.recipe, folder.path / "recipe.yaml", run.choices)
+    folder.write_text(RECIPE_FILE, format_recipe(run.recipe, run.choices))
     width = max(map(len, run.choices))
     for name, choice in run.choices.items():
         value = f"{choice.value:g}" if isinstance(choice.value, float) else str(choice.value)

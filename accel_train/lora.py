@@ -91,7 +91,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 def save_adapters(model: nn.Module, recipe_model: Model, folder: Path) -> None:
     """The adapters alone, as `PeftModel.from_pretrained(base, folder)` reads them."""
     assert recipe_model.lora is not None
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     bare = without_adapters(model)
     config = adapter_config(bare, recipe_model.lora)
     config.base_model_name_or_path = recipe_model.pretrained

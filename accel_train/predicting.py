@@ -4,8 +4,8 @@ import csv
 import io
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.evaluation import evaluation_mode, evaluation_reader, rows_in_order
-from accel_train.files import write_atomically
+from accel_train.files import is_written_into
+from accel_train.ownership import check_file, check_folder, output_path, replacing, staging_of, write_file
 from accel_train.sampling import evaluation_batches
 from accel_train.state import RecipeError
 from accel_train.trained import TrainedRun, check_finished, open_run, recipe_of_trained
@@ -39,12 +40,16 @@ def open_for_prediction(
         ValueError: there is no finished run, no data, or its task predicts nothing for a sample; or a file of no known kind.
     """
     check_finished(folder)
-    table = folder / "predictions.csv" if out is None else Path(out)
-    if table.suffix.lower() not in SUFFIXES:
+    table = folder / "predictions.csv" if out is None else output_path(out)
+    if table.suffix.lower() not in SUFFIXES and not is_written_into(table):
         raise ValueError(f"--out {table}: its name must end in {', '.join(SUFFIXES)}, which says how it is written")
-    if not table.parent.is_dir():
-        raise ValueError(f"--out {table}: there is no folder {table.parent}; make it first")
-    if recipe_of_trained(folder, data, settings).task == "causal-lm":
+    check_file(table, folder, f"--out {table}")
+    task = recipe_of_trained(folder, data, settings).task
+    if task == "semantic-segmentation" and is_written_into(table):
+        raise ValueError(f"--out {table} is no regular file, and masks need a folder beside it; give a file")
+    if task == "semantic-segmentation":
+        check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
+    if task == "causal-lm":
         raise ValueError(
             f"{folder} is a language model, which has no label for a sample; `accel-train generate {folder}` writes text"
         )
@@ -61,13 +66,35 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
     Raises:
         RecipeError: the task predicts nothing for a sample.
     """
-    assert run.data.eval is not None
-    masks = out.with_name(f"{out.stem}-masks")
-    aside = masks.with_name(f".tmp-{masks.name}")
+    masks = _masks_of(out)
     main = run.accelerator.is_main_process
-    if main:
-        shutil.rmtree(aside, ignore_errors=True)
-    run.accelerator.wait_for_everyone()
+    with replacing(masks) if main and not is_written_into(out) else nullcontext(staging_of(masks)) as aside:
+        run.accelerator.wait_for_everyone()
+        gathered = _predict_all(run, aside)
+        has_masks = main and any(aside.glob("*.png"))
+    if not gathered:
+        raise RecipeError(
+            f"task={run.recipe.task} predicts nothing for a sample; `accel-train evaluate` gives its metrics"
+        )
+    if not main:
+        return None
+    columns: Columns = {"id": [run.data.source.row_ids(index) for index in gathered["index"].tolist()]}
+    if has_masks:
+        columns["mask"] = [f"{masks.name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
+    else:
+        names = tuple(getattr(run.data.source, "label_names", ()))
+        columns |= label_columns(gathered, names, labelled=run.recipe.data.label_column is not None)
+    return write_table(columns, out, run.folder)
+
+
+def _masks_of(table: Path) -> Path:
+    """The folder of masks beside a table."""
+    return table.with_name(f"{table.stem}-masks")
+
+
+def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
+    """What is predicted for each sample, in order, on the main process; masks are written into their folder."""
+    assert run.data.eval is not None
     rows: dict[str, list[Tensor]] = {}
     size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
     indices = evaluation_batches(len(run.data.eval), size, run.accelerator.process_index, processes)  # type: ignore[arg-type]
@@ -76,7 +103,7 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
         for index, (batch, _) in zip(indices, reader, strict=True):
             found = dict(run.inner(batch, "predictions"))
             if "mask" in found:
-                _write_masks(aside, run, index, {name: value.cpu().numpy() for name, value in found.items()})
+                _write_masks(masks, run, index, {name: value.cpu().numpy() for name, value in found.items()})
                 found = {}
             elif not found:
                 break
@@ -86,22 +113,7 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
                 del found["scores"]
             for name, value in {"index": torch.tensor(index), **found}.items():
                 rows.setdefault(name, []).append(value.cpu())
-    gathered = rows_in_order(run.accelerator, rows)
-    if not gathered:
-        raise RecipeError(
-            f"task={run.recipe.task} predicts nothing for a sample; `accel-train evaluate` gives its metrics"
-        )
-    if not main:
-        return None
-    columns: Columns = {"id": [run.data.source.row_ids(index) for index in gathered["index"].tolist()]}
-    if aside.is_dir():
-        shutil.rmtree(masks, ignore_errors=True)
-        aside.rename(masks)
-        columns["mask"] = [f"{masks.name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
-    else:
-        names = tuple(getattr(run.data.source, "label_names", ()))
-        columns |= label_columns(gathered, names, labelled=run.recipe.data.label_column is not None)
-    return write_table(columns, out)
+    return rows_in_order(run.accelerator, rows)
 
 
 def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, labelled: bool) -> Columns:
@@ -143,8 +155,11 @@ def _numbers(values: NDArray[Any]) -> list[float]:
     return [float(str(value)) for value in values]
 
 
-def write_table(columns: Columns, out: Path) -> Path:
-    """A csv, jsonl or parquet file by the end of its name, whole or not at all; returns its path."""
+def write_table(columns: Columns, out: Path, home: Path) -> Path:
+    """A csv, jsonl or parquet file by the end of its name, whole or not at all; returns its path.
+
+    `home` is the run folder, which keeps its digest.
+    """
     kind = out.suffix.lower()
     if kind == ".parquet":
         import pyarrow
@@ -152,16 +167,16 @@ def write_table(columns: Columns, out: Path) -> Path:
 
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
-        return write_atomically(out, buffer.getvalue())
+        return write_file(out, buffer.getvalue(), home)
     text = io.StringIO(newline="")
-    if kind == ".csv":
+    if kind != ".jsonl":  # a device has no ending
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(zip(*columns.values(), strict=True))
     else:
         for row in zip(*columns.values(), strict=True):
             text.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n")
-    return write_atomically(out, text.getvalue().encode())
+    return write_file(out, text.getvalue().encode(), home)
 
 
 def _mask_name(run: TrainedRun, index: int) -> str:

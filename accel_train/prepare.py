@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from numpy.typing import NDArray
 from torch import nn
 
@@ -44,6 +46,7 @@ from accel_train.observe import (
 )
 from accel_train.observe.several import Several
 from accel_train.optim import build_optimizer, name_parameters, set_learning_rate
+from accel_train.ownership import refuse_inputs_in
 from accel_train.peers import open_peers
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Recipe
@@ -119,6 +122,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     recipe = with_launch_environment(recipe)
     if task is None:
         task = check_recipe(recipe)
+    refuse_inputs_in(Path(recipe.output_dir), _inputs(recipe))
     processes = start_processes(offloads=recipe.parallel.cpu_offload)
     check_launcher(processes.num_processes)
     sharding = choose_sharding(recipe.parallel, processes.num_processes, processes.device)
@@ -141,8 +145,11 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         watchdog = open_watchdog(recipe, accelerator, extensions, stop)
         if watchdog is not None:
             resources.enter_context(watchdog)
-        folder = resources.enter_context(RunFolder(Path(recipe.output_dir))) if accelerator.is_main_process else None
-        run = _build(recipe, task, accelerator, sizes, choices, extensions)
+        folder = RunFolder(Path(recipe.output_dir)) if accelerator.is_main_process else None
+        if folder is not None:
+            folder.check()
+        hold = partial(hold_run_folder, resources, accelerator, folder)
+        run = _build(recipe, task, accelerator, sizes, choices, extensions, hold)
         own = open_observer(run, folder) if folder is not None else run.observer
         run.observer = resources.enter_context(Several((own, *extensions.observers)) if extensions.observers else own)
         if folder is not None:
@@ -156,6 +163,37 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
             resources.push(watchdog.note_end)  # called first: what is closed after it may take its time
         run.resources = resources.pop_all()
         return run
+
+
+def _inputs(recipe: Recipe) -> dict[str, str]:
+    """What a recipe reads, by the name of the setting."""
+    tokenizer = recipe.tokenizer_in_use
+    found = {
+        "model.pretrained": recipe.model.pretrained,
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else None,
+    }
+    for name, value in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        values = (value,) if isinstance(value, str) else value or ()
+        found |= {name if len(values) == 1 else f"{name}[{index}]": each for index, each in enumerate(values)}
+    return {name: value for name, value in found.items() if value}
+
+
+def hold_run_folder(resources: ExitStack, accelerator: Accelerator, folder: RunFolder | None) -> None:
+    """Open the run folder on the main process until the run ends; what is wrong with it is raised on all of them.
+
+    Raises:
+        ValueError: as `RunFolder`.
+    """
+    problem: list[ValueError | None] = [None]
+    if folder is not None:
+        try:
+            resources.enter_context(folder)
+        except ValueError as error:
+            problem[0] = error
+    if accelerator.num_processes > 1:
+        broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise problem[0]
 
 
 def open_watchdog(
@@ -175,6 +213,7 @@ def _build(
     sizes: BatchSizes,
     choices: dict[str, Choice[Any]],
     extensions: Extensions,
+    hold: Callable[[], None],
 ) -> Run:
     device = accelerator.device
     data = read_data(task, recipe, progress=accelerator.is_main_process)
@@ -186,6 +225,7 @@ def _build(
     workers = choose_num_workers(recipe.data.num_workers, data, accelerator.num_processes)
     pin = choose_pin_memory(recipe.data.pin_memory, device)
     identity = run_identity(recipe, data, sizes, steps)
+    hold()  # data that cannot be read leave no folder behind; and nothing of the folder is read before it is held
     found = agree_on_checkpoint(recipe, accelerator, identity)
 
     torch.manual_seed(recipe.seed)  # the same first weights on every process

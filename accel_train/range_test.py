@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.files import write_atomically
-from accel_train.observe.ledger import write_json
+from accel_train.observe.ledger import json_text
 from accel_train.observe.range_chart import draw_range_test
+from accel_train.ownership import check_file, write_file
 
 MIN_STEPS = 20
 """Fewer steps than this before the loss diverges say nothing about its slope."""
+_FILES = ("find-lr.json", "find-lr.png")
 FIRST_STEPS = 5
 """Their mean loss is what later losses are compared with."""
 _CLEAR_FALL = 9.0
@@ -108,9 +109,22 @@ def local_lines(values: Array) -> tuple[Array, Array, float]:
     return (s2 * m0 - s1 * m1) / determinant, (s0 * m1 - s1 * m0) / determinant, 2 * math.sqrt(math.pi) * width
 
 
+def check_place(folder: Path) -> None:
+    """Refuse a folder in which `write_test` would replace what it did not write.
+
+    Raises:
+        ValueError: that, or the folder is a file.
+    """
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        raise ValueError(f"--out {folder}: {above} is a file; give a folder")
+    for name in _FILES if folder.is_dir() else ():
+        check_file(folder / name, folder, str(folder / name))
+
+
 def write_test(test: RangeTest, folder: Path) -> tuple[Path, Path]:
     """`find-lr.json` and `find-lr.png` into a folder; returns their paths."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     index = test.suggestion.index
     record = {
         "learning_rate": test.learning_rate,
@@ -124,7 +138,8 @@ def write_test(test: RangeTest, folder: Path) -> tuple[Path, Path]:
         ],
     }
     picture = draw_range_test(test.rates, test.losses, test.suggestion.smoothed, index)
-    return write_json(folder / "find-lr.json", record), write_atomically(folder / "find-lr.png", picture)
+    as_json, as_png = (folder / name for name in _FILES)
+    return write_file(as_json, json_text(record).encode(), folder), write_file(as_png, picture, folder)
 
 
 def _padded(test: RangeTest) -> list[float | None]:

@@ -21,6 +21,7 @@ from accel_train.recipe_values import (
     PositiveFloat,
     PositiveInt,
     Section,
+    path_problem,
 )
 
 
@@ -320,6 +321,13 @@ class Recipe(Section):
     """Free settings for a task of your own; the package's tasks take none."""
 
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def writes_to_a_folder(self) -> "Recipe":
+        problem = path_problem(self.output_dir)
+        if problem is not None:
+            raise ValueError(f"output_dir {problem}")
+        return self
 
     def __eq__(self, other: object) -> bool:
         """The same settings; who set them is no part of it, so a recipe equals what was written of it and read again."""

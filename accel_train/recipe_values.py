@@ -1,5 +1,6 @@
 """What every section of a recipe is made of: the kinds of numbers, and who set a value."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,6 +12,15 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Auto = Literal["auto"]
+
+
+def path_problem(text: str) -> str | None:
+    """What is wrong with the name of a place to write to, as the end of a sentence; None where nothing is."""
+    if not text.strip():
+        return "is blank: give a path (is a shell variable not set?)"
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        return "is no path: only folders of this machine's file systems can be written to; mount the storage, or copy there later"
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """A recipe as YAML that can be run again: each value with who set it, and no secrets."""
 
-import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,24 +18,14 @@ def format_recipe(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingPr
     """The recipe as YAML that can be run again as it is; each line ends with who set its value, and what auto chose.
 
     `choices` are by dotted name. What is `auto` stays so: elsewhere it may choose otherwise. Secrets are redacted.
+
+    Raises:
+        ValueError: the recipe holds an object of Python that YAML has no form for.
     """
     lines = ["# A resolved recipe: `accel-train run` trains it again as it is. Behind each value: who set it."]
     for depth, field, value, who in setting_lines(recipe, choices):
         lines.append("  " * depth + f"{field}: {value}".rstrip() + (f"  # {who}" if who else ""))
     return "\n".join(lines) + "\n"
-
-
-def write_recipe(recipe: Recipe, path: Path, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> None:
-    """Write `format_recipe` to a file, whole or not at all, readable by its owner alone.
-
-    Raises:
-        ValueError: the recipe holds an object of Python that YAML has no form for.
-    """
-    text = format_recipe(recipe, choices)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.touch(mode=0o600)  # as all of a run folder: for its owner alone
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def who_set(recipe: Recipe, name: str) -> str:

@@ -18,6 +18,7 @@ from accel_train.checkpoint import checkpoint_folders, remove, step_of
 from accel_train.guard import is_passed_over
 from accel_train.health import TAGS
 from accel_train.observe.ledger import METRICS_FILE, RECIPE_FILE, read_events, read_metrics
+from accel_train.ownership import recipe_of_run
 from accel_train.plan import Plan, resolve_plan
 from accel_train.recipe_file import load_recipe
 from accel_train.rehearsal import Rehearsal, gib, processes_of
@@ -78,7 +79,8 @@ def prove_resume(
         SittingFailed, CheckpointError: as `rehearse_recipe`; no checkpoint is valid.
     """
     _check(steps, processes)
-    if not (run / RECIPE_FILE).is_file():
+    path = recipe_of_run(run)
+    if path is None:
         raise ValueError(f"{run} holds no {RECIPE_FILE}; give the output_dir of a run")
     check_settings(settings)
     recipe, settings = read_recipe(run, settings), reader_settings(settings)
@@ -89,7 +91,7 @@ def prove_resume(
     if trainer["state"]["stopped_early"]:
         raise ValueError(f"{newest} is of a run that was stopped early: a resume trains no further")
     plan = resolve_plan(recipe, processes or trainer["world_size"], progress=sys.stderr.isatty())
-    return _rehearse(str(run / RECIPE_FILE), settings, plan, run, newest, steps // 2, say)
+    return _rehearse(str(path), settings, plan, run, newest, steps // 2, say)
 
 
 def _check(steps: int, processes: int | None) -> None:
@@ -235,7 +237,7 @@ def _changed_settings(plan: Plan, steps: tuple[int, int], every: int) -> dict[st
 def _begin_with(newest: Path | None, run_folder: Path) -> None:
     """A run folder with a copy of this checkpoint and what belongs to it: links where the disk has them, for files never change."""
     root = run_folder / "checkpoints"
-    root.mkdir(mode=0o700, parents=True)
+    root.mkdir(parents=True)
     if newest is None:
         return
     shutil.copytree(newest, root / newest.name, copy_function=_link_or_copy)

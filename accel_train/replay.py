@@ -20,6 +20,7 @@ from accel_train.evidence import describe_device
 from accel_train.module_watch import Call, ModuleWatch
 from accel_train.observe.incident_record import INCIDENTS, WEIGHTS, read_incident
 from accel_train.observe.ledger import RECIPE_FILE
+from accel_train.ownership import recipe_of_run
 from accel_train.precision import set_backends, start_accelerator, start_processes
 from accel_train.rerun import Outcome, RandomState, Rerun
 from accel_train.resolve import change_model
@@ -81,7 +82,8 @@ def replay_incident(
     if not files:
         raise ValueError(f"{folder} keeps no micro-batch ({record['sentence']}), so there is nothing to compute again")
     run_folder = folder.resolve().parent.parent
-    if not (run_folder / RECIPE_FILE).is_file():
+    path = recipe_of_run(run_folder)
+    if path is None:
         raise ValueError(
             f"{run_folder} has no {RECIPE_FILE}: an incident is computed again where it lies, in RUN/{INCIDENTS}/STEP"
         )

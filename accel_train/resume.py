@@ -1,6 +1,7 @@
 """Going on with a run: which checkpoint, whether it is of this very run, and the same answer on every process."""
 
 import heapq
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +26,13 @@ from accel_train.checkpoint import (
 )
 from accel_train.files import digests_of, write_atomically
 from accel_train.identity import Change, identity_changes, identity_origins
+from accel_train.ownership import RESOLVED_RECIPE, is_resolved_recipe, move_to_previous
 from accel_train.recipe import Recipe
 from accel_train.rollback_record import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
 from accel_train.state import CheckpointError, Rollback
+
+_FINISHED = ("summary.json", "model")
+"""What only the end of a run leaves."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any], digests: Digest
         remove_abandoned(root, rollbacks)
         newest, broken = newest_valid(root, digests)
         if newest is None:
+            _refuse_finished(folder)
             return Found(None, rollbacks=tuple(rollbacks))
         path = newest
     else:
@@ -153,7 +159,7 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any], digests: Digest
     previous = None
     if resume != "auto" and path.parent == root.resolve():
         newer = [found for found in checkpoint_folders(root) if (step_of(found) or 0) > (step_of(path) or 0)]
-        previous = _move_to_previous(folder, newer, "checkpoints") if newer else None
+        previous = move_to_previous(folder, newer, "checkpoints") if newer else None
     elif resume != "auto":
         previous, rollbacks = set_aside(folder), rollbacks_of(path)
     for status in broken:
@@ -167,9 +173,19 @@ def _prove_writable(root: Path) -> None:
         raise ValueError(f"{root} is no folder, and checkpoints are to be written there; move it away")
     try:
         if root.exists():
-            write_atomically(root / ".probe", b"can be written\n", durable=False).unlink()
+            write_atomically(root / f".probe-{secrets.token_hex(4)}", b"", durable=False).unlink()
     except OSError as error:
         raise ValueError(f"{root} cannot be written: {error.strerror}; give another output_dir") from error
+
+
+def _refuse_finished(folder: Path) -> None:
+    """A finished run whose checkpoints were removed is no empty folder: a new run in it would replace its model."""
+    left = [name for name in _FINISHED if (folder / name).exists()]
+    if left:
+        raise ValueError(
+            f"output_dir={folder} holds {left[0]} of an earlier run, and its checkpoints are gone; give another output_dir; or "
+            "--checkpoint.resume never, to start anew and keep the old run in previous-N"
+        )
 
 
 def refusal(path: Path, changes: Sequence[Change]) -> str:
@@ -187,21 +203,13 @@ def refusal(path: Path, changes: Sequence[Change]) -> str:
 def set_aside(run_folder: Path) -> Path | None:
     """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing; returns that folder."""
     names = (
-        *("metrics.jsonl", "events.jsonl", "summary.json", "evaluation.json", "model", "adapter", "report.html"),
-        *("recipe.yaml", "incidents", ROLLBACKS),
+        *("metrics.jsonl", "events.jsonl", "evaluation.json", "adapter", "report.html"),
+        *(RESOLVED_RECIPE, "incidents", *_FINISHED, ROLLBACKS),
         "checkpoints",  # last: while they are there, a start after a kill sets aside what is left
     )
-    if not any((run_folder / name).exists() for name in ("checkpoints", ROLLBACKS)):
+    if not any((run_folder / name).exists() for name in (*_FINISHED, ROLLBACKS, "checkpoints")):
         return None
     left = [*run_folder.glob("report-*.png"), *(run_folder / name for name in names if (run_folder / name).exists())]
-    return _move_to_previous(run_folder, left)
-
-
-def _move_to_previous(run_folder: Path, paths: Sequence[Path], below: str = "") -> Path:
-    used = [entry.name.removeprefix("previous-") for entry in run_folder.glob("previous-*")]
-    previous = run_folder / f"previous-{1 + max((int(number) for number in used if number.isdigit()), default=0)}"
-    target = previous / below
-    target.mkdir(mode=0o700, parents=True)
-    for path in paths:
-        path.rename(target / path.name)
-    return previous
+    if is_resolved_recipe(run_folder / "recipe.yaml"):  # of an older version; any other is the user's
+        left.insert(0, run_folder / "recipe.yaml")
+    return move_to_previous(run_folder, left)

@@ -21,8 +21,8 @@ def write_stacks(path: Path, rank: int, *, aloud: bool) -> None:
     """The stack of every thread of this process, into a file and, `aloud`, to stderr; a disk that does not answer is left."""
 
     def write() -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
     within(2.0, write)

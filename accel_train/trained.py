@@ -17,6 +17,7 @@ from accel_train.data.tables import MissingColumn
 from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
 from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_record
+from accel_train.ownership import recipe_of_run
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
 from accel_train.recipe import Loss, Model, Recipe
 from accel_train.recipe_data import Data
@@ -136,7 +137,7 @@ def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     Raises:
         ValueError: the recipe is bad, or its task is code that lies in the run folder.
     """
-    recipe = load_recipe(folder / RECIPE_FILE, arguments=reader_settings(settings))
+    recipe = load_recipe(recipe_of_run(folder) or folder / RECIPE_FILE, arguments=reader_settings(settings))
     refuse_task_within(recipe.task, folder)
     return recipe
 
@@ -154,12 +155,12 @@ def check_finished(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
-    if not (folder / RECIPE_FILE).is_file():
+    recipe = recipe_of_run(folder)
+    if recipe is None:
         raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
     if not (folder / "model" / "config.json").is_file():
         raise ValueError(
-            f"{folder} has no trained model yet (no model/config.json); "
-            f"accel-train run {folder / RECIPE_FILE} goes on with it"
+            f"{folder} has no trained model yet (no model/config.json); accel-train run {recipe} goes on with it"
         )
 
 

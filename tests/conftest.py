@@ -69,6 +69,14 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def umask() -> Iterator[Callable[[int], int]]:
+    """Sets the umask for a test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.fixture
 def started() -> Iterator[list[Forked]]:
     """What a test has started: killed after it, whatever became of it."""
     runs: list[Forked] = []

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,18 @@ def save(root: Path, step: int) -> Path:
     )
 
 
-def test_published_checkpoint_is_valid_private_and_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_published_checkpoint_is_valid_alone_and_follows_the_umask(
+    tmp_path: Path, mask: int, umask: Callable[[int], int]
+) -> None:
+    umask(mask)
     root = tmp_path / "checkpoints"
     folder = save(root, 7)
     assert folder.name == "step-00000007"
     assert check(folder) == CheckpointStatus(folder, 7, None)
     assert [entry.name for entry in root.iterdir()] == [folder.name]
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777 & ~mask
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o666 & ~mask}
 
 
 def test_newest_is_by_step_number_not_by_text_or_time(tmp_path: Path) -> None:

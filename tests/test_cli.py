@@ -211,7 +211,7 @@ def test_the_recipes_settings_are_told_from_the_commands_own_flags(
 def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--schedule.max_steps", "4", "r.yaml", "--seed=5"]) == 0
     assert json.loads(Path("out/summary.json").read_text())["steps"] == 4
-    written = Path("out/recipe.yaml").read_text()
+    written = Path("out/recipe.resolved.yaml").read_text()
     assert "max_steps: 4  # --schedule.max_steps" in written
     assert "seed: 5  # --seed" in written
     assert "per_device_batch_size: auto  # default" in written
@@ -250,7 +250,7 @@ def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.Capture
 
 def test_the_recipe_in_the_run_folder_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "r.yaml"]) == 0
-    assert main(["run", "out/recipe.yaml", "--output_dir", "again"]) == 0
+    assert main(["run", "out/recipe.resolved.yaml", "--output_dir", "again"]) == 0
     first, again = (json.loads(Path(run, "summary.json").read_text()) for run in ("out", "again"))
     assert first["steps"] == again["steps"] == 3
 

@@ -151,7 +151,7 @@ def test_settings_of_data_and_evaluation_are_taken() -> None:
     "arguments, said",
     [
         (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
-        (["cache"], "cache is no run folder (it has no recipe.yaml)"),
+        (["cache"], "cache is no run folder (it has no recipe.resolved.yaml)"),
         (["unfinished"], "unfinished has no trained model yet (no model/config.json); accel-train run"),
         (["digits", "--data", "nowhere.csv"], "nowhere.csv"),
         (["digits", "--optimizer.learning_rate", "1"], "--optimizer.learning_rate changes nothing of a model that is trained"),
@@ -164,7 +164,7 @@ def test_a_mistake_is_one_line_and_exits_with_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("unfinished").mkdir(exist_ok=True)
-    Path("unfinished/recipe.yaml").write_text(Path("digits/recipe.yaml").read_text())
+    Path("unfinished/recipe.resolved.yaml").write_text(Path("digits/recipe.resolved.yaml").read_text())
     assert main(["evaluate", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -173,7 +173,7 @@ def test_a_mistake_is_one_line_and_exits_with_2(
 
 
 def test_a_run_that_held_out_nothing_asks_for_data(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = Path("text/recipe.yaml")
+    recipe = Path("text/recipe.resolved.yaml")
     before = recipe.read_text()
     recipe.write_text(before.replace("eval_fraction: 0.1", "eval_fraction: 0.0"))
     try:

@@ -221,12 +221,10 @@ def broken_run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_incident_holds_what_a_stranger_needs_and_is_for_its_owner_alone(broken_run: Path) -> None:
+def test_incident_holds_what_a_stranger_needs(broken_run: Path) -> None:
     folder = broken_run / "incidents" / "step-00000003"
     names = {path.name for path in folder.iterdir()}
     assert names == {"incident.json", "incident.md", "batch-rank-0.safetensors", "weights.safetensors"}
-    assert (folder.parent.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o700, 0o700)
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     record = read_incident(folder)
     assert [step for step, _ in record["last_losses"]] == [1, 2, 3]
     assert record["learning_rate"] > 0

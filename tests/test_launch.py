@@ -125,7 +125,9 @@ def test_accelerate_launch_with_the_fsdp2_file_trains_a_sharded_model(corpus: Pa
     command += ["--num_processes", "2", "--main_process_port", "0", "-m", "accel_train", "run", str(recipe)]
     subprocess.run(command, env=environment(ACCELERATE_USE_CPU="true"), check=True, timeout=240)
     assert list(losses(corpus / "run")) == [1, 2, 3]
-    assert "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in (corpus / "run" / "recipe.yaml").read_text()
+    assert (
+        "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in (corpus / "run" / "recipe.resolved.yaml").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -136,7 +138,8 @@ def test_accelerate_launch_with_the_zero3_file_trains_under_deepspeed(corpus: Pa
     subprocess.run(command, env=environment(ACCELERATE_USE_CPU="true"), check=True, timeout=240)
     assert list(losses(corpus / "run")) == [1, 2, 3]
     assert (
-        "strategy: deepspeed  # ACCELERATE_USE_DEEPSPEED of the launch" in (corpus / "run" / "recipe.yaml").read_text()
+        "strategy: deepspeed  # ACCELERATE_USE_DEEPSPEED of the launch"
+        in (corpus / "run" / "recipe.resolved.yaml").read_text()
     )
 
 

@@ -223,7 +223,7 @@ def test_trained_run_leaves_everything_a_person_wants(corpus: Path) -> None:
     result = train(recipe)
     folder = corpus / "run"
     for name in (
-        "recipe.yaml",
+        "recipe.resolved.yaml",
         "metrics.jsonl",
         "events.jsonl",
         "summary.json",
@@ -244,5 +244,5 @@ def test_trained_run_leaves_everything_a_person_wants(corpus: Path) -> None:
     assert model.config._attn_implementation == "sdpa"
     assert model.config.vocab_size % 64 == 0
     assert tokenizer.decode(tokenizer("loss")["input_ids"]) == "loss"
-    again = Recipe.from_yaml(str(folder / "recipe.yaml"))
+    again = Recipe.from_yaml(str(folder / "recipe.resolved.yaml"))
     assert again == recipe

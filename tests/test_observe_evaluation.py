@@ -40,7 +40,7 @@ def make_run(
         found = [{"accuracy": 0.5}, {"accuracy": math.nan}, {"accuracy": 0.8}] if evals is None else evals
         for number, scores in enumerate(found, start=1):
             folder.append_metrics({"step": 10 * number, "split": "eval", "loss": 1 / number, "seconds": 1.0, **scores})
-        folder.write_text("recipe.yaml", f"task: {task}\n")
+        folder.write_text("recipe.resolved.yaml", f"task: {task}\n")
         folder.write_summary({"status": "finished", "num_targets": 640, "baselines": baselines, "steps": 20})
         if metrics is not None or details is not None:
             write_json(path / "evaluation.json", {"step": 20, "metrics": metrics or {}, "details": details or {}})

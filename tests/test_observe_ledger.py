@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +45,17 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_run_folder_is_created_with_its_parents_for_its_owner_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_run_folder_and_its_parents_follow_the_umask(tmp_path: Path, mask: int, umask: Callable[[int], int]) -> None:
+    umask(mask)
     with RunFolder(tmp_path / "runs" / "first") as folder:
         folder.append_metrics({"step": 1, "split": "train"})
         folder.append_event({"step": 1, "event": "skip"})
         folder.write_summary({"steps": 1})
         assert folder.lock.value is True
-        assert mode_of(folder.path) == mode_of(folder.path.parent) == 0o700
-        assert {mode_of(path) for path in folder.path.iterdir()} == {0o600}
-        assert not (folder.path / ".probe").exists()
+        assert mode_of(folder.path) == mode_of(folder.path.parent) == 0o777 & ~mask
+        assert {mode_of(path) for path in folder.path.iterdir()} == {0o666 & ~mask}
+        assert not list(folder.path.glob(".probe*"))
 
 
 def test_numbers_json_lacks_are_written_as_strings_and_read_back_as_floats(tmp_path: Path) -> None:
@@ -87,6 +90,7 @@ def test_floats_survive_the_ledger_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3}', b"\xe2\x82", b"\x00" * 100_000])
 def test_a_line_torn_by_a_kill_is_not_read_and_cut_off_before_the_next_is_written(tmp_path: Path, torn: bytes) -> None:
     whole = b"".join(b'{"step": %d, "split": "train", "event": "skip"}\n' % step for step in (1, 2))
+    RunFolder(tmp_path).open().close()
     for name in ("metrics.jsonl", "events.jsonl"):
         (tmp_path / name).write_bytes(whole + torn)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]

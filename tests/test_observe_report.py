@@ -62,7 +62,7 @@ def make_run(path: Path, *, summary: dict[str, Any] | None = SUMMARY, fp16: bool
             if step % 50 == 0:
                 folder.append_metrics({"step": step, "split": "eval", "loss": 2.1})
                 folder.append_event(utc_event("checkpoint", step, f"saved step-{step}", None, {}))
-        folder.write_text("recipe.yaml", RECIPE.format(**{"seed": 0, "learning_rate": 0.001, **recipe}))
+        folder.write_text("recipe.resolved.yaml", RECIPE.format(**{"seed": 0, "learning_rate": 0.001, **recipe}))
         if summary is not None:
             folder.write_summary(summary)
     return path
@@ -224,7 +224,7 @@ def test_a_killed_run_is_reported_from_what_it_left(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", summary=None)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 205, "spl')
-    (run / "recipe.yaml").unlink()
+    (run / "recipe.resolved.yaml").unlink()
     text = Page(write_report([run]).read_text()).text
     assert "No summary yet: still running, or killed" in text
     assert "Evaluation loss 2.1000" in text
@@ -288,7 +288,7 @@ def test_a_folder_without_a_run_is_an_error_that_says_what_is_missing(tmp_path: 
 
 def test_a_failed_report_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
-    (run / "report.html").write_text("old")
+    old = write_report([run]).read_bytes()
 
     def full_disk(source: Any, target: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -296,7 +296,7 @@ def test_a_failed_report_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("os.replace", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_report([run])
-    assert (run / "report.html").read_text() == "old"
+    assert (run / "report.html").read_bytes() == old
     assert not list(run.glob(".*.tmp"))
 
 

@@ -94,7 +94,7 @@ def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path
         ("damaged", "is damaged"),
         ("no batch", "keeps no micro-batch"),
         ("no weights", "cannot be read"),
-        ("moved away", "has no recipe.yaml"),
+        ("moved away", "has no recipe.resolved.yaml"),
         ("other device", "torch sees no such device"),
     ],
 )

@@ -163,7 +163,7 @@ def rewrite_trainer(folder: Path, trainer: Mapping[str, Any]) -> None:
 
 
 def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> None:
-    assert main(["run", str(copied / "run" / "recipe.yaml")]) == 0
+    assert main(["run", str(copied / "run" / "recipe.resolved.yaml")]) == 0
     assert events(copied / "run", "changes_accepted") == []
 
 

@@ -68,14 +68,16 @@ def assert_kept(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
             assert place < 0, f"{path}: {content[max(0, place - 100) : place + 60]!r}"
 
 
-def assert_private(folder: Path) -> None:
-    """Folders 0700, files 0600, all the way down."""
-    open_to_others = [
+def assert_umask_followed(folder: Path) -> None:
+    """All the way down: secrets are kept out of the files, not behind their modes."""
+    mask = os.umask(0)
+    os.umask(mask)
+    others = [
         f"{path.relative_to(folder)} {stat.S_IMODE(path.stat().st_mode):o}"
         for path in (folder, *folder.rglob("*"))
-        if stat.S_IMODE(path.stat().st_mode) != (0o700 if path.is_dir() else 0o600)
+        if stat.S_IMODE(path.stat().st_mode) != (0o777 if path.is_dir() else 0o666) & ~mask
     ]
-    assert open_to_others == []
+    assert others == []
 
 
 @pytest.fixture
@@ -101,17 +103,19 @@ def test_at_least_twenty_secrets_are_planted_and_each_is_one_by_name_or_form() -
             assert secrets_in(hidden) == 0, name
 
 
-def test_no_secret_reaches_the_run_folder_or_the_screen_and_the_folder_is_private(recipe: Path, tmp_path: Path) -> None:
+def test_no_secret_reaches_the_run_folder_or_the_screen_and_the_folder_follows_the_umask(
+    recipe: Path, tmp_path: Path
+) -> None:
     done = start(recipe)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     assert events(run, "skip")
-    for name in ("recipe.yaml", "report.html", "report-loss.png", "summary.json", "model/config.json"):
+    for name in ("recipe.resolved.yaml", "report.html", "report-loss.png", "summary.json", "model/config.json"):
         assert (run / name).is_file(), name
     assert list((run / "secret").rglob("events.out.*")), "the tracker wrote nothing, so nothing is proved"
-    assert "store.example/bucket" in (run / "recipe.yaml").read_text(), "what is no secret is kept"
+    assert "store.example/bucket" in (run / "recipe.resolved.yaml").read_text(), "what is no secret is kept"
     assert_kept(run, done)
-    assert_private(run)
+    assert_umask_followed(run)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_a_crash_that_tells_everything_is_told_without_secrets(recipe: Path, tmp
     assert "the service cannot be reached" in done.stderr
     assert "Traceback" in done.stderr
     assert_kept(tmp_path / "run", done)
-    assert_private(tmp_path / "run")
+    assert_umask_followed(tmp_path / "run")
 
 
 @pytest.mark.faults

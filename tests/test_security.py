@@ -34,7 +34,7 @@ from accel_train.snapshot import restore
 from accel_train.trained import check_weights, recipe_of_trained
 from runs import command, environment, recipe_dict, write_corpus, write_recipe_file
 
-NOT_READ = ("README.md", "generation_config.json", ".lock", "report.html", "healthy.json")
+NOT_READ = ("README.md", "generation_config.json", ".lock", "report.html", "healthy.json", ".accel_train.json")
 """Files that no command needs, so one that is broken is no reason to refuse."""
 
 
@@ -177,7 +177,7 @@ def test_pickled_weights_in_the_place_of_safetensors_are_refused_and_not_run(
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "recipe.yaml": recipe_of_trained,
+    "recipe.resolved.yaml": recipe_of_trained,
     "metrics.jsonl": read_metrics,
     "events.jsonl": read_events,
     "summary.json": read_summary,

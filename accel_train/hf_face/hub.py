@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import HfApi, ModelCard
 from transformers.modelcard import TrainingSummary
 
+from accel_train.ownership import write_file
 from accel_train.snapshot import OPTIMIZER, TRAINER
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def write_card(trainer: "Trainer", **facts: Any) -> None:
         tags += [tag for tag in ModelCard.load(path).data.tags or [] if tag not in tags]
     path.parent.mkdir(parents=True, exist_ok=True)
     card = TrainingSummary.from_trainer(trainer, tags=tags or None, **facts).to_model_card()
-    path.write_text(card, encoding="utf-8")
+    write_file(path, card.encode(), path.parent)  # a README of the user's is kept in previous-N
 
 
 def _upload(

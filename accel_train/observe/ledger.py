@@ -6,6 +6,7 @@ import math
 import numbers
 import os
 import re
+import secrets
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,14 +18,15 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from accel_train.files import write_atomically
+from accel_train.files import make_folders, write_atomically
+from accel_train.ownership import RESOLVED_RECIPE, check_claim, claim, write_file
 from accel_train.redaction import redact_text
 from accel_train.state import Choice, JsonRecord
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
-RECIPE_FILE = "recipe.yaml"
+RECIPE_FILE = RESOLVED_RECIPE
 
 # JSON has no NaN: these strings stand for the three floats it lacks, in both directions.
 NONFINITE_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -33,10 +35,10 @@ NONFINITE_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf
 class RunFolder:
     """One run's folder, held by one process at a time: `with RunFolder(path) as folder:`.
 
-    Only the main process opens it. What it creates is readable by its owner alone (folders 0700, files 0600).
+    Only the main process opens it. The modes of what it creates follow the umask.
 
     Raises:
-        ValueError: the path is a file, cannot be written, or another run holds it.
+        ValueError: the path is a file, cannot be written, another run holds it, or it holds what no run wrote.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,15 +51,36 @@ class RunFolder:
         self._events_fd = -1
 
     def open(self) -> Self:
-        """Create the folder, take its lock, and mend lines that a kill has torn."""
+        """Create the folder, take its lock, claim it, and mend lines that a kill has torn."""
         _create_writable_folder(self.path)
         try:
+            check_claim(self.path)
             self._take_lock()
+            claim(self.path)
+            self._sign()
             self._open_files()
         except BaseException:
             self.close()
             raise
         return self
+
+    def check(self) -> None:
+        """Find what is wrong with the folder before anything is created.
+
+        Raises:
+            ValueError: as of the class.
+        """
+        if not self.path.exists():
+            above = next(folder for folder in self.path.absolute().parents if folder.exists())
+            if above.is_dir() and not os.access(above, os.W_OK):
+                raise ValueError(f"output_dir={self.path} cannot be written; give a folder you can write")
+            return
+        check_claim(self.path)
+        if (self.path / ".lock").exists():
+            try:
+                self._take_lock()
+            finally:
+                self._free_lock()
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Add one line to metrics.jsonl; it survives a kill of this process from the moment this returns.
@@ -73,11 +96,11 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, whole or not at all."""
-        write_json(self.path / SUMMARY_FILE, summary)
+        self.write_text(SUMMARY_FILE, json_text(summary))
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a file of this folder (recipe.yaml, say), whole or not at all, and return its path."""
-        return write_atomically(self.path / name, text.encode())
+        """Write a file of this folder (summary.json, say), whole or not at all, and return its path."""
+        return write_file(self.path / name, text.encode(), self.path)
 
     def rewind(self, step: int, *, evaluated: bool = True) -> None:
         """Forget the metrics after `step`, because a resume computes them again; events are history and stay.
@@ -100,6 +123,10 @@ class RunFolder:
         self._close_files()
         if self._filelock is not None:
             self._holder_path.unlink(missing_ok=True)
+        self._free_lock()
+
+    def _free_lock(self) -> None:
+        if self._filelock is not None:
             self._filelock.release()
             self._filelock = None
         self.lock = Choice(False, "closed")
@@ -125,7 +152,7 @@ class RunFolder:
     def _take_lock(self) -> None:
         """Take the kernel's lock without waiting: it is free again as soon as its holder is gone, however it went."""
         # A fallback to an existence lock would outlive a SIGKILL, and the run could not resume by itself.
-        lock = FileLock(self.path / ".lock", thread_local=False, mode=0o600, fallback_to_soft=False)
+        lock = FileLock(self.path / ".lock", thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -140,6 +167,11 @@ class RunFolder:
             return
         self._filelock = lock
         self.lock = Choice(True, "held by the kernel, freed when this process ends")
+
+    def _sign(self) -> None:
+        """Say who holds the lock."""
+        if self._filelock is None:
+            return
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": _utc_now()}
         write_atomically(self._holder_path, json.dumps(holder).encode())
 
@@ -195,10 +227,14 @@ def _say_once(message: str) -> None:
 
 
 def write_json(path: Path, value: object) -> Path:
-    """Write values as JSON, whole or not at all; NaN and Infinity become strings, as in metrics.jsonl."""
+    """Write `json_text` of a value to a file, whole or not at all."""
+    return write_atomically(path, json_text(value).encode())
+
+
+def json_text(value: object) -> str:
+    """Return values as JSON; NaN and Infinity become strings, as in metrics.jsonl."""
     text = json.dumps(_to_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    text = _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)  # a row of a matrix on a line
-    return write_atomically(path, text.encode())
+    return _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)  # a row of a matrix on a line
 
 
 _NUMBERS = re.compile(r"\[\s+-?\d[\d.e+-]*(?:,\s+-?\d[\d.e+-]*)*\s+\]")
@@ -225,14 +261,12 @@ def _utc_now() -> str:
 
 
 def _create_writable_folder(path: Path) -> None:
-    """Create the folder and its missing parents (0700), and prove that a file can be written and renamed in it."""
+    """Create the folder and its missing parents, and prove that a file can be written and renamed in it."""
     try:
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        make_folders(path)
         if not path.is_dir():
             raise ValueError(f"output_dir={path} is a file; give a folder")
-        write_atomically(path / ".probe", b"can be written\n").unlink(missing_ok=True)
+        write_atomically(path / f".probe-{secrets.token_hex(4)}", b"can be written\n").unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(
             f"output_dir={path} cannot be written: {error.strerror}; give a folder you can write"
@@ -249,7 +283,7 @@ def _describe_holder(holder_path: Path) -> str:
 
 def _open_mended(path: Path) -> int:
     """Open for appending, after cutting off a last line without an end: the next line must not be glued to it."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     end = os.fstat(fd).st_size
     position = end
     while position > 0:  # backwards by blocks: a torn line is short, the file may not be

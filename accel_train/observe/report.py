@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from accel_train.files import write_atomically
+from accel_train.files import is_written_into
 from accel_train.observe.curves import Curves
 from accel_train.observe.evaluation import MAX_CLASSES, confusion_matrix, describe_evaluation
 from accel_train.observe.headlines import Run, shared_targets
 from accel_train.observe.incident_record import RECORD, incident_folders
 from accel_train.observe.ledger import (
     METRICS_FILE,
-    RECIPE_FILE,
     SUMMARY_FILE,
     read_events,
     read_metrics,
     read_record,
 )
 from accel_train.observe.pages import compare_baselines, compare_headlines, compare_recipes, describe_run
+from accel_train.ownership import check_file, recipe_of_run, write_file
 from accel_train.state import JsonRecord
 from accel_train.task import target_rate
 
@@ -43,29 +43,38 @@ SUMMARY_KINDS: dict[str, Any] = {
 """What the page formats as a mapping or as a number, and what it has to be for that."""
 
 
-def write_report(run_folders: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(run_folders: Sequence[Path], out: Path | None = None, *, may_move: bool = False) -> Path:
     """Write the report of a run (or the comparison of several), and its charts as PNG beside it.
 
     Args:
         run_folders: the folders of the runs, in the order in which they are shown.
         out: the HTML file, or a folder for it; none: `report.html` in the run's folder, and `comparison.html`
             beside the first of several runs.
+        may_move: move what is not ours to `previous-N/`, rather than refuse to replace it.
 
     Returns:
         The HTML file. The charts are called after it: `report-loss.png`, ...
 
     Raises:
-        ValueError: no folder is given, or one holds no run.
+        ValueError: no folder is given, one holds no run, or a file of the user's is in the way.
         OSError: the report cannot be written.
     """
     if not run_folders:
         raise ValueError("give at least one run folder to report on")
     runs = [load_run(Path(folder), name) for folder, name in zip(run_folders, _names(run_folders), strict=True)]
+    home = Path(run_folders[0])
     out = _output_file([Path(folder) for folder in run_folders], out)
+    if not may_move:
+        check_file(out, home, str(out))
     charts = draw_all(runs)
-    for chart in charts:
-        write_atomically(out.with_name(f"{out.stem}-{chart.name}.png"), chart.png)
-    return write_atomically(out, render_page(runs, charts).encode())
+    pictures = {out.with_name(f"{out.stem}-{chart.name}.png"): chart.png for chart in charts}
+    if is_written_into(out):
+        pictures = {}  # the page holds the charts as well
+    for path in () if may_move else pictures:
+        check_file(path, home, str(path))
+    for path, content in pictures.items():
+        write_file(path, content, home)
+    return write_file(out, render_page(runs, charts).encode(), home)
 
 
 def load_run(folder: Path, name: str | None = None) -> Run:
@@ -89,7 +98,8 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     curves = Curves(name or folder.resolve().name, by_split["train"], by_split["eval"], events)
     summary = _usable(read_record(folder / SUMMARY_FILE, damage), folder / SUMMARY_FILE, damage)
     evaluation = read_record(folder / EVALUATION_FILE, damage)
-    recipe_text = _read_or(lambda: (folder / RECIPE_FILE).read_text(encoding="utf-8", errors="replace"), "")
+    recipe = recipe_of_run(folder)
+    recipe_text = "" if recipe is None else _read_or(lambda: recipe.read_text(encoding="utf-8", errors="replace"), "")
     incidents = [record for path in incident_folders(folder) if (record := read_record(path / RECORD, damage))]
     return Run(curves, summary, recipe_text, evaluation, incidents, damage)
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_train.files import private_files
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -104,8 +102,7 @@ class Trackers:
             # init_trackers stops at the first that raises, so each is opened alone.
             accelerator.log_with, accelerator.trackers = [tracker], []
             try:
-                with private_files():
-                    accelerator.init_trackers(self._project, config=self._config, init_kwargs=self._init_kwargs)
+                accelerator.init_trackers(self._project, config=self._config, init_kwargs=self._init_kwargs)
                 working += accelerator.trackers
             except Exception as error:  # any error of a third party's service
                 self._report(str(tracker), "could not be opened", error)

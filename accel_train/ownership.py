@@ -1,0 +1,339 @@
+"""What may be replaced or removed: only what this program wrote, and only while it is as it was written.
+
+A folder that the program makes carries `.accel_train.json`. In `model/`, `adapter/`, an export or a folder of masks it lists
+the files with their sizes (and digests up to 1 MiB). In a run folder it says that the folder is a run's, and holds a digest of
+each file that was written for a user outside of such folders, wherever that file lies.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from accel_train import __version__
+from accel_train.files import is_written_into, write_atomically
+from accel_train.recipe_values import path_problem
+
+MARKER = ".accel_train.json"
+FORMAT = 1
+DIGESTED_BYTES = 2**20
+RESOLVED_RECIPE = "recipe.resolved.yaml"
+_HEADER = b"# A resolved recipe: "
+"""Of a `recipe.yaml` that older versions wrote; any other is the user's."""
+RUN_NAMES = (
+    *("checkpoints", "incidents", "model", "adapter", RESOLVED_RECIPE, "metrics.jsonl", "events.jsonl"),
+    *("summary.json", "evaluation.json", "report.html", "rollbacks.json", ".lock", ".lock.holder", MARKER),
+)
+"""What a run writes into its folder under these very names."""
+_OLDER = {
+    "summary.json": b'"accel_train": ',
+    "evaluation.json": b'"details"',
+    "evaluation-*.json": b'"details"',
+    "report.html": b"Made by accel_train",
+    "report-*.png": b"\x89PNG",
+    "predictions.csv": b"id,",
+    "find-lr.json": b'"learning_rate_after_scaling"',
+    "find-lr.png": b"\x89PNG",
+}
+"""What versions without a marker wrote into a run folder, and what such a file holds."""
+
+
+def claim(run_folder: Path) -> None:
+    """Mark a folder as a run's, before anything else is written there; the user's other files in it are left alone.
+
+    Raises:
+        ValueError: as `check_claim`.
+    """
+    check_claim(run_folder)
+    with _locked(run_folder):
+        record = _read(run_folder)
+        if not record.get("claimed"):
+            written = {**_written_by_older(run_folder), **record.get("written", {})}
+            _save(run_folder, {**record, "claimed": True, "written": written})
+
+
+def check_claim(run_folder: Path) -> None:
+    """Refuse a folder in which a run would write over what no run wrote.
+
+    Raises:
+        ValueError: names the first such file or folder.
+    """
+    if not run_folder.is_dir() or _read(run_folder).get("claimed") or _is_older_run(run_folder):
+        return
+    for name in RUN_NAMES:
+        path = run_folder / name
+        is_ours = _contains(path, b'"pid"') if name == ".lock.holder" else name == MARKER and _read(run_folder)
+        if _holds_something(path) and not is_ours:
+            raise ValueError(
+                f"output_dir={run_folder} holds {name}, which no run of this program wrote, and this run would replace it; "
+                "move it away, or give another output_dir"
+            )
+
+
+def _is_older_run(folder: Path) -> bool:
+    """Whether a version that left no marker has trained here: told by what nothing else writes."""
+    return (
+        any((found.parent / "trainer.json").is_file() for found in folder.glob("checkpoints/step-*/manifest.json"))
+        or is_resolved_recipe(folder / "recipe.yaml")
+        or _contains(folder / "summary.json", _OLDER["summary.json"])
+        or all(_contains(folder / "events.jsonl", word) for word in (b'"event": ', b'"rank": ', b'"message": '))
+    )
+
+
+def _written_by_older(folder: Path) -> dict[str, list[str]]:
+    if not _is_older_run(folder):
+        return {}
+    found = {path: needle for pattern, needle in _OLDER.items() for path in folder.glob(pattern)}
+    return {path.name: [_digest(path)] for path, needle in found.items() if _contains(path, needle)}
+
+
+def recipe_of_run(run_folder: Path) -> Path | None:
+    """The resolved recipe of a run: older runs wrote it as `recipe.yaml`, which otherwise is the user's."""
+    if (run_folder / RESOLVED_RECIPE).is_file():
+        return run_folder / RESOLVED_RECIPE
+    return run_folder / "recipe.yaml" if is_resolved_recipe(run_folder / "recipe.yaml") else None
+
+
+def is_resolved_recipe(path: Path) -> bool:
+    """Whether a file is a resolved recipe as versions without a marker wrote it."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_HEADER)) == _HEADER
+    return False
+
+
+def refuse_inputs_in(output_dir: Path, inputs: Mapping[str, str]) -> None:
+    """Refuse an input, by the name of its setting, that lies where this run writes.
+
+    Raises:
+        ValueError: names the first.
+    """
+    root = output_dir.resolve()
+    for setting, value in inputs.items():
+        path = Path(value.split("*")[0].split("?")[0].split("[")[0])
+        if not path.exists() and path == Path(value):
+            continue  # the name of a model or data set
+        path = path.resolve()
+        if path.is_relative_to(root) and path != root and path.relative_to(root).parts[0] in RUN_NAMES:
+            raise ValueError(
+                f"{setting}={value} lies in output_dir={output_dir}, where this run would replace it; give another output_dir"
+            )
+
+
+def output_path(text: str) -> Path:
+    """The path that `--out` names.
+
+    Raises:
+        ValueError: it is blank, or not on a file system.
+    """
+    problem = path_problem(text)
+    if problem is not None:
+        raise ValueError(f"--out={text!r} {problem}")
+    return Path(text)
+
+
+def check_file(path: Path, home: Path, what: str) -> None:
+    """Refuse to write a file where it would replace one that is not ours; `home` is the run folder that keeps the digests.
+
+    Raises:
+        ValueError: that, or it cannot be written; `what` begins the sentence.
+    """
+    if is_written_into(path):
+        return
+    target = path.resolve()
+    if not target.parent.is_dir():
+        raise ValueError(f"{what}: there is no folder {target.parent}; make it first")
+    if target.is_dir():
+        raise ValueError(f"{what} is a folder; give a file")
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"{what}: {target.parent} cannot be written; give another place")
+    if not _is_ours(target, home):
+        raise ValueError(
+            f"{what} was not written by this program, or was changed since; move it away, or give another name"
+        )
+
+
+def write_file(path: Path, content: bytes, home: Path) -> Path:
+    """Write a file that users see, whole or not at all, and note its digest in `home`; returns its path.
+
+    What stands there and is not ours (it came after `check_file`) is moved to `previous-N/` beside it.
+    """
+    if is_written_into(path):
+        return write_atomically(path, content)
+    target = path.resolve()
+    if not _is_ours(target, home):
+        move_to_previous(path.parent, [path])
+        target = path.parent.resolve() / path.name  # a link was moved, and not what it points to
+    with (
+        suppress(OSError),
+        _locked(home),
+    ):  # without a note (a run folder that is only read) the file counts as the user's
+        record = _read(home) or {"claimed": False}
+        if not record["claimed"] and _is_older_run(home):
+            record = {"claimed": True, "written": {**_written_by_older(home), **record.get("written", {})}}
+        written = record.setdefault("written", {})
+        key = _key(target, home)
+        # Before the file: a kill between the two finds the digest of the old file, and that of the new one.
+        written[key] = [*written.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
+        _save(home, record)
+    return write_atomically(path, content)
+
+
+def _is_ours(target: Path, home: Path) -> bool:
+    if not os.path.lexists(target):
+        return True
+    record = _read(home)
+    known = record.get("written", {}) if record.get("claimed") is not None else _written_by_older(home)
+    return target.is_file() and _digest(target) in known.get(_key(target, home), ())
+
+
+def _key(target: Path, home: Path) -> str:
+    root = home.resolve()
+    return target.relative_to(root).as_posix() if target.is_relative_to(root) else str(target)
+
+
+def check_folder(target: Path, what: str) -> None:
+    """Refuse to replace a folder that holds what we did not write, or what was changed since.
+
+    Raises:
+        ValueError: names the first such file; or the folder cannot be made.
+    """
+    if not target.parent.is_dir():
+        raise ValueError(f"{what}: there is no folder {target.parent}; make it first")
+    if os.path.lexists(target) and not target.is_dir():
+        raise ValueError(f"{what} is a file; give a folder")
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"{what}: {target.parent} cannot be written; give another place")
+    problem = _foreign_in(target)
+    if problem is not None:
+        raise ValueError(
+            f"{what} holds {problem}, which this program did not write, or which was changed since; "
+            "move it away, or give a folder that is new or empty"
+        )
+    _check_staging(staging_of(target))
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `target` in one move, unless it is left empty or an error comes.
+
+    What stands there and is not ours is moved to `previous-N/` beside it.
+    """
+    staging, old = staging_of(target), target.with_name(f".trash-{target.name}")
+    for leftover in (staging, old):  # of a process that was killed
+        _check_staging(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
+    staging.mkdir()
+    try:
+        _save(staging, {"staging": True})
+        yield staging
+        files = {path.relative_to(staging).as_posix(): _facts(path) for path in _files_of(staging)}
+        if not files:
+            shutil.rmtree(staging)
+            return
+        _save(staging, {"files": files})
+        if _foreign_in(target) is not None:
+            move_to_previous(target.parent, [target])
+        elif target.exists():
+            target.rename(old)
+        staging.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def staging_of(target: Path) -> Path:
+    """Where `replacing` makes a folder."""
+    return target.with_name(f".tmp-{target.name}")
+
+
+def _check_staging(folder: Path) -> None:
+    if os.path.lexists(folder) and not _read(folder):
+        raise ValueError(f"{folder} was not made by this program, which needs the name; move it away")
+
+
+def _foreign_in(folder: Path) -> str | None:
+    """The first file of a folder that its marker does not list, or that differs from it; None where there is none."""
+    if not os.path.lexists(folder):
+        return None
+    if folder.is_symlink() or not folder.is_dir():
+        return folder.name
+    listed = _read(folder).get("files", {})
+    for path in _files_of(folder):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not path.is_file() or _facts(path) != listed.get(name):
+            return name
+    return None
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """All that is no folder, and links and empty folders, less the marker."""
+    found = (path for path in sorted(folder.rglob("*")) if path != folder / MARKER)
+    return [path for path in found if path.is_symlink() or not path.is_dir()]
+
+
+def _facts(path: Path) -> list[Any]:
+    size = path.stat().st_size
+    return [size, _digest(path) if size <= DIGESTED_BYTES else None]
+
+
+def move_to_previous(folder: Path, paths: Sequence[Path], below: str = "") -> Path:
+    """Move files and folders into a new `previous-N/` of a folder; returns it."""
+    used = [entry.name.removeprefix("previous-") for entry in folder.glob("previous-*")]
+    previous = folder / f"previous-{1 + max((int(number) for number in used if number.isdigit()), default=0)}"
+    target = previous / below
+    target.mkdir(parents=True)
+    for path in paths:
+        path.rename(target / path.name)
+    return previous
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether there is anything to lose: a file with content, a folder that is not empty, a link."""
+    if path.is_symlink() or not path.is_dir():
+        return path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > 0))
+    return any(path.iterdir())
+
+
+def _contains(path: Path, needle: bytes) -> bool:
+    with suppress(OSError):
+        return path.is_file() and needle in path.read_bytes()
+    return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The marker of a folder; empty where there is none that is ours."""
+    try:
+        record = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        return record if record["program"] == "accel_train" and record["format"] == FORMAT else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _save(folder: Path, record: Mapping[str, Any]) -> None:
+    if (folder / MARKER).exists() and not _read(folder):
+        raise OSError(f"{folder / MARKER} is not of this program")
+    head = {"format": FORMAT, "program": "accel_train", "version": __version__}
+    write_atomically(folder / MARKER, json.dumps({**record, **head}, indent=1).encode())
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the marker of a folder, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
