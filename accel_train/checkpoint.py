@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.files import digests_of, is_seen, make_folders, sha256, sync
+from accel_train.files import digests_of, follow_umask, is_seen, make_folders, sha256, sync
 from accel_train.state import CheckpointError
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
@@ -128,6 +128,7 @@ def _check_written(folder: Path, files: Mapping[str, FileFacts]) -> None:
 
 def facts_of(path: Path) -> FileFacts:
     """A file that was just written, from now on on the disk: its size and digest."""
+    follow_umask(path)
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 

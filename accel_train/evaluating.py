@@ -54,7 +54,7 @@ def measure(run: TrainedRun) -> Measured:
 def write_evaluation(run: TrainedRun, measured: Measured, data: str | None) -> Path:
     """Write what was found to `evaluation_file`; returns its path."""
     metrics = {name: value for name, value in measured.metrics.items() if name != "num_targets"}
-    record = {"step": run.steps, "metrics": metrics, "details": measured.details}
+    record: dict[str, Any] = {"step": run.steps, "metrics": metrics, "details": measured.details}
     if data is not None:
         record = {"data": data, "num_targets": measured.metrics["num_targets"], **record}
     return write_file(evaluation_file(run.folder, data), json_text(record).encode(), run.folder)

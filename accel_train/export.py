@@ -62,7 +62,8 @@ def export_run(folder: Path, out: Path | None = None, quantize: str | None = Non
         ValueError: no finished run, a folder that holds something else, or a package that is not installed.
     """
     check_finished(folder)
-    target = (out or folder / ("export" if quantize is None else f"export-{quantize}")).resolve()
+    target = out or folder / ("export" if quantize is None else f"export-{quantize}")
+    target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
     if quantize is not None:
         require_torchao()

@@ -61,6 +61,11 @@ def make_folders(path: Path) -> None:
         sync(folder.parent)
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the mode that its folder got from the umask: some libraries write files for their owner alone."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk (fsync(2))."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.checkpoint import remove_leftovers
-from accel_train.files import sync, write_atomically
+from accel_train.files import follow_umask, sync, write_atomically
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS
 from accel_train.observe.incident_text import format_incident
 from accel_train.observe.ledger import METRICS_FILE, NONFINITE_NAMES, write_json
@@ -72,6 +72,7 @@ def write_incident(
         if weights is not None:
             path = aside / WEIGHTS
             save_file(dict(weights), path)
+            follow_umask(path)
             sync(path)
         write_json(aside / RECORD, record)
         write_atomically(aside / TEXT, format_incident(record).encode())

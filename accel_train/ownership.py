@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import __version__
-from accel_train.files import is_written_into, write_atomically
+from accel_train.files import follow_umask, is_written_into, write_atomically
 from accel_train.recipe_values import path_problem
 
 MARKER = ".accel_train.json"
@@ -144,7 +144,7 @@ def check_file(path: Path, home: Path, what: str) -> None:
     """
     if is_written_into(path):
         return
-    target = path.resolve()
+    target = path.resolve() if path.is_symlink() else path
     if not target.parent.is_dir():
         raise ValueError(f"{what}: there is no folder {target.parent}; make it first")
     if target.is_dir():
@@ -164,10 +164,8 @@ def write_file(path: Path, content: bytes, home: Path) -> Path:
     """
     if is_written_into(path):
         return write_atomically(path, content)
-    target = path.resolve()
-    if not _is_ours(target, home):
-        move_to_previous(path.parent, [path])
-        target = path.parent.resolve() / path.name  # a link was moved, and not what it points to
+    if not _is_ours(path, home):
+        move_to_previous(path.parent, [path])  # of a link: the link, and not what it points to
     with (
         suppress(OSError),
         _locked(home),
@@ -176,14 +174,15 @@ def write_file(path: Path, content: bytes, home: Path) -> Path:
         if not record["claimed"] and _is_older_run(home):
             record = {"claimed": True, "written": {**_written_by_older(home), **record.get("written", {})}}
         written = record.setdefault("written", {})
-        key = _key(target, home)
+        key = _key(path.resolve(), home)
         # Before the file: a kill between the two finds the digest of the old file, and that of the new one.
         written[key] = [*written.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
         _save(home, record)
     return write_atomically(path, content)
 
 
-def _is_ours(target: Path, home: Path) -> bool:
+def _is_ours(path: Path, home: Path) -> bool:
+    target = path.resolve()
     if not os.path.lexists(target):
         return True
     record = _read(home)
@@ -235,6 +234,8 @@ def replacing(target: Path) -> Iterator[Path]:
         if not files:
             shutil.rmtree(staging)
             return
+        for name in files:
+            follow_umask(staging / name)
         _save(staging, {"files": files})
         if _foreign_in(target) is not None:
             move_to_previous(target.parent, [target])

@@ -183,13 +183,15 @@ def test_adapters_that_were_not_merged_are_merged_in_an_export() -> None:
 
 def test_an_earlier_export_is_replaced_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "run", "--out", "again"]) == 0
-    Path("again/stale").write_text("")
     assert main(["export", "run", "--out", "again"]) == 0
-    assert not Path("again/stale").exists()
+    Path("again/note.txt").write_text("mine, too")
+    assert main(["export", "run", "--out", "again"]) == 2
+    assert "again holds note.txt, which this program did not write" in capsys.readouterr().err
+    assert Path("again/note.txt").read_text() == "mine, too"
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("mine")
     assert main(["export", "run", "--out", "mine"]) == 2
-    assert "mine holds something that is no export" in capsys.readouterr().err
+    assert "mine holds thesis.txt, which this program did not write" in capsys.readouterr().err
     assert Path("mine/thesis.txt").read_text() == "mine"
 
 

@@ -1,0 +1,354 @@
+"""What lies where a command might write is left alone, refused in one line, or kept in `previous-N/`: never lost."""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_predict import SCENES
+
+from accel_train import Recipe, train
+from accel_train.cli import main
+from accel_train.observe.ledger import RECIPE_FILE, RunFolder
+from accel_train.ownership import MARKER, RUN_NAMES, check_file, claim, recipe_of_run, write_file
+from runs import recipe_dict, write_corpus
+
+LM: dict[str, Any] = {
+    "task": "causal-lm",
+    "schedule": {"max_steps": 2},
+    "checkpoint": {"every_steps": 1},
+    "evaluate": {"max_samples": 2, "sample_tokens": 2},
+}
+FOREIGN = b"the user's own\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two finished runs: `text` of a language model, and `scenes` of a segmentation."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_corpus(folder, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, recipe in (("text", recipe_dict(Path(), **LM)), ("scenes", SCENES)):
+            Path(f"{name}.yaml").write_text(yaml.safe_dump({**recipe, "output_dir": name}))
+            assert main(["run", f"{name}.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Path:
+    """A copy of that folder, as the current one."""
+    shutil.copytree(trained, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def plant(path: Path, kind: str) -> None:
+    """Something of the user's at a path: a file, a folder with a file in it, or a link to a file elsewhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "file":
+        path.write_bytes(FOREIGN + path.name.encode())
+    elif kind == "folder":
+        path.mkdir()
+        (path / "note.txt").write_bytes(FOREIGN + path.name.encode())
+    else:
+        target = path.absolute().parent / f"target-of-{path.name.lstrip('.')}"
+        target.write_bytes(FOREIGN + path.name.encode())
+        path.symlink_to(target)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of each file, by its place; of a link, where it points to. What is cached, and the markers, are the program's own."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file())
+    files = (path for path in files if folder / "cache" not in path.parents and path.name != MARKER)
+    return {
+        path.relative_to(folder).as_posix(): os.readlink(path) if path.is_symlink() else digest(path) for path in files
+    }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a refused command ends with."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+WRITERS = {
+    "predict": (["predict", "scenes", "--out", "out/p.csv"], ["out/p.csv", "out/p-masks", "out/.tmp-p-masks"]),
+    "predict in the run": (["predict", "scenes"], ["scenes/predictions.csv", "scenes/predictions-masks"]),
+    "evaluate": (["evaluate", "scenes"], ["scenes/evaluation.json"]),
+    "evaluate other data": (
+        ["evaluate", "text", "--data", "corpus.jsonl"],
+        ["text/evaluation-corpus.json"],
+    ),
+    "export": (["export", "text", "--out", "out/e"], ["out/e", "out/.tmp-e"]),
+    "export in the run": (["export", "text"], ["text/export"]),
+    "int8": (["export", "text", "--quantize", "int8"], ["text/export-int8"]),
+    "find-lr": (["find-lr", "text.yaml", "--steps", "20", "--out", "out"], ["out/find-lr.json", "out/find-lr.png"]),
+    "report": (["report", "text", "--out", "out/r.html"], ["out/r.html", "out/r-loss.png"]),
+    "report in the run": (["report", "text"], ["text/report.html", "text/report-loss.png"]),
+    "comparison": (["report", "text", "scenes"], ["comparison.html", "comparison-loss.png"]),
+}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_command_refuses_in_one_line_to_replace_what_it_did_not_write(
+    here: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, places = WRITERS[name]
+    Path("out").mkdir()
+    for place in places:
+        path = Path(place)
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        plant(path, kind)
+        before = digests(here)
+        into_folder = name == "report" and kind == "folder" and path.suffix == ".html"
+        assert main(words) == (0 if into_folder else 2), place
+        if into_folder:
+            assert before.items() <= digests(here).items()
+        else:
+            error_of(capsys)
+            assert digests(here) == before, place
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "text", "--max-new-tokens", "1"],
+        ["verify", "text"],
+        ["plan", "text.yaml"],
+        ["replay", "text/incidents/none"],
+        ["doctor"],
+        ["predict", "scenes", "--out", "out/p.csv"],
+        ["evaluate", "text", "--data", "corpus.jsonl"],
+        ["export", "text", "--out", "new"],
+        ["find-lr", "text.yaml", "--steps", "20", "--out", "out"],
+        ["report", "text", "--out", "out/r.html"],
+        ["run", "text.yaml", "--output_dir", "out"],
+        pytest.param(["rehearse", "text.yaml", "--output_dir", "out"], marks=pytest.mark.slow),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_leaves_all_other_files_of_the_folders_it_writes_to(here: Path, words: list[str]) -> None:
+    for folder in ("out", "text", "scenes"):
+        for number, name in enumerate(
+            (".notes.tmp", ".tmp-mine", ".trash-mine", "recipe.yaml", "previous-1", "README.md")
+        ):
+            plant(here / folder / name, ("file", "folder", "link")[number % 3])
+        plant(here / folder / ".probe", "file")
+    before = digests(here)
+    assert main(words) in (0, 2)
+    after = digests(here)
+    ours = ("metrics.jsonl", "events.jsonl")
+    assert {name: value for name, value in before.items() if not name.endswith(ours)} == {
+        name: after.get(name) for name in before if not name.endswith(ours)
+    }
+
+
+def test_a_run_is_refused_where_it_would_replace_what_no_run_wrote(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(corpus)
+    for name in RUN_NAMES:
+        for kind in ("file", "folder", "link"):
+            plant(corpus / "run" / name, kind)
+            before = digests(corpus)
+            assert main(["run", str(path)]) == 2
+            assert f"run holds {name}, which no run of this program wrote" in error_of(capsys)
+            assert digests(corpus) == before
+            shutil.rmtree(corpus / "run")
+
+
+def write_recipe(folder: Path, **sections: Any) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(recipe_dict(folder, **{**LM, **sections})))
+    return path
+
+
+def test_what_was_put_or_changed_in_a_run_folder_is_kept_when_the_run_writes_there_again(here: Path) -> None:
+    text = Path("text")
+    kept = ["model/README.md", "report.html", "summary.json", "evaluation.json", RECIPE_FILE, "model/note.txt"]
+    kept.append("checkpoints/step-00000001/note.txt")
+    for name in kept:
+        with (text / name).open("ab") as file:
+            file.write(b"\n# changed by the user\n")
+    wanted = {digest(text / name) for name in kept}
+    assert main(["run", "text.yaml", "--checkpoint.keep", "1", "--schedule.max_steps", "4", "--accept-changes"]) == 0
+    assert wanted <= {digest(path) for path in text.rglob("*") if path.is_file()}
+    assert json.loads((text / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize("names", [("checkpoints",), ("checkpoints", MARKER)], ids=["now", "of an older version"])
+def test_a_finished_run_without_its_checkpoints_is_not_trained_over(
+    here: Path, names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in names:
+        path = Path("text", name)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    model, metrics = digests(Path("text/model")), digest(Path("text/metrics.jsonl"))
+    assert main(["run", "text.yaml"]) == 2
+    error = error_of(capsys)
+    assert "its checkpoints are gone" in error
+    assert "--checkpoint.resume never" in error
+    assert (digests(Path("text/model")), digest(Path("text/metrics.jsonl"))) == (model, metrics)
+    assert main(["run", "text.yaml", "--checkpoint.resume", "never"]) == 0
+    assert digests(Path("text/previous-1/model")) == model
+    assert digest(Path("text/previous-1/metrics.jsonl")) == metrics
+
+
+@pytest.mark.parametrize("through", ["text/model", "link/model", "text/../link/model"])
+def test_a_model_in_the_output_folder_that_the_run_would_replace_is_refused(
+    here: Path, through: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("link").symlink_to("text")
+    recipe = yaml.safe_load(Path("text.yaml").read_text())
+    recipe["model"] = {"pretrained": through}
+    Path("again.yaml").write_text(yaml.safe_dump(recipe))
+    before = digests(here)
+    assert main(["run", "again.yaml"]) == 2
+    assert f"model.pretrained={through} lies in output_dir=text" in error_of(capsys)
+    assert digests(here) == before
+
+
+def test_a_foreign_recipe_yaml_in_output_dir_is_left_alone_and_runs_twice(corpus: Path) -> None:
+    path = write_recipe(corpus)
+    mine = corpus / "run" / "recipe.yaml"
+    mine.parent.mkdir()
+    mine.write_text("# a comment worth keeping\n" + path.read_text())
+    before = digest(mine)
+    for _ in range(2):
+        assert main(["run", str(mine)]) == 0
+        assert digest(mine) == before
+    assert recipe_of_run(mine.parent) == mine.parent / "recipe.resolved.yaml"
+    assert main(["run", str(mine.parent / "recipe.resolved.yaml")]) == 0
+    assert not list(mine.parent.glob("previous-*"))
+
+
+def test_a_run_of_an_older_version_is_known_without_a_marker_and_written_to_again(here: Path) -> None:
+    text = Path("text")
+    for marker in text.rglob(MARKER):
+        marker.unlink()
+    (text / RECIPE_FILE).rename(text / "recipe.yaml")
+    for words in (["report", "text"], ["evaluate", "text"], ["verify", "text"], ["export", "text"]):
+        assert main(words) == 0, words
+    (text / MARKER).unlink()
+    model = digests(text / "model")
+    assert main(["run", "text.yaml"]) == 0
+    assert digests(text / "previous-1" / "model") == model, "it cannot be proved that nothing was put into it"
+    assert recipe_of_run(text) == text / RECIPE_FILE
+
+
+@pytest.mark.parametrize("place", ["", "  ", "s3://bucket/run", "gs://b/r", "hf://b/r", "file:///tmp/run"])
+def test_a_place_that_is_blank_or_no_folder_is_refused(
+    here: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(here)
+    said = "is no path" if "://" in place else "is blank"
+    for words in (["run", "text.yaml", "--output_dir", place], ["plan", "text.yaml", "--output_dir", place]):
+        assert main(words) == 2
+        assert said in error_of(capsys)
+    for words in (["predict", "scenes"], ["export", "text"], ["find-lr", "text.yaml"], ["report", "text"]):
+        assert main([*words, "--out", place]) == 2
+        assert said in error_of(capsys)
+    with pytest.raises(ValueError, match=said):
+        train(Recipe.model_validate({**recipe_dict(here), "output_dir": place}))
+    assert digests(here) == before
+
+
+def test_out_follows_a_link_and_writes_into_what_is_no_regular_file(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("elsewhere").mkdir()
+    for words, name in ((["predict", "text-like"], "p.csv"), (["report", "text"], "r.html")):
+        if words[0] == "predict":
+            continue
+        link = Path(name)
+        link.symlink_to(Path("elsewhere", name).absolute())
+        for _ in range(2):
+            assert main([*words, "--out", name]) == 0
+            assert link.is_symlink()
+            assert Path("elsewhere", name).stat().st_size > 1000
+    Path("folder").symlink_to(Path("elsewhere", "e").absolute())
+    for _ in range(2):
+        assert main(["export", "text", "--out", "folder"]) == 0
+        assert Path("folder").is_symlink()
+    assert Path("elsewhere/e/config.json").is_file()
+    os.mkfifo("pipe")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(Path("pipe").read_bytes()))
+    reader.start()
+    assert main(["report", "text", "--out", "pipe"]) == 0
+    reader.join()
+    assert read[0].startswith(b"<!doctype html>")
+    assert Path("pipe").is_fifo()
+    capsys.readouterr()
+    assert main(["predict", "scenes", "--out", "/dev/null"]) == 2
+    assert "masks need a folder beside it" in error_of(capsys)
+    assert not list(Path().glob("pipe-*"))
+
+
+def test_a_device_is_written_into_and_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "null").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "null"):
+        check_file(path, tmp_path, "--out")
+        write_file(path, b"nothing", tmp_path)
+    assert Path("/dev/null").is_char_device()
+    assert (tmp_path / "null").is_symlink()
+
+
+def test_a_file_of_ours_is_replaced_until_somebody_changes_it(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    claim(tmp_path / "run")
+    path = tmp_path / "table.csv"
+    for content in (b"1", b"2"):
+        check_file(path, tmp_path / "run", "--out table.csv")
+        write_file(path, content, tmp_path / "run")
+    path.write_bytes(b"mine")
+    with pytest.raises(ValueError, match=r"--out table\.csv was not written by this program"):
+        check_file(path, tmp_path / "run", "--out table.csv")
+    write_file(path, b"3", tmp_path / "run")  # it came while the command worked
+    assert (path.read_bytes(), (tmp_path / "previous-1" / "table.csv").read_bytes()) == (b"3", b"mine")
+    assert not (tmp_path / MARKER).exists()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_everything_a_run_leaves_follows_the_umask(corpus: Path, mask: int, umask: Callable[[int], int]) -> None:
+    path = write_recipe(corpus, output_dir=str(corpus / "runs" / "one"))
+    umask(mask)
+    assert main(["run", str(path)]) == 0
+    made = [corpus / "runs", *(corpus / "runs").rglob("*"), *(corpus / "cache").rglob("*")]
+    wrong = [
+        f"{each.relative_to(corpus)} {each.stat().st_mode & 0o777:o}"
+        for each in made
+        if each.stat().st_mode & 0o777 != (0o777 if each.is_dir() else 0o666) & ~mask
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "flags", [["--data.train", "nowhere.jsonl"], ["--data.text_column", "words"], ["--seed", "-1"]]
+)
+def test_data_that_cannot_be_read_leave_no_run_folder(corpus: Path, flags: list[str]) -> None:
+    assert main(["run", str(write_recipe(corpus, output_dir=str(corpus / "runs" / "one"))), *flags]) == 2
+    assert not (corpus / "runs").exists()
+
+
+def test_a_run_in_use_is_said_before_data_are_read(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_recipe(corpus)
+    with RunFolder(corpus / "run"):
+        assert main(["run", str(path), "--data.train", "nowhere.jsonl"]) == 2
+    assert "is in use by process" in error_of(capsys)
