@@ -213,7 +213,9 @@ def check_folder(target: Path, what: str) -> None:
             f"{what} holds {problem}, which this program did not write, or which was changed since; "
             "move it away, or give a folder that is new or empty"
         )
-    _check_staging(staging_of(target))
+    staging = staging_of(target)
+    if os.path.lexists(staging) and not _read(staging):
+        raise ValueError(f"{staging} was not made by this program, which needs the name; move it away")
 
 
 @contextmanager
@@ -224,7 +226,8 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     staging, old = staging_of(target), target.with_name(f".trash-{target.name}")
     for leftover in (staging, old):  # of a process that was killed
-        _check_staging(leftover)
+        if os.path.lexists(leftover) and not _read(leftover):
+            move_to_previous(target.parent, [leftover])
         shutil.rmtree(leftover, ignore_errors=True)
     staging.mkdir()
     try:
@@ -251,11 +254,6 @@ def replacing(target: Path) -> Iterator[Path]:
 def staging_of(target: Path) -> Path:
     """Where `replacing` makes a folder."""
     return target.with_name(f".tmp-{target.name}")
-
-
-def _check_staging(folder: Path) -> None:
-    if os.path.lexists(folder) and not _read(folder):
-        raise ValueError(f"{folder} was not made by this program, which needs the name; move it away")
 
 
 def _foreign_in(folder: Path) -> str | None:

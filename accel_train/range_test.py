@@ -1,6 +1,7 @@
 """What a learning-rate range test found: where the loss falls fastest, as a value, a table and a picture."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +119,8 @@ def check_place(folder: Path) -> None:
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
         raise ValueError(f"--out {folder}: {above} is a file; give a folder")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"--out {folder}: {above} cannot be written; give another place")
     for name in _FILES if folder.is_dir() else ():
         check_file(folder / name, folder, str(folder / name))
 

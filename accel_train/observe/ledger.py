@@ -70,11 +70,12 @@ class RunFolder:
         Raises:
             ValueError: as of the class.
         """
-        if not self.path.exists():
-            above = next(folder for folder in self.path.absolute().parents if folder.exists())
-            if above.is_dir() and not os.access(above, os.W_OK):
-                raise ValueError(f"output_dir={self.path} cannot be written; give a folder you can write")
-            return
+        above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not above.is_dir():
+            of_what = "" if above == self.path else f": {above}"
+            raise ValueError(f"output_dir={self.path}{of_what} is a file; give a folder")
+        if not os.access(above, os.W_OK):
+            raise ValueError(f"output_dir={self.path}: {above} cannot be written; give a folder you can write")
         check_claim(self.path)
         if (self.path / ".lock").exists():
             try:

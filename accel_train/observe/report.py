@@ -175,5 +175,8 @@ def _output_file(folders: Sequence[Path], out: Path | None) -> Path:
         return folders[0] / name if len(folders) == 1 else folders[0].resolve().parent / name
     if out.is_dir():
         return out / name
+    above = next(path for path in out.absolute().parents if path.exists())
+    if not above.is_dir():
+        raise ValueError(f"--out {out}: {above} is a file; give another place")
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
