@@ -4,8 +4,6 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from accel_train.observe import write_report
 from accel_train.observe.ledger import json_text
 from accel_train.ownership import replacing, write_file
 from accel_train.precision import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
+from accel_train.preflight import metric_for_best
 from accel_train.recipe import Evaluate
 from accel_train.redaction import redact
 from accel_train.resolve import change_model
@@ -28,7 +27,7 @@ from accel_train.run import Run
 from accel_train.running_statistics import share_running_statistics
 from accel_train.saving import refuse_nonfinite_model
 from accel_train.snapshot import load_model_tensors, model_tensors, restore_weights
-from accel_train.state import Preempted, RecipeError
+from accel_train.state import Preempted
 from accel_train.task import TARGET_UNITS, rate_name
 from accel_train.tensor_parts import gathered
 from accel_train.zero_parts import whole_numel
@@ -37,10 +36,12 @@ LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """In the name of a metric; every other metric is better when it is greater."""
 
 
-def evaluate_run(run: Run, *, whole: bool = False) -> bool:
+def evaluate_run(run: Run, *, at_end: bool = False, final: bool = False) -> bool:
     """Evaluate, and say so to the observer; returns whether this is the best so far and worth a checkpoint.
 
-    Early stopping is decided here, on numbers that all processes share. An evaluation that a stop request cuts short finds
+    All evaluations see the same samples (`evaluate.max_samples`), so they make one curve, and the best of them is the best.
+    The `final` one sees all, of the weights that are kept: it is written down apart (split `eval_final`), and never the best.
+    Early stopping is decided here, on numbers that all processes share; not `at_end`. An evaluation that a stop request cuts short finds
     nothing, and is owed: it is done when the run goes on.
 
     Raises:
@@ -50,24 +51,24 @@ def evaluate_run(run: Run, *, whole: bool = False) -> bool:
     state, section = run.state, run.recipe.evaluate
     try:
         with run.observer.pause(), run.memory.phase("evaluate"), run.averaged():
-            metrics, details = _own_scores(run) if run.evaluate is not None else _task_scores(run, whole)
+            metrics, details = _own_scores(run) if run.evaluate is not None else _task_scores(run, final)
     except EvaluationLeft:
         state.evaluation_owed = True
         return False
     state.evaluation_owed = False
     seconds = time.perf_counter() - began
-    run.observer.on_evaluation(state.step, {**metrics, "seconds": seconds})
+    run.observer.on_evaluation(state.step, {**metrics, "seconds": seconds}, "eval_final" if final else "eval")
     run.last_scores = dict(metrics)
     measured = {name: value for name, value in metrics.items() if name != "num_targets"}
     run.last_details = {"step": state.step, "metrics": measured, "details": details}
     value = metric_for_best(metrics, section.metric_for_best_model)
-    if whole and section.max_samples:
-        return False  # of other samples than the evaluations before it
+    if final:
+        return False
     if is_better(value, state.best_metric, section):
         state.best_metric, state.best_step, state.evaluations_without_improvement = value, state.step, 0
         return run.recipe.checkpoint.keep_best
     state.evaluations_without_improvement += 1
-    if not whole and is_patience_spent(run):
+    if not at_end and is_patience_spent(run):
         state.stopped_early = True
         best = f"{section.metric_for_best_model} was best at step {state.best_step}: {state.best_metric}"
         patience = section.early_stopping_patience
@@ -128,20 +129,6 @@ def _own_scores(run: Run) -> tuple[dict[str, float], dict[str, Any]]:
     return dict(run.evaluate()), {}
 
 
-def metric_for_best(metrics: Mapping[str, float], name: str) -> float:
-    """The metric of this name; `eval_` before it is allowed, as in transformers.
-
-    Raises:
-        RecipeError: there is none.
-    """
-    short = name.removeprefix("eval_")
-    if short not in metrics:
-        near = get_close_matches(short, metrics, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(metrics)}"
-        raise RecipeError(f"evaluate.metric_for_best_model={name}: no such metric is reported; {meant}")
-    return metrics[short]
-
-
 def is_better(value: float, best: float | None, section: Evaluate) -> bool:
     """Whether a metric beats the best so far by more than the threshold; NaN never does."""
     if not math.isfinite(value):
@@ -165,10 +152,7 @@ def finish_run(run: Run) -> dict[str, Any]:
     if run.accelerator.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
     if run.can_evaluate:
-        evaluate_run(run, whole=True)
-        is_wanted = run.recipe.checkpoint.load_best_model_at_end and run.state.best_step not in (None, run.state.step)
-        if is_wanted and not run.state.evaluation_owed and load_best(run):
-            evaluate_run(run, whole=True)
+        evaluate_at_end(run)
     if run.state.evaluation_owed:
         said = f"asked to stop: all {run.state.step} steps are done and saved, and the last evaluation is not"
         run.observer.on_event("preempted", run.state.step, said)
@@ -195,6 +179,18 @@ def finish_run(run: Run) -> dict[str, Any]:
     _say(run, summary, report)
     run.accelerator.wait_for_everyone()
     return summary
+
+
+def evaluate_at_end(run: Run) -> None:
+    """Let the last step compete for the best on the samples of all evaluations, and evaluate what is kept on all samples."""
+    state = run.state
+    is_evaluated = state.stopped_early or run.last_details.get("step") == state.step
+    if not run.evaluates_part or (state.best_step is not None and not is_evaluated):
+        evaluate_run(run, at_end=True)
+    is_wanted = run.recipe.checkpoint.load_best_model_at_end and state.best_step not in (None, state.step)
+    is_other = is_wanted and not state.evaluation_owed and load_best(run)
+    if (is_other or run.evaluates_part) and not state.evaluation_owed:
+        evaluate_run(run, at_end=True, final=True)
 
 
 def load_best(run: Run) -> bool:

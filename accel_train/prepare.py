@@ -49,6 +49,7 @@ from accel_train.optim import build_optimizer, name_parameters, set_learning_rat
 from accel_train.ownership import refuse_inputs_in
 from accel_train.peers import open_peers
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
+from accel_train.preflight import check_metric_name
 from accel_train.recipe import Recipe
 from accel_train.redaction import remember_secrets
 from accel_train.reduction import note_gradients
@@ -150,6 +151,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
             folder.check()
         hold = partial(hold_run_folder, resources, accelerator, folder)
         run = _build(recipe, task, accelerator, sizes, choices, extensions, hold)
+        check_metric_name(run)
         own = open_observer(run, folder) if folder is not None else run.observer
         run.observer = resources.enter_context(Several((own, *extensions.observers)) if extensions.observers else own)
         if folder is not None:

@@ -276,7 +276,7 @@ class Evaluate(Section):
     test_time_augmentation: TestTimeAugmentation | None = None
     """Images: evaluate with and without averaging over flips and scales."""
     max_samples: PositiveInt | None = None
-    """Evaluate on this many samples during training; the last evaluation always takes all."""
+    """Evaluate on this many samples during training; the last evaluation takes all, and is a curve of its own (`eval_final`)."""
     sample_prompt: str | None = None
     """causal-lm: print a text that begins with this at the end of the run."""
     sample_tokens: PositiveInt = 200

@@ -279,7 +279,7 @@ def _note_measured(rehearsal: Rehearsal, sitting: Sitting, run_folder: Path) -> 
     clock = [row["train_seconds"] for row in rows if row["split"] == "train"]
     if len(clock) > 2:  # the first step is slower than the others
         rehearsal.step_seconds = (clock[-1] - clock[1]) / (len(clock) - 2)
-    rehearsal.evaluation = next((row for row in reversed(rows) if row["split"] == "eval"), None)
+    rehearsal.evaluation = next((row for row in reversed(rows) if row["split"] != "train"), None)
     rehearsal.save_seconds = max(sitting.save_seconds, default=None)
     rehearsal.resident_bytes = sitting.peak_resident_bytes
     stopped = sitting.preempted()

@@ -145,6 +145,12 @@ class Run:
         """Whether there is anything to evaluate on."""
         return self.data.eval is not None or self.evaluate is not None
 
+    @property
+    def evaluates_part(self) -> bool:
+        """Whether evaluations during the training see a part of the samples."""
+        most = self.recipe.evaluate.max_samples
+        return self.evaluate is None and self.data.eval is not None and most is not None and most < len(self.data.eval)  # type: ignore[arg-type]
+
     def evaluation_due(self) -> bool:
         """Whether to evaluate after the step just done; the end has an evaluation of its own."""
         if not self.can_evaluate or self.state.step >= self.max_steps:

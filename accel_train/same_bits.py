@@ -40,6 +40,7 @@ def compare_runs(whole: Path, again: Path, first_step: int, last_step: int) -> l
         _compare_rows("gradient norms", rows, "train", ("grad_norm", "skipped", "loss_scale")),
         _compare_rows("learning rates", rows, "train", ("learning_rate",)),
         _compare_rows("evaluations", rows, "eval", None),
+        _compare_rows("the final evaluation", rows, "eval_final", None),
     ]
     compared += [_compare_tensors(what, *(Stored(folder, kind) for folder in folders)) for kind, what in KINDS]
     return [each for each in [*compared, _compare_counters(*folders)] if each.extent]

@@ -94,7 +94,9 @@ class Task(Protocol):
     """What the loop asks of a task.
 
     The class that defines `loss_sum` or `evaluate_batch` may say `loss_is_by_position = True`: what they sum up is of each position's
-    logits and label alone. Then sequences may be split over processes (`parallel.sp_size`).
+    logits and label alone. Then sequences may be split over processes (`parallel.sp_size`). A task may say `metric_names = (...)`,
+    what its `score` reports beside the loss; else a few samples are evaluated before the first step, where
+    `evaluate.metric_for_best_model` is not the loss.
     """
 
     def load_data(self, recipe: "Recipe", *, progress: bool) -> TaskData:

@@ -130,7 +130,7 @@ def test_best_weights_are_evaluated_once_also_where_another_sitting_ends_the_run
     logged = [line["eval_loss"] for line in whole.state.log_history if "eval_loss" in line]
     assert [line["step"] for line in whole.state.log_history if "eval_loss" in line] == [2, 4]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"], line["loss"]) for line in lines if line["split"] == "eval"]
+    found = [(line["step"], line["loss"]) for line in lines if line["split"] in ("eval", "eval_final")]
     assert found[-1] == (4, logged[0])  # of the best weights, where the run ended
     again = getting_worse(tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "step-00000004"))

@@ -27,7 +27,7 @@ LAYERS = (
     ("loop",),
     ("finish", "saving", "rollback", "incident", "drift", "stragglers", "fallback"),
     ("prepare",),
-    ("introduction",),
+    ("introduction", "preflight"),
     ("run",),
     ("tasks",),
     ("services",),

@@ -17,12 +17,15 @@ from accel_train.prepare import Extensions, prepare_run
 from accel_train.recipe import Evaluate
 from accel_train.state import RecipeError, Requests
 from accel_train.task import Scores, TaskData
+from forked import run_forked
 from probe_task import ProbeTask
 from runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
 
 
 class ScriptedScores(ProbeTask):
     """Evaluations report the next of `options.scores` as `quality`."""
+
+    metric_names = ("quality",)
 
     def score(self, loss: float, totals: Mapping[str, Any], data: TaskData) -> Scores:
         self.asked = getattr(self, "asked", 0) + 1
@@ -112,6 +115,43 @@ def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["details"]["asked"] == 7
     assert events(folder, "best_model")
+
+
+@pytest.mark.parametrize(("last", "kept"), [(0.95, 6), (0.3, 4)])
+def test_the_last_step_competes_for_the_best_on_the_samples_of_the_evaluations_before_it(
+    corpus: Path, last: float, kept: int
+) -> None:
+    sections = {
+        "schedule": {"max_steps": 6},
+        "checkpoint": {"load_best_model_at_end": True},
+        "evaluate": {"every_steps": 2, "max_samples": 2, "metric_for_best_model": "quality"},
+    }
+    recipe = scripted(corpus, [0.1, 0.9, last, 0.5], **sections)
+    for _ in range(2):  # the second time it is finished already, and only evaluated again
+        run_with(recipe, ScriptedScores())
+        folder = corpus / "run"
+        recorded = [(line["step"], line["quality"]) for line in metrics(folder, "eval")]
+        assert recorded[:2] == [(2, 0.1), (4, 0.9)]
+        assert [step for step, _ in recorded] == [2, 4, 6]
+        [final] = metrics(folder, "eval_final")
+        assert final["num_targets"] > metrics(folder, "eval")[0]["num_targets"]
+        if _ == 0:
+            assert (recorded[2], final["quality"]) == ((6, last), 0.5)
+            summary = json.loads((folder / "summary.json").read_text())
+            assert (summary["best_step"], summary["best_metric"]) == (kept, max(0.9, last))
+            assert summary["eval"]["quality"] == 0.5
+            model, best = load_file(folder / "model" / "model.safetensors"), checkpoint(folder, kept)
+            assert all(torch.equal(model[name], best[f"model.safetensors:{name}"]) for name in model)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_metric_that_no_evaluation_reports_is_found_before_the_first_step(corpus: Path, processes: int) -> None:
+    recipe = write_recipe_file(corpus, evaluate={"every_steps": 2, "metric_for_best_model": "eval_perplexty"})
+    forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
+    assert forked.wait() == [2] * processes
+    line = "error: evaluate.metric_for_best_model=eval_perplexty: no such metric is reported; did you mean perplexity?"
+    assert [said for said in forked.stderr(0).splitlines() if said.startswith("error: ")] == [line]
+    assert not (corpus / "run" / "metrics.jsonl").read_text()
 
 
 def test_a_metric_that_is_not_reported_is_a_mistake_that_names_those_that_are(corpus: Path) -> None:

@@ -215,7 +215,7 @@ class Flow:
             if args.save_strategy != "no":
                 state.best_global_step = state.global_step
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Nothing: `evaluate` was there when it happened."""
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:

@@ -110,7 +110,8 @@ class RunFolder:
         """
 
         def is_kept(record: JsonRecord) -> bool:
-            return record["step"] < step or (record["step"] == step and (evaluated or record.get("split") != "eval"))
+            again = ("eval_final",) if evaluated else ("eval", "eval_final")
+            return record["step"] < step or (record["step"] == step and record.get("split") not in again)
 
         path = self.path / METRICS_FILE
         if path.exists():

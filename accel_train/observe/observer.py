@@ -28,7 +28,7 @@ class Observer(Protocol):
 
     def on_step(self, result: StepResult, learning_rate: float) -> None: ...
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None: ...
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None: ...
 
@@ -99,11 +99,16 @@ class RunObserver:
             self._log_step(result, learning_rate, due=due)
         self._progress.advance(step)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write down what an evaluation found: its loss, and whatever else the task measures."""
-        self._write({"step": step, "split": "eval", **metrics})
-        self._trackers.log({f"eval/{name}": value for name, value in metrics.items()}, step)
-        self._progress.note(f"step {step}: evaluation: {_describe_metrics(metrics)}")
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
+        """Write down what an evaluation found: its loss, and whatever else the task measures.
+
+        The split `eval_final` is that of the weights kept at the end, on all samples: another curve than `eval`.
+        """
+        self._write({"step": step, "split": split, **metrics})
+        self._trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, step)
+        self._progress.note(
+            f"step {step}: {'evaluation' if split == 'eval' else 'final evaluation'}: {_describe_metrics(metrics)}"
+        )
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Write down that something happened: when, on which process (None: all), and why, in one sentence."""
@@ -226,7 +231,7 @@ class NoObserver:
         if self._on_step is not None:
             self._on_step(result, learning_rate)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Nothing."""
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:

@@ -26,10 +26,10 @@ class Several:
         for observer in self.observers:
             observer.on_step(result, learning_rate)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Tell all."""
         for observer in self.observers:
-            observer.on_evaluation(step, metrics)
+            observer.on_evaluation(step, metrics, split)
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Tell all."""
