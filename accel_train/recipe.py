@@ -227,7 +227,8 @@ class Guard(Section):
     straggler_windows: PositiveInt = 3
     """... of which so many in a row have to find the same process."""
     drift_check_steps: NonNegativeInt = 500
-    """Steps between two checks that all processes hold the same weights, which every checkpoint is preceded by as well; 0: never."""
+    """Steps between two checks that all processes hold the same weights (HSDP: the copies of each part), which every checkpoint is
+    preceded by as well; 0: never."""
 
 
 class Checkpoint(Section):

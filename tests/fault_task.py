@@ -58,8 +58,9 @@ class FaultTask(ProbeTask):
 
     seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed, hangs_up, exits or hangs;
     in_load / in_build: {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written;
-    slow: {rank, read or step: seconds}, of one process alone (-1: all); timeouts: a folder where each process writes how
-    long a collective may wait, in seconds, at each forward; opened: a folder where each process writes which files of
+    flip_part_at: {step, rank}: a bit of what this process holds of a block that FSDP2 spreads;
+    slow: {rank, read, step or block: seconds}, of one process alone (-1: all); timeouts: a folder where each process writes
+    how long a collective may wait, in seconds, at each forward; opened: a folder where each process writes which files of
     checkpoints Python opens after the data are loaded (safetensors reads tensors without it).
     """
 
@@ -89,9 +90,19 @@ class FaultTask(ProbeTask):
             time.sleep(0.01)
         if recipe.options.get("raise_in_build") == RANK:
             raise RuntimeError("no such layer on this machine")
-        return super().build_model(recipe, data)
+        model = super().build_model(recipe, data)
+        if "block" in self.seconds:
+            model.get_submodule("transformer.h.1.mlp").register_forward_hook(self._dawdle)
+        return model
+
+    def _dawdle(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module.training:
+            time.sleep(self.seconds["block"])
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if self._here("flip_part_at", self.accumulation_calls + 1) and model.training:
+            weight: Any = model.get_parameter("transformer.h.1.ln_2.weight")  # not gathered yet
+            weight.to_local().data.view(torch.int32)[3] ^= 1
         loss = super().loss_sum(model, batch)
         if not model.training:
             return loss

@@ -52,6 +52,28 @@ def test_a_weight_that_changes_on_one_process_is_found_within_the_check_interval
     assert checkpoint(tmp_path / "run", 30)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_part_that_differs_from_its_copy_is_found_with_several_copies_of_a_model(tmp_path: Path, rank: int) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(
+        tmp_path,
+        task="fault_task:FaultTask",
+        parallel={"strategy": "fsdp2", "dp_shard_size": 2},
+        schedule={"max_steps": 12},
+        checkpoint={"every_steps": 4, "keep": 4},
+        guard={"drift_check_steps": 3, "healthy_after_steps": 2},
+        options={"flip_part_at": {"step": 8, "rank": rank}},
+    )
+    forked = run_forked(["run", str(recipe)], 4, folder=tmp_path / "processes")
+    assert forked.wait() == [0] * 4, forked.stderr(0)
+    [drift] = events(tmp_path / "run", "drift")
+    assert (drift["step"], drift["parameters"]) == (8, ["transformer.h.1.ln_2.weight"])
+    [rollback] = events(tmp_path / "run", "rollback")
+    assert (rollback["at_step"], rollback["to_step"]) == (8, 4)
+    assert max(losses(tmp_path / "run")) == 12
+
+
 def test_a_run_that_may_not_go_back_stops_where_its_weights_differ(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(

@@ -38,13 +38,19 @@ def start(folder: Path, started: list[Forked], processes: int, slow: dict[str, A
 
 @pytest.mark.parametrize(
     ("processes", "rank", "what", "slow"),
-    [(2, 1, "read", "data"), pytest.param(2, 0, "step", "compute", marks=pytest.mark.slow), (3, 2, "step", "compute")],
+    [
+        (2, 1, "read", "data"),
+        pytest.param(2, 1, "block", "compute", id="fsdp2"),
+        pytest.param(2, 0, "step", "compute", marks=pytest.mark.slow),
+        (3, 2, "step", "compute"),
+    ],
 )
 def test_slow_process_is_named_once_with_what_is_slow(
     corpus: Path, started: list[Forked], processes: int, rank: int, what: str, slow: str
 ) -> None:
     batch = {"global_batch_size": 6}
-    forked = start(corpus, started, processes, {"rank": rank, what: 0.1}, batch=batch)
+    parallel = {"strategy": "fsdp2" if what == "block" else "ddp"}
+    forked = start(corpus, started, processes, {"rank": rank, what: 0.1}, batch=batch, parallel=parallel)
     [told] = events(corpus / "run", "straggler")
     assert (told["rank"], told["slow"], told["step"]) == (
         rank,
@@ -134,7 +140,7 @@ class Slow(nn.Module):
 
 def test_stopwatch_counts_reading_and_forwards_of_training_and_nothing_else() -> None:
     module = Slow()
-    stopwatch = Stopwatch(module, torch.device("cpu"), times_forward=True)
+    stopwatch = Stopwatch([module], torch.device("cpu"))
 
     def batches() -> Any:
         for _ in range(4):
