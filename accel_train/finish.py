@@ -261,6 +261,7 @@ def summarise(run: Run, model: nn.Module) -> dict[str, Any]:
         "baselines": run.task.baselines(run.data),
         "sample": run.task.sample(run.recipe, model, run.data),
         "data": redact(run.data.facts),
+        "started_in": os.getcwd(),
         "parameters": whole_numel(list(run.inner.model.parameters())),
         "world_size": run.accelerator.num_processes,
         "train_seconds": round(run.observer.train_seconds, 3),

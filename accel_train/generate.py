@@ -24,6 +24,9 @@ def generate_from_run(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from accel_train.model_check import check_weight_files
+
+    check_weight_files(folder)
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

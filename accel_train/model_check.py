@@ -1,6 +1,8 @@
 """Whether transformers knows every field of `model.config`, and what the configuration of a pretrained model is."""
 
+import json
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_train.recipe import Recipe
@@ -86,3 +88,29 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error
+
+
+def check_weight_files(folder: Path) -> None:
+    """Refuse a folder without weights, or with weights that a copy or a full disk has cut short; only headers are read.
+
+    Raises:
+        ValueError: names the file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no weights (*.safetensors); was the run finished?")
+    for path in (*folder.glob("*.safetensors.index.json"), *files):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    continue
+            named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+            missing = sorted({name for name in named if not (folder / name).is_file()})
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); copy it again from where the run was trained") from error
+        if missing:
+            raise ValueError(
+                f"{folder} lacks {missing[0]}, which {path.name} names; copy it from where the run was trained"
+            )

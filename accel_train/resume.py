@@ -210,6 +210,8 @@ def set_aside(run_folder: Path) -> Path | None:
     if not any((run_folder / name).exists() for name in (*_FINISHED, ROLLBACKS, "checkpoints")):
         return None
     left = [*run_folder.glob("report-*.png"), *(run_folder / name for name in names if (run_folder / name).exists())]
-    if not (run_folder / RESOLVED_RECIPE).exists() and is_resolved_recipe(run_folder / "recipe.yaml"):  # an older version's
+    if not (run_folder / RESOLVED_RECIPE).exists() and is_resolved_recipe(
+        run_folder / "recipe.yaml"
+    ):  # an older version's
         left.insert(0, run_folder / "recipe.yaml")
     return move_to_previous(run_folder, left)

@@ -1,6 +1,7 @@
 """A finished run, opened again: its model and data, as something to evaluate, predict with or export."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from torch import nn
 
 from accel_train.batching import BatchSizes, resolve_batch
 from accel_train.compiling import compile_module
+from accel_train.data.sources import is_path, is_there, located
 from accel_train.data.tables import MissingColumn
 from accel_train.doctor import check_launcher
 from accel_train.loading import choose_num_workers, choose_pin_memory
+from accel_train.model_check import check_weight_files
 from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_record
 from accel_train.ownership import recipe_of_run
 from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
@@ -37,6 +40,10 @@ _PROBLEM_TYPES = {
     "multi_label_classification": "multi_label",
     "regression": "regression",
 }
+
+
+class DataNotFound(ValueError):
+    """Raised when a run's own data is not where its recipe says, and no other is given."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,11 @@ def open_run(
 
     Raises:
         ValueError: there is no finished run in the folder, or the data does not fit its model.
+        DataNotFound: the run's own data is not there, and no other is given.
     """
     recipe = recipe_of_trained(folder, data, settings)
+    if data is None:
+        _check_data_is_there(folder, recipe.data)
     processes = start_processes()
     check_launcher(processes.num_processes)
     summary = read_record(folder / SUMMARY_FILE)
@@ -118,7 +128,9 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
     changes["problem_type"] = _PROBLEM_TYPES.get(config.get("problem_type"), recipe.model.problem_type)
     model = recipe.model.model_copy(update=changes)
-    section = recipe.data
+    section = located(recipe.data, _started_in(folder))
+    if recipe.origin("data.cache_dir").kind == "command line":
+        section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
         names = _label_names(config) if changes["problem_type"] != "regression" else None
         section = section.model_copy(
@@ -129,6 +141,25 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
     # Weights of classes are for training, and would ask this data for every class.
     return recipe.model_copy(update={"model": model, "data": section, "tokenizer": tokenizer, "loss": Loss()})
+
+
+def _started_in(folder: Path) -> str | None:
+    """The folder from which a run was started: relative paths of its recipe were seen from there."""
+    started_in = read_record(folder / SUMMARY_FILE).get("started_in")
+    return started_in if isinstance(started_in, str) else None
+
+
+def _check_data_is_there(folder: Path, data: Data) -> None:
+    names = [name for each in (data.train, data.eval) for name in ([each] if isinstance(each, str) else each or ())]
+    gone = next((name for name in names if is_path(name) and not is_there(name)), None)
+    if gone is None:
+        return
+    started_in = _started_in(folder)
+    also = f" and from {started_in}, where the run was started" if started_in not in (None, os.getcwd()) else ""
+    raise DataNotFound(
+        f"{gone}, the data of {folder}, is not there (seen from {os.getcwd()}{also}); "
+        f"name the data: accel-train evaluate {folder} --data DATA, accel-train predict {folder} DATA"
+    )
 
 
 def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -151,7 +182,7 @@ def check_finished(folder: Path) -> None:
     """Refuse a folder without a trained model.
 
     Raises:
-        ValueError: says what is missing, and what to give.
+        ValueError: says what is missing or damaged, and what to give.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
@@ -162,6 +193,7 @@ def check_finished(folder: Path) -> None:
         raise ValueError(
             f"{folder} has no trained model yet (no model/config.json); accel-train run {recipe} goes on with it"
         )
+    check_weight_files(folder / "model")
 
 
 def check_settings(settings: Sequence[str]) -> None:
@@ -229,7 +261,7 @@ def _trained_model(folder: Path, recipe: Recipe, task: Task, data: TaskData) -> 
     model = task.build_model(recipe, data)
     check_weights(model, folder / "model", recipe.task)
     if recipe.model.lora is not None and not recipe.model.lora.merge:
-        _put_in_adapters(model, recipe.model, folder / "adapter")
+        put_in_adapters(model, recipe.model, folder / "adapter")
     return model.eval()
 
 
@@ -239,11 +271,9 @@ def check_weights(model: nn.Module, folder: Path, task: str) -> None:
     Raises:
         ValueError: it does not, or the folder holds no weights.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no weights (*.safetensors); was the run finished?")
+    check_weight_files(folder)
     state = model.state_dict()
-    saved = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    saved = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     common = [name for name in saved if name in state]
     wrong = [
         name
@@ -258,21 +288,30 @@ def check_weights(model: nn.Module, folder: Path, task: str) -> None:
         )
 
 
-def _put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
+def put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
+    """Put the adapters of an unmerged run, which lie in `folder`, into its model, in place.
+
+    Raises:
+        ValueError: they are missing, damaged, or those of another model.
+    """
     from accel_train.lora import ADAPTER, add_adapters
 
     assert section.lora is not None
+    check_weight_files(folder)
     add_adapters(model, section.lora)
     saved = load_file(folder / "adapter_model.safetensors")
     state = {
         name.removeprefix("base_model.model.").replace(".weight", f".{ADAPTER}.weight"): tensor
         for name, tensor in saved.items()
     }
-    unknown = model.load_state_dict(state, strict=False).unexpected_keys
-    if unknown:
+    found = model.load_state_dict(state, strict=False)
+    if found.unexpected_keys:
         raise ValueError(
-            f"{folder} does not fit the model: {unknown[0]} is none of its weights; is the folder complete?"
+            f"{folder} does not fit the model: {found.unexpected_keys[0]} is none of its weights; is the folder complete?"
         )
+    missing = [name for name in found.missing_keys if "lora_" in name]
+    if missing:
+        raise ValueError(f"{folder} does not fit the model: it lacks {missing[0]}; is the folder complete?")
 
 
 def with_model(run: TrainedRun, model: nn.Module) -> TrainedRun:

@@ -1,8 +1,11 @@
 """`accel-train export`: folders that load again, and int8 that computes what its numbers say."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
@@ -19,6 +23,7 @@ import runs
 from accel_train.cli import main
 from accel_train.export import load_exported, samples_per_second
 from accel_train.int8 import int8_tensors, left_alone, matrices, put_int8_tensors, quantize_int8
+from accel_train.observe.ledger import RECIPE_FILE
 from accel_train.trained import open_run
 
 
@@ -224,6 +229,123 @@ def test_without_torchao_the_way_to_get_it_is_said(
         == "error: int8 needs the package torchao; install it: pip install 'accel-train[quantize]'\n"
     )
     assert not Path("none").exists()
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The run in a folder of its own."""
+    return shutil.copytree("run", tmp_path / "copied")
+
+
+def cut_short(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+
+
+def lose_a_shard(model: Path) -> None:
+    whole_model().save_pretrained(model, max_shard_size="40KB")
+    (model / "model.safetensors").unlink()
+    next(model.glob("model-00002*.safetensors")).unlink()
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), "holds no weights (*.safetensors)"),
+    "cut short": (lambda model: cut_short(model / "model.safetensors"), "model.safetensors is damaged"),
+    "a shard is missing": (lose_a_shard, "which model.safetensors.index.json names"),
+    "a tensor is missing": (
+        lambda model: save_file({"x": torch.ones(1)}, model / "model.safetensors", {"format": "pt"}),
+        "which from_pretrained would make up",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_missing_or_damaged_weights_are_one_line_and_nothing_is_written(
+    copied: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, said = BROKEN[case]
+    spoil(copied / "model")
+    before = sorted(copied.rglob("*"))
+    for command in ("export", "evaluate", "generate"):
+        if (command, case) == ("generate", "a tensor is missing"):
+            continue
+        capsys.readouterr()
+        assert main([command, str(copied)]) == 2, command
+        error = capsys.readouterr().err
+        assert error.count("error:") == 1
+        if (command, case) != ("evaluate", "a tensor is missing"):
+            assert said in error
+    assert sorted(copied.rglob("*")) == before
+
+
+def test_pickles_and_code_are_left_out_of_an_export_and_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "state.pkl", "modeling_x.py"):
+        (copied / "model" / name).write_bytes(b"x")
+    assert main(["export", str(copied)]) == 0
+    written = {path.name for path in (copied / "export").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= written
+    assert {Path(name).suffix for name in written} == {".safetensors", ".json"} | (
+        {".md"} if "README.md" in written else set()
+    )
+    assert (
+        "copied: modeling_x.py, optimizer.pt, pytorch_model.bin, state.pkl, training_args.bin"
+        in capsys.readouterr().out
+    )
+
+
+def test_code_in_the_card_of_an_int8_export_works_as_it_stands(copied: Path) -> None:
+    card = "# A card\n\n```python\nfrom transformers import AutoModel\nAutoModel.from_pretrained('.')\n```\n"
+    (copied / "model" / "README.md").write_text(card)
+    assert main(["export", str(copied), "--quantize", "int8"]) == 0
+    folder = copied / "export-int8"
+    blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocks[0]}\nprint(type(model).__name__)"],
+        cwd=folder,
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout == "GPT2LMHeadModel\n", done.stderr[-3000:]
+
+
+def test_what_a_task_of_somebodys_own_saved_is_not_promised_to_from_pretrained(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = yaml.safe_load((copied / RECIPE_FILE).read_text())
+    (copied / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "task": "probe_task:ProbeTask"}))
+    save_file({"own.weight": torch.ones(2)}, copied / "model" / "model.safetensors", {"format": "pt"})
+    (copied / "model" / "config.json").write_text('{"own": true}')
+    assert main(["export", str(copied)]) == 0
+    assert "as its task saved them; not for from_pretrained (" in capsys.readouterr().out
+    assert main(["export", str(copied), "--quantize", "int8"]) == 2
+    assert "is no model of transformers" in capsys.readouterr().err
+
+
+def test_a_moved_run_is_exported_without_its_data_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run", "adapted"):
+        shutil.copytree(name, tmp_path / name)
+        recipe = yaml.safe_load((tmp_path / name / RECIPE_FILE).read_text())
+        recipe["data"]["train"], recipe["data"]["cache_dir"] = "gone/corpus.jsonl", "/proc/nobody/cache"
+        (tmp_path / name / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
+    whole = logits(whole_model())
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "run"]) == 0
+    assert torch.equal(logits(load_exported("run/export")), whole)
+    assert main(["export", "adapted"]) == 0
+    assert not torch.equal(logits(load_exported("adapted/export")), whole)
+    capsys.readouterr()
+    assert main(["export", "run", "--quantize", "int8"]) == 0
+    assert (
+        "speed and metrics are not compared: gone/corpus.jsonl, the data of run, is not there"
+        in capsys.readouterr().out
+    )
+    assert torch.allclose(logits(load_exported("run/export-int8")), whole, atol=0.1)
 
 
 def test_a_launch_of_several_processes_is_refused(

@@ -90,6 +90,45 @@ def resolve_sources(names: str | tuple[str, ...], data: Data, *, leaf: str) -> t
     return sources
 
 
+def located(data: Data, started_in: str | None) -> Data:
+    """The data of a run that was moved, or is used from another folder: what is not seen from here, as seen from where it started."""
+
+    def place_of(name: str) -> str:
+        elsewhere = os.path.join(started_in or "", os.path.expanduser(name))
+        return elsewhere if not is_there(name) and is_there(elsewhere) else name
+
+    def places_of(names: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        return place_of(names) if isinstance(names, str) else names and tuple(map(place_of, names))
+
+    cache = data.cache_dir and place_of(data.cache_dir)
+    changes = {
+        "train": places_of(data.train),
+        "eval": places_of(data.eval),
+        "chat_template": places_of(data.chat_template),
+    }
+    # A cache that is not there can be made anywhere; its old place may belong to another machine.
+    return data.model_copy(update={**changes, "cache_dir": cache if cache and is_there(cache) else None})
+
+
+def is_there(name: str) -> bool:
+    """Whether a name of `data.train` or `data.eval` is embedded data, or a file, folder or glob that is seen from here."""
+    from accel_train.data.digit_scenes import NAME
+    from accel_train.data.image_pools import EMBEDDED_IMAGES
+
+    path = os.path.expanduser(name)
+    return name in (*EMBEDDED_CORPORA, *EMBEDDED_IMAGES, NAME) or os.path.exists(path) or bool(glob.glob(path))
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be that of a file or folder, and of no data set."""
+    return (
+        os.path.isabs(os.path.expanduser(name))
+        or name.startswith(".")
+        or bool(Path(name).suffix)
+        or glob.has_magic(name)
+    )
+
+
 def holds_tokens(sources: Sequence[Source]) -> bool:
     """Whether these are token shards; `resolve_sources` lets no others in beside them."""
     return any(source.holds_tokens for source in sources)
