@@ -29,6 +29,7 @@ from accel_train.identity import Change, identity_changes, identity_origins
 from accel_train.ownership import RESOLVED_RECIPE, is_resolved_recipe, move_to_previous
 from accel_train.recipe import Recipe
 from accel_train.rollback_record import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
+from accel_train.snapshot import read_state
 from accel_train.state import CheckpointError, Rollback
 
 _FINISHED = ("summary.json", "model")
@@ -152,6 +153,7 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any], digests: Digest
                 f"checkpoint.resume={resume}: {status.problem}; `accel-train verify RUN` lists what is valid"
             )
     trainer = read_trainer(path)
+    read_state(path)  # before anything is built
     origins = identity_origins(recipe, identity)
     changes = identity_changes(trainer["identity"], trainer.get("origins", {}), identity, origins)
     if changes and not recipe.checkpoint.accept_changes:

@@ -26,6 +26,16 @@ from accel_train.checkpoint import FileFacts, GivenUp, Writer, facts_of, publish
 from accel_train.state import CheckpointError
 
 WHOLE = "whole.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+"""By safetensors' names."""
 
 
 def is_in_parts(folder: Path) -> bool:
@@ -121,9 +131,12 @@ class Stored:
         self._folder, self._kind, self._in_parts = folder, kind, is_in_parts(folder)
         self.shapes: dict[str, torch.Size] = {}
         """By name; empty where there are none of this kind."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        """By name, where the file says it."""
         with _readable(folder):
             if not self._in_parts:
                 self.shapes = _shapes(folder / f"{kind}.safetensors")
+                self.dtypes = _dtypes(folder / f"{kind}.safetensors")
                 return
             found: dict[str, Any] = _shapes(folder / WHOLE)
             self._whole = set(found)
@@ -133,6 +146,7 @@ class Stored:
                 self._dtypes[name] = each.properties.dtype  # type: ignore[union-attr]
         prefix = f"{kind}/"
         self.shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
+        self.dtypes = {name.removeprefix(prefix): dtype for name, dtype in self._dtypes.items()}
 
     def read(self, name: str) -> Tensor:
         """The whole of one tensor, in host memory."""
@@ -181,6 +195,14 @@ def _shapes(file: Path) -> dict[str, torch.Size]:
         return {}
     with safe_open(file, "pt") as opened:
         return {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+def _dtypes(file: Path) -> dict[str, torch.dtype]:
+    if not file.exists():
+        return {}
+    with safe_open(file, "pt") as opened:
+        named = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    return {name: DTYPES[dtype] for name, dtype in named.items() if dtype in DTYPES}
 
 
 def _read(file: Path, targets: Mapping[str, Tensor]) -> None:

@@ -4,8 +4,9 @@ Random numbers are not in it: those of a step are a function of (seed, step, pro
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from accel_train.checkpoint import TRAINER, Writer, read_trainer
+from accel_train.checkpoint import MANIFEST, TRAINER, Writer, read_json, read_trainer
 from accel_train.ema import WeightAverage
 from accel_train.sharded_checkpoint import Parts, Stored, is_in_parts
-from accel_train.state import CheckpointError, Rollback, TrainState
+from accel_train.state import CheckpointError, TrainState
 from accel_train.task import Task, TaskData
 from accel_train.tensor_parts import is_spread
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from accel_train.zero_parts import ZeroParts
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""State of torch's optimizers that has its weight's shape."""
+_STATE = TypeAdapter(TrainState)
 
 
 def snapshot_writers(
@@ -257,6 +262,9 @@ def restore(
         ValueError: it was made for another model.
         CheckpointError: it holds something else than this version writes.
     """
+    state, trainer = read_state(folder), read_trainer(folder)
+    if zero is None:
+        _check_tensors(folder, model, optimizer)
     restore_weights(folder, model, average, zero)
     if zero is not None:
         zero.load_moments(folder)
@@ -264,15 +272,85 @@ def restore(
         _restore_optimizer_parts(folder, optimizer)
     else:
         load_optimizer_tensors(optimizer, _load(folder / OPTIMIZER))
-    trainer = read_trainer(folder)
     if accelerator.scaler is not None and trainer["scaler"] is not None:
         accelerator.scaler.load_state_dict(trainer["scaler"])
+    return state
+
+
+def read_state(folder: Path) -> TrainState:
+    """The counters of a checkpoint, once it is sure that a run can have had them.
+
+    Raises:
+        CheckpointError: one is of another type or out of its range, or the step is not the one that was saved.
+    """
+    trainer = read_trainer(folder)
     try:
-        counters = trainer["state"]
-        counters["rollbacks"] = [Rollback(**each) for each in counters.get("rollbacks", ())]
-        return TrainState(**counters)
-    except TypeError as error:
-        raise CheckpointError(f"{folder / TRAINER} is of another version of this program ({error})") from error
+        saved_step = read_json(folder / MANIFEST)["step"]
+        state = _STATE.validate_json(json.dumps(trainer["state"]), strict=True)
+        unknown = trainer["state"].keys() - {field.name for field in fields(TrainState)}
+        last = trainer["identity"].get("schedule.max_steps", state.step)
+        problems = [f"{name} is unknown" for name in sorted(unknown)]
+        problems += [
+            f"{name}={value} is out of range" for name, value in _numbers(asdict(state)) if _is_wild(name, value)
+        ]
+        if state.step != saved_step:
+            problems.append(f"step={state.step}, and the checkpoint is of step {saved_step}")
+        if state.step > last:
+            problems.append(f"step={state.step}, and the run has {last} steps")
+        scaler = trainer.get("scaler") or {}
+        problems += [
+            f"scaler.{name}={value!r} is out of range" for name, value in scaler.items() if not _is_scale(value)
+        ]
+    except ValidationError as error:
+        first = error.errors()[0]
+        problems = [f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problems = [f"{type(error).__name__}: {error}"]
+    if problems:
+        raise CheckpointError(f"{folder / TRAINER} holds no state of a run: {problems[0]} (of {len(problems)})")
+    return state
+
+
+def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in tree.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                yield from _numbers(each)
+            elif each is not None:
+                yield name, each
+
+
+def _is_wild(name: str, value: float) -> bool:
+    """Losses, logarithms of norms and the best metric may be negative; nothing else may."""
+    return not math.isfinite(value) or (value < 0 and name not in ("losses", "grad_norms", "best_metric"))
+
+
+def _is_scale(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+def _check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Before any of them is changed: what is stored has the types of the weights, and the moments have their shapes.
+
+    Raises:
+        CheckpointError: names the first that has not.
+    """
+    stored, moments, parameters = (
+        Stored(folder, "model"),
+        Stored(folder, "optimizer"),
+        dict(_named_parameters(optimizer)),
+    )
+    for name, tensor in model_tensors(model).items():
+        found = stored.dtypes.get(name, tensor.dtype)
+        if found != tensor.dtype:
+            raise CheckpointError(f"{folder}: {name} is stored as {found}, and the model's is {tensor.dtype}")
+    for key, shape in moments.shapes.items():
+        entry, _, name = key.partition(".")
+        if entry in MOMENTS and name in parameters and shape != parameters[name].shape:
+            expected = tuple(parameters[name].shape)
+            raise CheckpointError(
+                f"{folder}: {entry} of {name} is stored as {tuple(shape)}, and the weight is {expected}"
+            )
 
 
 def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:

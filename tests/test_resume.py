@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from accel_train import Recipe, train
 from accel_train.checkpoint import facts_of
@@ -154,11 +156,58 @@ def test_a_checkpoint_without_settings_says_nothing_of_them(copied: Path) -> Non
     assert events(copied / "run", "settings_changed") == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"step": 10**9}, "step=1000000000, and the checkpoint is of step 4 (of 2)"),
+        ({"step": "4"}, "step='4': Input should be a valid integer"),
+        ({"num_targets_seen": -1}, "num_targets_seen=-1 is out of range"),
+        ({"losses": ["nan"]}, "losses.0='nan': Input should be a valid number"),
+        ({"rollbacks": [{"number": 1}]}, "rollbacks.0.at_step="),
+        ({"unknown": 1}, "unknown is unknown"),
+    ],
+)
+def test_a_checkpoint_whose_state_no_run_can_have_is_refused_in_a_line(
+    copied: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], said: str
+) -> None:
+    (folder,) = (copied / "run" / "checkpoints").iterdir()
+    trainer = json.loads((folder / "trainer.json").read_text())
+    rewrite_trainer(folder, {**trainer, "state": {**trainer["state"], **changed}})
+    assert main(["run", str(copied / "recipe.yaml")]) == 4
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder / 'trainer.json'} holds no state of a run: {said}")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change", "said"),
+    [
+        ("model", "transformer.ln_f.bias", Tensor.double, "transformer.ln_f.bias is stored as torch.float64"),
+        ("optimizer", "exp_avg.transformer.ln_f.bias", lambda each: each[:4].clone(), "is stored as (4,)"),
+    ],
+)
+def test_a_checkpoint_whose_tensors_are_not_those_of_the_model_is_refused_in_a_line(
+    copied: Path, capsys: pytest.CaptureFixture[str], name: str, key: str, change: Any, said: str
+) -> None:
+    (folder,) = (copied / "run" / "checkpoints").iterdir()
+    tensors = load_file(folder / f"{name}.safetensors")
+    save_file({**tensors, key: change(tensors[key])}, folder / f"{name}.safetensors")
+    rewrite_manifest(folder, f"{name}.safetensors")
+    assert main(["run", str(copied / "recipe.yaml")]) == 4
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder}: ")
+    assert said in line
+
+
 def rewrite_trainer(folder: Path, trainer: Mapping[str, Any]) -> None:
     """Other contents for a checkpoint's trainer.json, with a manifest that fits."""
     (folder / "trainer.json").write_text(json.dumps(trainer))
+    rewrite_manifest(folder, "trainer.json")
+
+
+def rewrite_manifest(folder: Path, name: str) -> None:
+    """A manifest that fits a file that was changed."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["trainer.json"] = facts_of(folder / "trainer.json")
+    manifest["files"][name] = facts_of(folder / name)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
