@@ -226,9 +226,9 @@ def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
     found = digests(folder, list(files))
     for name, (_, digest) in files.items():
-        if isinstance(error := found[name], OSError):
-            raise error
-        if found[name] != digest:
+        if isinstance(result := found[name], OSError):
+            raise result
+        if result != digest:
             return f"{name} differs from its digest"
     extra = present - set(files)
     return f"{sorted(extra)[0]} is not in {MANIFEST}" if extra else None

@@ -91,10 +91,10 @@ def forward_backward_or_run_out(
         if sizes.num_seen > 1:
             return _or_keep_up(run, micro_batches, agreement)
         with gradients_seen(run.inner.model) as seen:
-            loss_sum = _or_keep_up(run, micro_batches, agreement)
+            first_loss_sum = _or_keep_up(run, micro_batches, agreement)
         if not run.no_room:
             _note_left_out(run, seen if run.zero is not None else None)
-        return loss_sum
+        return first_loss_sum
     if not is_alone and not carefully:
         return _or_hand_in_nan(run, micro_batches, agreement)
     held_before = num_held() if run.meets_in_forward else None
