@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import __version__
-from accel_train.files import follow_umask, is_written_into, write_atomically
+from accel_train.files import follow_umask, is_written_into, sha256, write_atomically
 from accel_train.recipe_values import path_problem
 
 MARKER = ".accel_train.json"
@@ -89,7 +89,7 @@ def _written_by_older(folder: Path) -> dict[str, list[str]]:
     if not _is_older_run(folder):
         return {}
     found = {path: needle for pattern, needle in _OLDER.items() for path in folder.glob(pattern)}
-    return {path.name: [_digest(path)] for path, needle in found.items() if _contains(path, needle)}
+    return {path.name: [sha256(path)] for path, needle in found.items() if _contains(path, needle)}
 
 
 def recipe_of_run(run_folder: Path) -> Path | None:
@@ -187,7 +187,7 @@ def _is_ours(path: Path, home: Path) -> bool:
         return True
     record = _read(home)
     known = record.get("written", {}) if record.get("claimed") is not None else _written_by_older(home)
-    return target.is_file() and _digest(target) in known.get(_key(target, home), ())
+    return target.is_file() and sha256(target) in known.get(_key(target, home), ())
 
 
 def _key(target: Path, home: Path) -> str:
@@ -278,7 +278,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _facts(path: Path) -> list[Any]:
     size = path.stat().st_size
-    return [size, _digest(path) if size <= DIGESTED_BYTES else None]
+    return [size, sha256(path) if size <= DIGESTED_BYTES else None]
 
 
 def move_to_previous(folder: Path, paths: Sequence[Path], below: str = "") -> Path:
@@ -303,11 +303,6 @@ def _contains(path: Path, needle: bytes) -> bool:
     with suppress(OSError):
         return path.is_file() and needle in path.read_bytes()
     return False
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(folder: Path) -> dict[str, Any]:

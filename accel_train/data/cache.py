@@ -21,13 +21,12 @@ from typing import Any
 from filelock import BaseFileLock, FileLock
 
 from accel_train.data.sources import SourceFile
-from accel_train.files import sync
+from accel_train.files import sha256, sync
 from accel_train.recipe_data import Data
 from accel_train.state import DataError
 
 CHECKED_AT_OPENING_BYTES = 2**28
 """Files of up to this size are compared with their digests when they are opened (0.6 s), larger ones while a run trains."""
-_BLOCK_BYTES = 2**23
 
 # A file written again within the clock's grain keeps its time of change: such young digests are not trusted (as in git).
 _SETTLED_SECONDS = 2.0
@@ -117,7 +116,7 @@ def read_valid_meta(folder: Path) -> dict[str, Any] | None:
         path = folder / name
         if not path.is_file() or path.stat().st_size != num_bytes:
             return None
-        if num_bytes <= CHECKED_AT_OPENING_BYTES and name in digests and _sha256(path) != digests[name]:
+        if num_bytes <= CHECKED_AT_OPENING_BYTES and name in digests and sha256(path) != digests[name]:
             return None
     return meta
 
@@ -165,24 +164,12 @@ class DigestCheck:
     def _compare(self) -> None:
         for path, digest in self._digests.items():
             try:
-                if _sha256(path, self._stopped.is_set) != digest and not self._stopped.is_set():
-                    self._damage = (
-                        f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: "
-                    )
-                    self._damage += "it is made anew"
+                if sha256(path, self._stopped) != digest and not self._stopped.is_set():
+                    self._damage = f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: it is made anew"
             except FileNotFoundError:  # removed since it was mapped: what is trained on can no longer be compared
                 continue
             except OSError as error:
                 self._damage = f"{path} cannot be read ({error.strerror}); remove {path.parent}, and run again"
-
-
-def _sha256(path: Path, is_over: Callable[[], bool] = lambda: False) -> str:
-    """Hex digest of a file, or of what was read of it until `is_over`; other threads run meanwhile."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while (num_bytes := file.readinto(block)) and not is_over():
-            digest.update(block[:num_bytes])
-    return digest.hexdigest()
 
 
 def publish(building: Path, folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +177,7 @@ def publish(building: Path, folder: Path, meta: dict[str, Any]) -> dict[str, Any
     files = sorted(path for path in building.rglob("*") if path.is_file())
     names = {path.relative_to(building).as_posix(): path for path in files}
     meta = {**meta, "files": {name: path.stat().st_size for name, path in names.items()}}
-    meta["sha256"] = {name: _sha256(path) for name, path in names.items()}
+    meta["sha256"] = {name: sha256(path) for name, path in names.items()}
     write_json(building / "meta.json", meta)
     for path in [*files, *(path for path in building.rglob("*") if path.is_dir()), building]:
         sync(path)
