@@ -53,8 +53,7 @@ def claim(run_folder: Path) -> None:
     with _locked(run_folder):
         record = _read(run_folder)
         if not record.get("claimed"):
-            written = {**_written_by_older(run_folder), **record.get("written", {})}
-            _save(run_folder, {**record, "claimed": True, "written": written})
+            _save(run_folder, {**record, "claimed": True, "written": _known(run_folder)})
 
 
 def check_claim(run_folder: Path) -> None:
@@ -166,18 +165,14 @@ def write_file(path: Path, content: bytes, home: Path) -> Path:
         return write_atomically(path, content)
     if not _is_ours(path, home):
         move_to_previous(path.parent, [path])  # of a link: the link, and not what it points to
+    # Before the file: a kill between the two finds the digest of the old file, and that of the new one.
     with (
         suppress(OSError),
         _locked(home),
-    ):  # without a note (a run folder that is only read) the file counts as the user's
-        record = _read(home) or {"claimed": False}
-        if not record["claimed"] and _is_older_run(home):
-            record = {"claimed": True, "written": {**_written_by_older(home), **record.get("written", {})}}
-        written = record.setdefault("written", {})
-        key = _key(path.resolve(), home)
-        # Before the file: a kill between the two finds the digest of the old file, and that of the new one.
-        written[key] = [*written.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
-        _save(home, record)
+    ):  # in a run folder that is only read there is no note: the file counts as the user's
+        record, known, key = _read(home), _known(home), _key(path.resolve(), home)
+        known[key] = [*known.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
+        _save(home, {**record, "claimed": record.get("claimed") or _is_older_run(home), "written": known})
     return write_atomically(path, content)
 
 
@@ -185,9 +180,15 @@ def _is_ours(path: Path, home: Path) -> bool:
     target = path.resolve()
     if not os.path.lexists(target):
         return True
+    with suppress(OSError):
+        return target.is_file() and sha256(target) in _known(home).get(_key(target, home), ())
+    return False
+
+
+def _known(home: Path) -> dict[str, list[str]]:
+    """The digests of what was written, by place."""
     record = _read(home)
-    known = record.get("written", {}) if record.get("claimed") is not None else _written_by_older(home)
-    return target.is_file() and sha256(target) in known.get(_key(target, home), ())
+    return {**({} if record.get("claimed") else _written_by_older(home)), **record.get("written", {})}
 
 
 def _key(target: Path, home: Path) -> str:

@@ -126,7 +126,7 @@ class Place:
         target = self.folder.with_name(f"{self.folder.name}-{name}")
         shutil.copytree(self.folder, target)
         (target / "resumed.jsonl").unlink(missing_ok=True)
-        for path in (target / "run").glob("recipe.yaml"):
+        for path in (target / "run").glob("recipe*.yaml"):
             path.unlink()
         return self.with_(folder=str(target))
 

@@ -101,6 +101,14 @@ WRITERS = {
 }
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_command_replaces_what_it_wrote_itself(here: Path, name: str) -> None:
+    Path("out").mkdir()
+    for _ in range(2):
+        assert main(WRITERS[name][0]) == 0
+    assert not list(here.rglob("previous-*"))
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_command_refuses_in_one_line_to_replace_what_it_did_not_write(
