@@ -241,7 +241,7 @@ def _report_runs(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         from accel_train.observe.report import write_report
 
         out = _out(arguments)
-        written = write_report([Path(run) for run in arguments.runs], out)
+        written = write_report([Path(run) for run in arguments.runs], out, refuse=True)
     if out is None or not is_written_into(out):
         print(written)
     return 0

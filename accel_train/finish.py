@@ -173,7 +173,7 @@ def finish_run(run: Run) -> dict[str, Any]:
         write_file(run.output_dir / "evaluation.json", json_text(run.last_details).encode(), run.output_dir)
     run.observer.finish(summary)
     try:
-        report: Path | str = write_report([run.output_dir], may_move=True)
+        report: Path | str = write_report([run.output_dir])
     except OSError as error:  # the weights are saved; a full disk should not make a finished run fail
         report = f"could not be written ({error}); accel-train report {run.output_dir} tries again"
     _say(run, summary, report)

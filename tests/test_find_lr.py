@@ -191,7 +191,7 @@ def test_a_recipe_gets_a_rate_for_its_learning_rate_line(
     assert len(found["steps"]) <= 100
     with Image.open("run/find-lr.png") as picture:
         assert picture.size[0] > 1000
-    assert sorted(path.name for path in Path("run").iterdir()) == ["find-lr.json", "find-lr.png"]
+    assert sorted(path.name for path in Path("run").iterdir()) == [".accel_train.json", "find-lr.json", "find-lr.png"]
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -200,6 +200,8 @@ def test_an_earlier_run_in_the_folder_is_left_as_it_is() -> None:
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
     assert main(["find-lr", "r.yaml", "--steps", "20"]) == 0
     after = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    ledger = Path("run/.accel_train.json")  # which notes the two new files
+    assert before.pop(ledger) != after.pop(ledger)
     assert {path: after[path] for path in before} == before
     assert {path.name for path in after.keys() - before.keys()} == {"find-lr.json", "find-lr.png"}
 

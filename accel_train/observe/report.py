@@ -43,14 +43,14 @@ SUMMARY_KINDS: dict[str, Any] = {
 """What the page formats as a mapping or as a number, and what it has to be for that."""
 
 
-def write_report(run_folders: Sequence[Path], out: Path | None = None, *, may_move: bool = False) -> Path:
+def write_report(run_folders: Sequence[Path], out: Path | None = None, *, refuse: bool = False) -> Path:
     """Write the report of a run (or the comparison of several), and its charts as PNG beside it.
 
     Args:
         run_folders: the folders of the runs, in the order in which they are shown.
         out: the HTML file, or a folder for it; none: `report.html` in the run's folder, and `comparison.html`
             beside the first of several runs.
-        may_move: move what is not ours to `previous-N/`, rather than refuse to replace it.
+        refuse: rather than move what is not ours to `previous-N/`, refuse to replace it.
 
     Returns:
         The HTML file. The charts are called after it: `report-loss.png`, ...
@@ -64,13 +64,13 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None, *, may_mo
     runs = [load_run(Path(folder), name) for folder, name in zip(run_folders, _names(run_folders), strict=True)]
     home = Path(run_folders[0])
     out = _output_file([Path(folder) for folder in run_folders], out)
-    if not may_move:
+    if refuse:
         check_file(out, home, str(out))
     charts = draw_all(runs)
     pictures = {out.with_name(f"{out.stem}-{chart.name}.png"): chart.png for chart in charts}
     if is_written_into(out):
         pictures = {}  # the page holds the charts as well
-    for path in () if may_move else pictures:
+    for path in pictures if refuse else ():
         check_file(path, home, str(path))
     for path, content in pictures.items():
         write_file(path, content, home)
