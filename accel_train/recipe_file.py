@@ -5,6 +5,8 @@ so that a flag can override either.
 """
 
 import math
+import os
+import select
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,6 +34,9 @@ from accel_train.recipe_writing import show
 from accel_train.recipe_yaml import Key, parse_yaml
 from accel_train.redaction import remember_secrets
 
+_LARGEST_BYTES = 2**20
+"""Hundreds of times what a recipe has; reading so much takes seconds."""
+_WAIT_SECONDS = 5.0
 Layer = dict[Key, tuple[Any, Origin]]
 """Settings of one source, flat, in the order in which they were written."""
 EXCLUSIVE = (
@@ -71,7 +76,8 @@ def load_recipe(
 
 def _read_text(path: str | Path) -> str:
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        content = _read_bytes(path)
+        return content.decode("utf-8-sig")
     except IsADirectoryError as error:
         files = sorted(file.name for file in Path(path).glob("*.y*ml"))
         remedy = f"it holds {', '.join(files[:5])}" if files else "name a YAML file"
@@ -87,6 +93,20 @@ def _read_text(path: str | Path) -> str:
         raise ValueError(
             f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8"
         ) from error
+
+
+def _read_bytes(path: str | Path) -> bytes:
+    """The bytes of a file, or of a pipe if somebody writes into it."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not select.select([file], [], [], _WAIT_SECONDS)[0]:
+            raise ValueError(
+                f"{path} is a pipe, and nothing came out of it in {_WAIT_SECONDS:g} seconds; name a YAML file"
+            )
+        os.set_blocking(file.fileno(), True)
+        content = file.read(_LARGEST_BYTES + 1)
+    if len(content) > _LARGEST_BYTES:
+        raise ValueError(f"{path} is no recipe: it has more than {_LARGEST_BYTES:,} bytes; name a YAML file")
+    return content
 
 
 def _flatten(

@@ -14,6 +14,8 @@ from accel_train.recipe_values import Section
 
 Key = tuple[Any, ...]
 """A setting's place in the tree: ("optimizer", "learning_rate")."""
+_MOST_VALUES = 100_000
+"""What aliases may make of a few lines: nine levels of nine aliases are 400 million values."""
 _TAG = "tag:yaml.org,2002:"
 _INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -59,6 +61,12 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
     try:
         root = yaml.compose(text, Loader=_CoreLoader)
         lines: dict[Key, int] = {}
+        sizes: dict[int, int] = {}
+        num_values = 0 if root is None else _num_values(root, sizes)
+        if num_values > max(_MOST_VALUES, len(sizes)):
+            raise ValueError(
+                f"{name}: with its aliases it has {num_values:,} values, too many for a recipe; write out what is meant"
+            )
         return (None if root is None else _construct(root, name, (), lines, ())), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -71,6 +79,16 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         raise ValueError(f"{name}: {' '.join(str(error).split())}; save it as plain UTF-8 text") from error
     except RecursionError as error:
         raise ValueError(f"{name}: nested too deeply; a recipe needs a few levels") from error
+
+
+def _num_values(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """How many values a node has once its aliases are written out; `sizes` keeps it by id, so that each node is counted once."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 0  # of an alias that contains itself, which is refused later
+        items = [] if isinstance(node, yaml.ScalarNode) else node.value
+        parts = (part for item in items for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = 1 + sum(_num_values(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def _construct(node: yaml.Node, name: str, key: Key, lines: dict[Key, int], parents: tuple[yaml.Node, ...]) -> Any:

@@ -1,13 +1,17 @@
 """Every mistake a user can make in a recipe, its data or the flags: one line that names it and the remedy, before a model exists."""
 
 import copy
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from accel_train.cli import main
 
@@ -277,6 +281,80 @@ def test_a_bad_flag_is_one_line(name: str, no_model: list[str], capsys: pytest.C
     arguments, said = FLAGS[name]
     assert_one_line(list(arguments), said, capsys)
     assert no_model == []
+
+
+def loop(folder: Path) -> Path:
+    """A folder with three links to itself, which a walk that follows links never leaves."""
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "a.txt").write_text("one two three " * 40)
+    for name in ("x", "y", "z"):
+        (folder / "inner" / name).symlink_to("..")
+    return folder
+
+
+def bomb() -> str:
+    """Nine levels of nine aliases: 400 million values in ten lines."""
+    levels = ("".join(f"*{chr(96 + level)}, " * 9) for level in range(1, 10))
+    return "a: &a [x]\n" + "".join(f"{chr(98 + n)}: &{chr(98 + n)} [{items}]\n" for n, items in enumerate(levels))
+
+
+# What a program waits for, or reads, without end: how it comes about, the recipe's file, its data, what the line says.
+ENDLESS: dict[str, tuple[Callable[[], object], str, str, str]] = {
+    "pipe as text": (lambda: os.mkfifo("p.txt"), "r.yaml", "p.txt", "p.txt is no regular file"),
+    "pipe as tokens": (lambda: os.mkfifo("p.bin"), "r.yaml", "p.bin", "p.bin is no regular file"),
+    "link to a device": (lambda: os.symlink("/dev/zero", "z.txt"), "r.yaml", "z.txt", "z.txt is no regular file"),
+    "folders in a circle": (lambda: loop(Path("texts")), "r.yaml", "texts/**/*.txt", "inner/x is a link to"),
+    "pipe as recipe": (lambda: os.mkfifo("p.yaml"), "p.yaml", "text.txt", "p.yaml is a pipe, and nothing came out of it"),
+    "device as recipe": (lambda: None, "/dev/zero", "text.txt", "/dev/zero is no recipe: it has more than 1,048,576 bytes"),
+    "aliases of aliases": (lambda: Path("b.yaml").write_text(bomb()), "b.yaml", "text.txt", "b.yaml: with its aliases it has"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def has_an_end() -> Iterator[None]:
+    """Fails what waits or reads for long; alone nothing here takes more than 6 seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError("it waits, or reads, without end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)  # of a busy machine
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_has_no_end_is_refused(name: str, has_an_end: None, capsys: pytest.CaptureFixture[str]) -> None:
+    make, recipe, data, said = ENDLESS[name]
+    make()
+    assert_one_line(["plan", recipe, "--data.train", data], (said,), capsys)
+
+
+@pytest.mark.parametrize("place", ["pipe", "folders in a circle", "array"])
+def test_images_that_have_no_end_are_refused(place: str, has_an_end: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for label in "ab":
+        Path("images", label).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(f"images/{label}/0.png")
+    if place == "folders in a circle":
+        loop(Path("images/a"))
+    else:
+        os.mkfifo("images/a/p.png" if place == "pipe" else "images/p.npz")
+    recipe = {**GOOD, "task": "image-classification", "model": {"config": {"model_type": "resnet"}}}
+    recipe["data"] = {"train": "images/p.npz" if place == "array" else "images"}
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    said = "is a link to" if place == "folders in a circle" else "is no regular file"
+    assert_one_line(["plan", "r.yaml"], (said,), capsys)
+
+
+def test_a_recipe_is_read_from_a_pipe_that_somebody_writes_into(capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("p.yaml")
+    text = Path("r.yaml").read_text()
+    writer = threading.Thread(target=lambda: Path("p.yaml").write_text(text))
+    writer.start()
+    assert main(["plan", "p.yaml", "--data.train", "gone.txt"]) == 2
+    writer.join()
+    assert "gone.txt" in capsys.readouterr().err
 
 
 def test_fp16_without_cuda_is_one_line(

@@ -22,6 +22,8 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
     Raises:
         DataError: it cannot be decoded; the text begins with `where`.
     """
+    if isinstance(source, Path):
+        _refuse_pipe(source, where)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             image.load()
@@ -62,6 +64,7 @@ def inspect_file(path: Path, where: str) -> int:
     Raises:
         ValueError: it cannot be read, or is no image.
     """
+    _refuse_pipe(path, where)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -88,6 +91,12 @@ def inspect_header(source: Path | bytes, where: str) -> None:
         Image.open(io.BytesIO(source) if isinstance(source, bytes) else source).close()
     except Exception as error:  # as in open_image
         raise ValueError(f"{where}: {_fault(source, error)}; repair or remove it") from error
+
+
+def _refuse_pipe(path: Path, where: str) -> None:
+    """Opening a pipe would wait for whoever writes into it."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{where}: is no regular file; repair or remove it")
 
 
 def _fault(source: Path | bytes, error: Exception) -> str:

@@ -20,6 +20,8 @@ def read_arrays(path: Path, image_column: str, columns: tuple[str, ...]) -> tupl
     Raises:
         ValueError: an array is missing, or of a shape or type that are no images.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file (a pipe, a device or a folder); name an array file")
     arrays = {name: _read(path, name, image_column) for name in (image_column, *columns)}
     images = arrays.pop(image_column)
     _check_images(path, images)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from accel_train.data.decoding import content_digest, digest64, inspect_file, inspect_header, open_image
+from accel_train.data.sources import refuse_loops
 from accel_train.state import DataError
 
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .bmp .gif .tif .tiff .webp .ppm .pgm .pbm .pnm .jp2 .avif"
@@ -179,6 +180,7 @@ def join_images(parts: Sequence[Images]) -> Images:
 
 def list_images(folder: Path) -> tuple[list[str], int]:
     """The image files below a folder, by relative name and sorted, and how many other files there are; hidden ones are left out."""
+    refuse_loops(folder)
     names, num_others = [], 0
     for root, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_train.recipe_data import Data
@@ -176,6 +177,8 @@ def _resolve(name: str, data: Data, leaf: str) -> Source:
         return _describe_dataset(f"stdlib-functions of Python {platform.python_version()}", stdlib_functions())
     path = Path(name).expanduser()
     if not path.exists() and glob.has_magic(name):
+        if "**" in path.parts:  # which follows links
+            refuse_loops(Path(*path.parts[: path.parts.index("**")]))
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         found = [match for match in matches if match.is_file()]
         if not found:
@@ -285,7 +288,13 @@ def _describe_dataset(name: str, dataset: Any) -> Source:
 
 def _describe_files(title: str, files: Iterable[SourceFile], *, name: str, notes: tuple[str, ...] = ()) -> Source:
     files = tuple(files)
-    total_bytes = sum(file.path.stat().st_size for file in files)
+    stats = [file.path.stat() for file in files]
+    for file, stat in zip(files, stats):
+        if not S_ISREG(stat.st_mode):
+            raise ValueError(
+                f"{file.path} is no regular file (a pipe or a device), and is not read; write its data into a file"
+            )
+    total_bytes = sum(stat.st_size for stat in stats)
     count = f"{len(files):,} file{'s' if len(files) != 1 else ''}"
     return Source(name, f"{title}: {count}, {total_bytes / 1e6:,.1f} MB", files, notes=notes)
 
@@ -303,6 +312,18 @@ def _nearest(path: Path) -> str:
 
 def _known_suffixes() -> str:
     return ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
+
+
+def refuse_loops(folder: Path) -> None:
+    """Refuse a folder in which a link leads back to where it is: each file would be found dozens of times, or without end.
+
+    Raises:
+        ValueError: names the link.
+    """
+    for root, folders, _ in os.walk(folder, followlinks=True):
+        for path in (Path(root, name).absolute() for name in folders):
+            if path.is_symlink() and path.resolve() in (parent.resolve() for parent in path.parents):
+                raise ValueError(f"{path} is a link to {path.resolve()}, in which it lies itself; remove the link")
 
 
 def _suffix_counts(paths: list[Path]) -> str:

@@ -282,10 +282,12 @@ Images are resized to {size} x {size} pixels; `preprocessor_config.json` says ho
 Trained with accel_train on {facts["num_train"]:,} images ({facts["sources"]}), and evaluated on {facts["num_eval"]:,}.
 
 ```python
+from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
 model = AutoModelForSemanticSegmentation.from_pretrained("PATH OF THIS FOLDER")
 processor = AutoImageProcessor.from_pretrained("PATH OF THIS FOLDER")
+image = Image.open("AN IMAGE").convert("{data.source.settings.preprocessing.mode}")
 outputs = model(**processor(image, return_tensors="pt"))
 mask = processor.post_process_semantic_segmentation(outputs, target_sizes=[(image.height, image.width)])[0]
 ```
