@@ -9,6 +9,8 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy, interpolate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
 from accel_train.data.digit_scenes import LABEL_NAMES, digit_scenes
@@ -21,7 +23,7 @@ from accel_train.recipe import Recipe
 from accel_train.recipe_data import Augment, Data
 from accel_train.state import DataError
 from accel_train.task import TaskData
-from accel_train.tasks.segmentation_maps import at_label_size, mean_pixel_probabilities, pixel_loss_sum
+from accel_train.tasks.segmentation_maps import at_label_size, mean_pixel_probabilities, pixel_loss_sum, view_logits
 from accel_train.tasks.semantic_segmentation import SemanticSegmentation
 from runs import metrics, recipe_dict, run, write_recipe_file
 
@@ -244,11 +246,44 @@ def test_averaging_over_flips_is_the_mean_of_turned_back_probabilities(pairs: Pa
             expected.append(at_label_size(model(view).logits, batch).softmax(1))
             expected.append(at_label_size(model(view.flip(-1)).logits.flip(-1), batch).softmax(1))
         assert task.test_time is not None
-        found = mean_pixel_probabilities(lambda views: model(views).logits, model(pixels).logits, batch, task.test_time)
+        views = view_logits(lambda view: model(view).logits, model(pixels).logits, pixels, task.test_time)
+        found = mean_pixel_probabilities(views, batch)
         counts = task.evaluate_batch(model, batch)
     torch.testing.assert_close(found, torch.stack(expected).mean(0))
     details = task.score(0.0, {name: value.numpy() for name, value in counts.items()}, data).details
     assert set(details["test_time_augmentation"]["with"]) == {"mean_iou", "pixel_accuracy"}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the size of the largest tensor that is made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.bytes = max([self.bytes, *(each.nbytes for each in made)])
+        return result
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_evaluation_and_prediction_hold_one_images_logits_at_full_resolution(
+    pairs: Path, seg_recipe: Make, augmented: bool
+) -> None:
+    scales = {"test_time_augmentation": {"horizontal_flip": True}} if augmented else {}
+    recipe = seg_recipe(pairs, evaluate=scales)
+    task, data = load(recipe)
+    model = task.build_model(recipe, data).eval()
+    labels = torch.randint(0, 3, (8, 200, 300), dtype=torch.uint8)
+    batch = {"pixel_values": torch.randn(8, 3, 32, 32), "labels": labels}
+    of_one_image = 3 * 200 * 300 * 4
+    with torch.no_grad(), LargestTensor() as largest:
+        counts, found = task.evaluate_batch(model, batch), task.predict_batch(model, batch)
+    assert int(counts["confusion"].sum()) == labels.numel()
+    assert found["mask"].shape == labels.shape
+    assert largest.bytes <= of_one_image
 
 
 def test_baseline_calls_every_pixel_the_commonest_class(pairs: Path, seg_recipe: Make) -> None:

@@ -1,6 +1,6 @@
 """From a segmentation model's coarse logits to the size of the labels: for the loss, for predictions, and averaged over views."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -50,21 +50,27 @@ def pixel_loss_sum(
     return (losses * class_weights[labels.clamp(max=len(class_weights) - 1)]).sum()  # an ignored pixel has a loss of 0
 
 
-def mean_pixel_probabilities(
-    logits_of: Callable[[Tensor], Tensor],
-    logits: Tensor,
-    batch: Mapping[str, Tensor],
-    settings: TestTimeAugmentation,
-) -> Tensor:
-    """The mean of the class probabilities over mirror images and scales: (N, C, H, W) fp32, at the labels' size.
+def one_at_a_time(batch: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """Each image of a batch, as a slice, with its labels: logits at the labels' size are many times the model's own memory."""
+    for index in range(len(batch["labels"])):
+        own = slice(index, index + 1)
+        yield own, {name: batch[name][own] for name in ("labels", "label_sizes") if name in batch}
 
-    `logits` are those of the images as they are. One view after the other is held, so memory does not grow with their number.
-    """
-    total, count = None, 0
-    for view in image_views(batch["pixel_values"], settings, takes_any_size=True):
+
+def view_logits(
+    logits_of: Callable[[Tensor], Tensor], logits: Tensor, pixel_values: Tensor, settings: TestTimeAugmentation
+) -> list[Tensor]:
+    """The coarse logits (N, C, h, w) of mirror images and scales, turned back; `logits` are those of the images as they are."""
+    found = []
+    for view in image_views(pixel_values, settings, takes_any_size=True):
         answer = logits if view.is_original else logits_of(view.pixel_values)
-        upright = answer.flip(-1) if view.is_flipped else answer
-        probabilities = at_label_size(upright, batch).softmax(1)
-        total, count = probabilities if total is None else total + probabilities, count + 1
-    assert total is not None, "load_data refuses an empty list of scales"
-    return total / count
+        found.append(answer.flip(-1) if view.is_flipped else answer)
+    return found
+
+
+def mean_pixel_probabilities(views: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    """The mean of the class probabilities over the views of `view_logits`: (N, C, H, W) fp32, at the labels' size."""
+    total = at_label_size(views[0], batch).softmax(1)
+    for logits in views[1:]:
+        total += at_label_size(logits, batch).softmax(1)
+    return total / len(views)

@@ -36,7 +36,13 @@ from accel_train.recipe import Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.causal_lm import quiet_bars
 from accel_train.tasks.classification_loss import resolve_class_weights
-from accel_train.tasks.segmentation_maps import at_label_size, mean_pixel_probabilities, pixel_loss_sum
+from accel_train.tasks.segmentation_maps import (
+    at_label_size,
+    mean_pixel_probabilities,
+    one_at_a_time,
+    pixel_loss_sum,
+    view_logits,
+)
 from accel_train.tasks.test_time import check_scales
 from accel_train.tasks.vision_models import (
     build_vision_model,
@@ -164,17 +170,27 @@ class SemanticSegmentation:
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Loss and confusion matrix of pixels, at the masks' own size; with test-time augmentation a second matrix."""
         logits = image_logits(model, batch["pixel_values"])
-        full, labels = at_label_size(logits, batch), batch["labels"].long()
-        known = torch.where(labels == self.ignore_index, -1, labels)  # it may be the number of a class
-        num_classes = logits.shape[1]
-        counts = {
-            "loss_sum": pixel_loss_sum(full, labels, ignore_index=self.ignore_index),
-            "confusion": confusion_counts(known, full.argmax(1), num_classes),
-        }
-        if self.test_time is not None:
-            averaged = mean_pixel_probabilities(partial(image_logits, model), logits, batch, self.test_time)
-            counts["confusion_averaged"] = confusion_counts(known, averaged.argmax(1), num_classes)
+        views, num_classes = self._views(model, batch, logits), logits.shape[1]
+        counts: dict[str, Tensor] = {}
+        for own, image in one_at_a_time(batch):
+            full, labels = at_label_size(logits[own], image), image["labels"].long()
+            known = torch.where(labels == self.ignore_index, -1, labels)  # it may be the number of a class
+            found = {
+                "loss_sum": pixel_loss_sum(full, labels, ignore_index=self.ignore_index),
+                "confusion": confusion_counts(known, full.argmax(1), num_classes),
+            }
+            del full
+            if views:
+                averaged = mean_pixel_probabilities([view[own] for view in views], image)
+                found["confusion_averaged"] = confusion_counts(known, averaged.argmax(1), num_classes)
+            counts = {name: counts[name] + value if name in counts else value for name, value in found.items()}
         return counts
+
+    def _views(self, model: nn.Module, batch: Mapping[str, Tensor], logits: Tensor) -> list[Tensor]:
+        """The coarse logits to average over; none without test-time augmentation."""
+        if self.test_time is None:
+            return []
+        return view_logits(partial(image_logits, model), logits, batch["pixel_values"], self.test_time)
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
         """Mean intersection over union of the classes that occur, and the share of right pixels."""
@@ -189,11 +205,14 @@ class SemanticSegmentation:
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The likeliest class of each pixel, at the mask's own size; where sizes differ, 255 beyond `height` and `width`."""
         logits = image_logits(model, batch["pixel_values"])
-        if self.test_time is None:
-            full = at_label_size(logits, batch)
-        else:
-            full = mean_pixel_probabilities(partial(image_logits, model), logits, batch, self.test_time)
-        mask = full.argmax(1).to(torch.uint8)
+        views = self._views(model, batch, logits)
+        masks = []
+        for own, image in one_at_a_time(batch):
+            each = [view[own] for view in views]
+            full = mean_pixel_probabilities(each, image) if views else at_label_size(logits[own], image)
+            masks.append(full.argmax(1).to(torch.uint8))
+            del full
+        mask = torch.cat(masks)
         if "label_sizes" not in batch:
             height, width = (mask.new_full((len(mask),), size, dtype=torch.int64) for size in mask.shape[-2:])
             return {"mask": mask, "height": height, "width": width}
