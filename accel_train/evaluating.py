@@ -82,7 +82,20 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     )
 
 
+def format_augmentation(details: Mapping[str, Any]) -> str:
+    """What test-time augmentation made of the metrics, a line each; empty where there was none."""
+    part = details.get("test_time_augmentation")
+    if not part:
+        return ""
+    rows = [
+        f"  {name.replace('_', ' '):24}{value:>14,.4f}   (without: {part['without'][name]:,.4f})"
+        for name, value in part["with"].items()
+    ]
+    return "\n".join(["With test-time augmentation:", *rows])
+
+
 def format_measured(measured: Measured) -> str:
-    """Metrics, and the classification report where there is one."""
-    report = measured.details.get("classification", {}).get("report_text")
-    return format_metrics(measured.metrics) + (f"\n\n{str(report).rstrip()}" if report else "")
+    """Metrics, those with test-time augmentation, and the classification report where there is one."""
+    report = str(measured.details.get("classification", {}).get("report_text", "")).rstrip()
+    parts = [format_metrics(measured.metrics), format_augmentation(measured.details), report]
+    return "\n\n".join(part for part in parts if part)

@@ -14,6 +14,7 @@ from torch import nn
 
 from accel_train import __version__
 from accel_train.checkpoint import check, folder_of
+from accel_train.evaluating import format_augmentation
 from accel_train.evaluation import EvaluationLeft, evaluate
 from accel_train.observe import write_report
 from accel_train.observe.ledger import json_text
@@ -298,4 +299,6 @@ def _say(run: Run, summary: dict[str, Any], report: Path | str) -> None:
     for name, value in numbers.items():
         text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
         run.observer.note(f"  {name:{width}}{text:>14}")
+    if augmented := format_augmentation(run.last_details.get("details", {})):
+        run.observer.note(augmented)
     run.observer.note(f"weights: {run.output_dir / 'model'}\nreport:  {report}")

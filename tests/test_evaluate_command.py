@@ -183,6 +183,51 @@ def test_a_run_that_held_out_nothing_asks_for_data(capsys: pytest.CaptureFixture
     assert "held out no data to evaluate on; name some with --data" in capsys.readouterr().err
 
 
+def test_numbers_of_test_time_augmentation_are_printed_by_the_run_and_by_evaluate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--schedule.max_steps", "2", "--evaluate.test_time_augmentation.horizontal_flip", "true")
+    for words in (["run", "digits.yaml", "--output_dir", "augmented", *flags], ["evaluate", "augmented"]):
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        found = json.loads(Path("augmented/evaluation.json").read_text())["details"]["test_time_augmentation"]
+        assert "With test-time augmentation:\n" in printed
+        for name, value in found["with"].items():
+            start = f"  {name.replace('_', ' '):24}"
+            [line] = [line for line in printed.splitlines() if line.startswith(start) and "without" in line]
+            assert line[26:].split() == [f"{value:.4f}", "(without:", f"{found['without'][name]:.4f})"]
+
+
+def test_a_run_that_was_moved_is_used_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir()
+    away.mkdir()
+    monkeypatch.chdir(home)
+    runs.write_corpus(home)
+    data = {"train": "corpus.jsonl", "cache_dir": "cache"}
+    recipe = runs.write_recipe_file(home, task="causal-lm", output_dir="run", data=data, schedule={"max_steps": 1})
+    assert main(["run", recipe.name]) == 0
+    ended_with = json.loads(Path("run/summary.json").read_text())["eval"]["loss"]
+    Path("run").rename(away / "moved")
+    monkeypatch.chdir(away)
+    assert main(["evaluate", "moved"]) == 0
+    assert json.loads(Path("moved/evaluation.json").read_text())["metrics"]["loss"] == ended_with
+    assert not (away / "cache").exists()
+    assert main(["generate", "moved", "--max-new-tokens", "1"]) == 0
+    (home / "corpus.jsonl").rename(away / "corpus.jsonl")
+    assert main(["evaluate", "moved"]) == 0
+    (away / "corpus.jsonl").unlink()
+    capsys.readouterr()
+    assert main(["evaluate", "moved"]) == 2
+    error = capsys.readouterr().err
+    assert f"corpus.jsonl, the data of moved, is not there (seen from {away} and from {home}, where the run" in error
+    assert "accel-train evaluate moved --data DATA" in error
+    assert error.count("\n") == 1
+    assert main(["generate", "moved", "--max-new-tokens", "1"]) == 0
+
+
 def test_a_model_that_is_not_the_trained_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     # `text` is built for 300 tokens and more rows; a foreign weight file is noticed before any number is printed.
     weights = Path("digits/model/model.safetensors")
