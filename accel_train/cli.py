@@ -138,9 +138,14 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         from accel_train.plan_text import format_plan
         from accel_train.scale.estimate import Hardware
 
-        print("reading the data (text is tokenised once, and then reused by runs) ...", file=sys.stderr)
+        if not arguments.no_data:
+            print(
+                "reading the data (text is tokenised once, and then reused by runs; --no-data reads none) ...",
+                file=sys.stderr,
+            )
         hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
-        plan = resolve_plan(recipe, arguments.world_size, arguments.gpu, hardware, progress=sys.stderr.isatty())
+        shown, no_data = sys.stderr.isatty(), arguments.no_data
+        plan = resolve_plan(recipe, arguments.world_size, arguments.gpu, hardware, progress=shown, no_data=no_data)
         print(format_plan(plan, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 

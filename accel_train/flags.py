@@ -9,7 +9,7 @@ from accel_train import __version__
 
 RECIPE_COMMANDS = {
     "run": ("--accept-changes",),
-    "plan": ("--world-size", "--gpu", "--gpus-per-node", "--interconnect", "--mfu"),
+    "plan": ("--world-size", "--gpu", "--gpus-per-node", "--interconnect", "--mfu", "--no-data"),
     "evaluate": ("--data",),
     "predict": ("--out",),
     "find-lr": ("--min", "--max", "--steps", "--out"),
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan = add(
         "plan",
         "say everything a run will be, before it costs anything",
-        f"accel-train plan RECIPE [--world-size N] [--gpu NAME] [--gpus-per-node N] [--interconnect NAME] [--mfu X] {settings}",
+        f"accel-train plan RECIPE [--world-size N] [--gpu NAME] [--gpus-per-node N] [--interconnect NAME] [--mfu X] [--no-data] {settings}",
     )
     evaluate = add(
         "evaluate",
@@ -118,6 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--interconnect",
         metavar="NAME",
         help="between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed",
+    )
+    plan.add_argument(
+        "--no-data", action="store_true", help="read none: plan from sequence length and vocabulary alone"
     )
     plan.add_argument("--mfu", type=float, metavar="X", help="share of the peak that computing reaches; default: 0.35")
     generate = add("generate", "write text with a finished causal-lm run")

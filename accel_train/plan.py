@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_train.batching import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.checkpoint import checkpoint_folders
+from accel_train.data.without_data import without_data
 from accel_train.launch_environment import with_launch_environment
 from accel_train.memory_estimate import (
     MemoryPart,
@@ -74,6 +75,13 @@ class Plan:
     scale: Scale
     """What several processes make of it: traffic, the time of a step, failures."""
     notes: tuple[str, ...]
+    reads_data: bool = True
+    """Else the plan follows from the sequence length and the vocabulary alone."""
+
+    @property
+    def has_length(self) -> bool:
+        """Whether it is known how many steps the run takes."""
+        return self.reads_data or self.recipe.schedule.max_steps is not None
 
     @property
     def targets(self) -> str:
@@ -104,6 +112,8 @@ class Plan:
     @property
     def train_seconds(self) -> float | None:
         """Of all steps, evaluation, saves and failures left out; None where the GPU or the operations are not known."""
+        if not self.has_length:
+            return None
         if self.scale.step is not None:
             return self.steps.max_steps * self.scale.step.seconds
         if self.total_flops is None or self.peak_flops is None or self.recipe.parallel.cpu_offload:
@@ -118,10 +128,12 @@ def resolve_plan(
     hardware: Hardware | None = None,
     *,
     progress: bool = False,
+    no_data: bool = False,
 ) -> Plan:
     """Resolve a recipe as a run would, for `world_size` processes on `gpu` (by default: what is here).
 
-    Text is tokenised, once, as a run would do it; no weights are made.
+    Text is tokenised, once, as a run would do it; no weights are made. With `no_data` nothing is read: a language model is
+    planned from `data.sequence_length` and the vocabulary alone.
 
     Raises:
         ValueError: what a run would refuse, in the words of the run; or `hardware` is no machine.
@@ -133,8 +145,12 @@ def resolve_plan(
     check_zero(recipe, place.precision.value)
     section = recipe.parallel
     sizes = resolve_batch(recipe.batch, processes, section.num_sharing, section.shared_by)
-    data = read_data(task, recipe, progress=progress)
-    resolved = resolve_run(recipe, data, sizes)
+    if no_data:
+        short, data = without_data(recipe, sizes.global_batch_size)
+        resolved = resolve_run(short, data, sizes)
+    else:
+        data = read_data(task, recipe, progress=progress)
+        resolved = resolve_run(recipe, data, sizes)
     model = _look_at_model(recipe, task, data, sizes, place)
     weights, checkpoint_bytes = model.weights, _checkpoint_bytes(recipe, model.weights)
     return Plan(
@@ -161,6 +177,7 @@ def resolve_plan(
         peak_flops=place.peak_flops,
         scale=_scale(recipe, place, sizes, resolved.steps, model, checkpoint_bytes),
         notes=tuple(_notes(recipe, data, gpu, sizes, place)),
+        reads_data=not no_data,
     )
 
 

@@ -27,14 +27,12 @@ def format_plan(plan: Plan, *, colour: bool = False) -> str:
 
 
 def _blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    sizes, steps, facts = plan.sizes, plan.steps, plan.data_facts
+    sizes, facts = plan.sizes, plan.data_facts
     yield "Steps", [
         ("global batch", f"{sizes.reason}; {sizes.per_device_eval_batch_size} per device in evaluation"),
         ("learning rate", f"{plan.learning_rate.value:g} at its peak ({plan.learning_rate.reason})"),
-        ("schedule", f"{plan.recipe.schedule.type}, {_count(steps.warmup_steps)} steps of warmup ({steps.warmup_reason})"),
-        ("steps", f"{_count(steps.max_steps)} ({steps.max_steps_reason})"),
-        ("in all", f"{_count(steps.max_steps * sizes.global_batch_size)} samples, of {_count(plan.num_samples)} in an epoch: {steps.num_epochs:.4g} epochs"),
-        (plan.targets, f"{_count(plan.num_targets)} with a label, {_count(plan.num_targets / steps.max_steps)} a step"),
+        ("schedule", f"{plan.recipe.schedule.type}, {_warmup(plan)}"),
+        *_length_rows(plan),
     ]  # fmt: skip
     yield "Data", [(name, str(facts[name])) for name in ("sources",) if name in facts] + [
         (name, _count(facts[name])) for name in ("num_documents", "train_tokens", "eval_tokens", "num_train", "num_eval") if facts.get(name) is not None
@@ -56,6 +54,30 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield "Notes", [("-", note) for note in plan.notes]
 
 
+def _length_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    steps, per_step = plan.steps, _count(plan.num_targets / plan.steps.max_steps)
+    if not plan.has_length:
+        yield (
+            "steps",
+            f"unknown: schedule.num_epochs is {plan.recipe.schedule.num_epochs:g}, and the data is not read; schedule.max_steps says them",
+        )
+        yield plan.targets, f"{per_step} a step at most, where every sample is full"
+        return
+    samples = f"{_count(steps.max_steps * plan.sizes.global_batch_size)} samples, "
+    epochs = f"of {_count(plan.num_samples)} in an epoch: {steps.num_epochs:.4g} epochs"
+    full = "" if plan.reads_data else " at most, where every sample is full"
+    yield "steps", f"{_count(steps.max_steps)} ({steps.max_steps_reason})"
+    yield "in all", samples + (epochs if plan.reads_data else "of an unknown number in an epoch")
+    yield plan.targets, f"{_count(plan.num_targets)} with a label, {per_step} a step{full}"
+
+
+def _warmup(plan: Plan) -> str:
+    steps, schedule = plan.steps, plan.recipe.schedule
+    if plan.has_length or schedule.warmup_steps is not None:
+        return f"{_count(steps.warmup_steps)} steps of warmup ({steps.warmup_reason})"
+    return "warmup unknown: it is a part of all steps"
+
+
 def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     scale, section = plan.scale, plan.recipe.checkpoint
     if plan.world_size > 1:
@@ -66,9 +88,10 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         return
     yield "Time of a step", list(step_rows(scale, plan.peak_flops, plan.device))
     targets_per_step = plan.num_targets / plan.steps.max_steps
-    yield "Time", list(run_rows(scale, plan.steps.max_steps, targets_per_step, plan.targets))
+    num_steps = plan.steps.max_steps if plan.has_length else None
+    yield "Time", list(run_rows(scale, num_steps, targets_per_step, plan.targets))
     if plan.world_size > 1:
-        yield "Failures and checkpoints", list(failure_rows(scale, section, plan.steps.max_steps))
+        yield "Failures and checkpoints", list(failure_rows(scale, section, num_steps))
 
 
 def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -89,10 +112,14 @@ def _model_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "FLOPs",
         (
-            f"{plan.flops_per_target:.4g} for each of {plan.targets}, {plan.total_flops / plan.steps.max_steps:.4g} a step, {plan.total_flops:.4g} in all "
+            f"{plan.flops_per_target:.4g} for each of {plan.targets}, {plan.total_flops / plan.steps.max_steps:.4g} a step, {_total(plan)} in all "
             f"({formula}evaluation and recomputation left out)"
         ),
     )
+
+
+def _total(plan: Plan) -> str:
+    return f"{plan.total_flops:.4g}" if plan.has_length else "an unknown number"
 
 
 def _time(plan: Plan) -> str:
@@ -102,6 +129,8 @@ def _time(plan: Plan) -> str:
         return f"unknown: no peak is known for {plan.device} ({plan.precision.value}); plan --gpu NAME names one"
     if plan.recipe.parallel.cpu_offload:
         return "unknown: the copies to host memory and the update there (parallel.cpu_offload) are not modelled"
+    if not plan.has_length:
+        return "unknown: the number of steps is"
     if seconds is None:
         return "unknown: the FLOPs of this task are not known"
     peak = f"{plan.world_size} x {plan.peak_flops / 1e12:g} TFLOP/s"

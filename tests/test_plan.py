@@ -295,3 +295,66 @@ def test_colour_is_for_terminals() -> None:
 def test_secrets_stay_out_of_the_plan() -> None:
     text = format_plan(plan("--options.hub_token", "s3cr3t", "--log.project", "https://me:s3cr3t@host/"))
     assert "s3cr3t" not in text
+
+
+def test_a_plan_without_data_is_that_of_full_windows_and_says_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with_data = plan(world_size=4, gpu="H200")
+    Path("text.txt").unlink()
+    recipe = load_recipe("r.yaml", arguments=["--data.cache_dir", "elsewhere"])
+    found = resolve_plan(recipe, 4, "H200", no_data=True)
+    for name in (
+        "sizes",
+        "memory",
+        "num_parameters",
+        "vocabulary",
+        "flops_per_target",
+        "checkpoint_bytes",
+        "learning_rate",
+    ):
+        assert getattr(found, name) == getattr(with_data, name), name
+    assert (found.steps.max_steps, found.steps.warmup_steps) == (10, 3)
+    assert found.num_targets == 10 * 16 * 64
+    assert found.scale.traffic == with_data.scale.traffic
+    assert not Path("elsewhere").exists()
+    capsys.readouterr()
+    assert main(["plan", "r.yaml", "--no-data", "--gpu", "H200", "--world-size", "4"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "sources not read (--no-data): each sample counts as data.sequence_length=64 tokens" in text
+    assert "160 samples, of an unknown number in an epoch" in text
+    assert "10,240 with a label, 1,024 a step at most" in text
+    assert main(["plan", "r.yaml"]) == 2  # the data is still missed where it is to be read
+
+
+def test_the_steps_of_epochs_are_unknown_without_data(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {**GOOD, "schedule": {"num_epochs": 2.5}, "tokenizer": {"train_bpe": {"vocab_size": 1000}}}
+    Path("r.yaml").write_text(yaml.safe_dump(settings))
+    for flags in ((), ("--gpu", "H200", "--world-size", "8")):
+        assert main(["plan", "r.yaml", "--no-data", *flags]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert (
+            "steps unknown: schedule.num_epochs is 2.5, and the data is not read; schedule.max_steps says them" in text
+        )
+        assert "warmup unknown" in text
+        assert "tokens 1,024 a step at most" in text
+        assert "an unknown number in all" in text
+        assert "training unknown: " in text
+        assert "1,000 tokens in" in text
+
+
+def test_a_task_that_needs_its_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {**GOOD, "task": "text-classification", "data": {"train": "t.csv", "text_columns": ["text"]}}
+    settings["model"] = {
+        "config": {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1}
+    }
+    Path("r.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["plan", "r.yaml", "--no-data"]) == 2
+    assert "only causal-lm can be planned without data; task=text-classification takes" in capsys.readouterr().err
+
+
+def test_python_and_torch_are_a_row_of_their_own_on_a_cpu(without_cuda: None) -> None:
+    sizes = parts(plan())
+    resident = psutil.Process().memory_info().rss
+    assert 0.5 * resident < (sizes["Python and torch"] or 0) < 2 * resident  # of this process, which has imported them
+    assert "Python and torch" not in parts(plan(gpu="H200"))

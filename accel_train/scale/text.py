@@ -82,20 +82,23 @@ def step_rows(scale: Scale, peak_flops: float, device: str) -> Iterator[Row]:
         yield "", f"{' ' * 10}  {note}"
 
 
-def run_rows(scale: Scale, num_steps: int, targets_per_step: float, targets: str) -> Iterator[Row]:
-    """The whole run at that time of a step."""
+def run_rows(scale: Scale, num_steps: int | None, targets_per_step: float, targets: str) -> Iterator[Row]:
+    """The whole run at that time of a step; of an unknown number of steps only what a day makes."""
     step = scale.step
     assert step is not None
-    seconds = num_steps * step.seconds
-    gpu_hours = seconds * scale.layout.world_size / 3600
-    yield (
-        "training",
-        f"{format_seconds(seconds)}, {gpu_hours:,.1f} GPU-hours: {num_steps:,} steps of that model; evaluation, saves and failures left out",
-    )
+    if num_steps is None:
+        yield "training", "unknown: the number of steps is"
+    else:
+        seconds = num_steps * step.seconds
+        gpu_hours = seconds * scale.layout.world_size / 3600
+        yield (
+            "training",
+            f"{format_seconds(seconds)}, {gpu_hours:,.1f} GPU-hours: {num_steps:,} steps of that model; evaluation, saves and failures left out",
+        )
     yield "in a day", f"{86_400 / step.seconds * targets_per_step:.4g} {targets}"
 
 
-def failure_rows(scale: Scale, section: Checkpoint, num_steps: int) -> Iterator[Row]:
+def failure_rows(scale: Scale, section: Checkpoint, num_steps: int | None) -> Iterator[Row]:
     """What a save costs, how often the run fails, and how often it is worth saving."""
     saving, step = scale.saving, scale.step
     assert step is not None
@@ -119,8 +122,8 @@ def failure_rows(scale: Scale, section: Checkpoint, num_steps: int) -> Iterator[
         yield "this recipe", _now(each, section, step.seconds)
 
 
-def _interval(each: Interval, step_seconds: float, num_steps: int) -> str:
-    if each.best_steps >= num_steps:
+def _interval(each: Interval, step_seconds: float, num_steps: int | None) -> str:
+    if num_steps is not None and each.best_steps >= num_steps:
         return (
             f"all {num_steps:,} steps of this run, whose end is saved: at {each.failures_per_week:.2g} failures a week it would be "
             f"{each.best_steps:,} steps ({format_seconds(each.best_steps * step_seconds)})"
