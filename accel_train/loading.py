@@ -263,7 +263,7 @@ class _InWorker(Dataset[Any]):
             return self.collate(fetch(self.dataset, indices))
 
 
-def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 
