@@ -11,6 +11,7 @@ from accel_train.recipe import Precision, Recipe
 from accel_train.scale.estimate import Hardware
 from accel_train.scale.hardware import gpu_facts
 from accel_train.scale.layout import Layout, choose_layout
+from accel_train.sharding import precision_when_gathered
 from accel_train.state import Choice
 
 
@@ -56,6 +57,7 @@ def choose_place(recipe: Recipe, world_size: int, gpu: str | None, hardware: Har
     device_type = "cpu" if device == "cpu" else "cuda"
     layout = choose_layout(recipe.parallel, world_size, device_type, hardware.gpus_per_node)
     precision = _precision_on(section, gpu) if gpu else choose_mixed_precision(section, _local_device())
+    precision = precision_when_gathered(recipe.parallel, layout.shard_size, precision)
     peak = peak_flops(device, _peak_dtype(section, precision.value))
     return Place(device, device_bytes, precision, peak, layout, hardware)
 

@@ -66,6 +66,7 @@ from accel_train.sharding import (
     allow_sharding,
     build_for_sharding,
     choose_sharding,
+    precision_when_gathered,
     processes_on_machine,
     shard_model,
     sharding_plugins,
@@ -131,7 +132,8 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     sizes = resolve_batch(recipe.batch, processes.num_processes, recipe.parallel.num_sharing, recipe.parallel.shared_by)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     check_zero(recipe, precision.value)
-    choices: dict[str, Choice[Any]] = {"precision.mixed_precision": precision}
+    gathered = precision_when_gathered(recipe.parallel, sharding.value, precision)
+    choices: dict[str, Choice[Any]] = {"precision.mixed_precision": gathered}
     choices |= set_backends(recipe.precision, precision.value, processes.device)
     if recipe.parallel.strategy != "ddp":
         told = across_machines(recipe.parallel, processes_on_machine(processes.num_processes))

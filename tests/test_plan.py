@@ -99,6 +99,19 @@ def test_precision_is_that_of_the_planned_gpu(gpu: str, asked: str, precision: s
     assert plan("--precision.mixed_precision", asked, gpu=gpu).precision.value == precision
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--parallel.strategy", "fsdp2"], True),
+        (["--parallel.strategy", "ddp"], False),
+        (["--parallel.strategy", "fsdp2", "--precision.mixed_precision", "no"], False),
+    ],
+)
+def test_16_bits_under_fsdp2_are_said_to_be_further_from_fp32_than_under_ddp(flags: list[str], said: bool) -> None:
+    reason = plan(*flags, world_size=2, gpu="H100").precision.reason
+    assert ("fsdp2 gathers weights in bf16" in reason) == said
+
+
 def test_bf16_on_a_gpu_without_it_is_refused() -> None:
     with pytest.raises(ValueError, match="mixed_precision=bf16 is only emulated, slowly, by V100; use fp16 or auto"):
         plan("--precision.mixed_precision", "bf16", gpu="V100")

@@ -174,6 +174,22 @@ def test_batch_norm_trains_in_bf16_as_with_ddp(train: Train) -> None:
     assert_same_run(train("sharded", 2, parallel=FSDP2, **sections), train("ddp", 2, **sections), 2e-3)
 
 
+@pytest.mark.slow
+def test_bf16_is_further_from_fp32_than_under_ddp_by_what_the_run_says(train: Train) -> None:
+    sections: dict[str, Any] = {"schedule": {"max_steps": 20, "warmup_steps": 0}}
+    bf16 = {"precision": {"mixed_precision": "bf16"}}
+    exact = losses(train("fp32", 2, **sections))
+
+    def error(run: Path) -> float:
+        return sum(abs(loss / exact[step] - 1) for step, loss in losses(run).items()) / len(exact)
+
+    ddp, sharded = train("ddp", 2, **sections, **bf16), train("sharded", 2, parallel=FSDP2, **sections, **bf16)
+    assert 1.5 * error(ddp) < error(sharded) < 15 * error(ddp)
+    assert error(sharded) < 1e-3
+    said = [(run.parent / "processes" / "rank-0.out").read_text() for run in (ddp, sharded)]
+    assert ["3 to 9 times as far from those of fp32" in each for each in said] == [False, True]
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_short_steps_that_leave_processes_with_unequal_shares_hang_nobody(train: Train, processes: int) -> None:
     sections = {
