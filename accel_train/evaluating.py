@@ -9,7 +9,7 @@ from typing import Any
 from accel_train.evaluation import evaluate
 from accel_train.observe.ledger import json_text
 from accel_train.ownership import check_file, write_file
-from accel_train.trained import TrainedRun, open_run
+from accel_train.trained import TrainedRun, check_finished, open_run
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] 
     Raises:
         ValueError: there is no finished run, no data to evaluate on, or a file of the user's where the result is to go.
     """
+    check_finished(folder)
     path = evaluation_file(folder, data)
     check_file(path, folder, str(path))
     run = open_run(folder, data=data, settings=settings)
