@@ -162,7 +162,7 @@ def read_batches(
         loader = DataLoader(
             _InWorker(dataset, collate),
             batch_sampler=_Once(index_lists),
-            collate_fn=_as_it_is,  # type: ignore[arg-type]  # a whole batch comes from `__getitems__`
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=pin_memory,
             prefetch_factor=4,
