@@ -285,9 +285,9 @@ def test_several_labels_are_joined_and_numbers_are_numbers() -> None:
 
 def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "table.csv"
-    write_table({"id": ["a,b", 'c"d'], "label": ["x\ny", None]}, out, tmp_path)
+    write_table({"id": ["a,b", 'c"d'], "label": ["x\ny", None]}, out, tmp_path / "run")
     assert read_csv(out) == [{"id": "a,b", "label": "x\ny"}, {"id": 'c"d', "label": ""}]
     with pytest.raises(ValueError, match="argument 2 is shorter"):
-        write_table({"id": ["a", "b"], "label": ["x"]}, out, tmp_path)
+        write_table({"id": ["a", "b"], "label": ["x"]}, out, tmp_path / "run")
     assert len(read_csv(out)) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
