@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from accel_train.data_group import data_group
 from accel_train.run import Run
 
 T = TypeVar("T")
@@ -43,13 +45,14 @@ class Work(NamedTuple):
 class Stopwatch:
     """Measures what this process does by itself, from one `take` to the next.
 
-    The forward is timed from inside of DDP's, which may wait for the running statistics of the first process. With FSDP2 it
-    waits in each block for the others, so that it looks alike everywhere, and compiled as a whole it is not timed: what is
-    slow is then seen where it is the data.
+    The forward is timed from inside of DDP's, which may wait for the running statistics of the first process; with FSDP2 block
+    by block, each once its weights are gathered, which is what a process waits for others in. Where processes split layers or
+    sequences, or ZeRO's stage 3 gathers weights, it waits in the midst of computing, and compiled code cannot be timed so: what
+    is slow is then seen where it is the data.
     """
 
-    def __init__(self, inner: nn.Module, device: torch.device, *, times_forward: bool) -> None:
-        self.inner, self.device, self.times_forward = inner, device, times_forward
+    def __init__(self, timed: Sequence[nn.Module], device: torch.device) -> None:
+        self.timed, self.device = timed, device
         self._begin: Any = None
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._since = time.perf_counter()
@@ -58,11 +61,14 @@ class Stopwatch:
 
     def reading(self, batches: Iterator[T]) -> Iterator[T]:
         """The same batches; while they are read, forwards in training are timed as well."""
-        hooks = (
-            [self.inner.register_forward_pre_hook(self._before), self.inner.register_forward_hook(self._after)]
-            if self.times_forward
-            else []
-        )
+        hooks = [
+            hook
+            for module in self.timed  # after FSDP2's own hook, which gathers weights, and before it lets go of them
+            for hook in (
+                module.register_forward_pre_hook(self._before),
+                module.register_forward_hook(self._after, prepend=True),
+            )
+        ]
         try:
             begin = time.perf_counter()
             for batch in batches:
@@ -122,9 +128,7 @@ class StragglerWatch:
         self.run, self.section = run, run.recipe.guard
         self.rank, self.world_size = run.accelerator.process_index, run.accelerator.num_processes
         self.is_on = self.section.straggler_factor is not None and self.world_size > 1
-        is_traced = run.choices["precision.compile"].value == "model"  # hooks would be compiled with it
-        waits = run.recipe.parallel.sp_size > 1  # in its forward, for whoever has the other slices
-        self.stopwatch = Stopwatch(run.inner, run.accelerator.device, times_forward=not is_traced and not waits)
+        self.stopwatch = Stopwatch(_computing_alone(run), run.accelerator.device)
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._arriving: tuple[torch.Tensor, Any] | None = None
         self._slow_rank, self._num_windows = -1, 0
@@ -185,6 +189,17 @@ class StragglerWatch:
         )
         part = "data" if what == DATA else "compute"
         self.run.observer.on_event("straggler", step, said, rank=rank, slow=part, seconds=here, usual_seconds=elsewhere)
+
+
+def _computing_alone(run: Run) -> Sequence[nn.Module]:
+    """The modules of the forward that wait for no other process once they have begun; empty where each does."""
+    compiled = run.choices["precision.compile"].value
+    blocks = [each for each in run.inner.modules() if isinstance(each, FSDPModule) and each is not run.inner]
+    is_traced = compiled == "model" or (compiled == "blocks" and bool(blocks))  # hooks would be compiled with it
+    gathers = run.zero is not None and run.zero.spreads_weights
+    if is_traced or gathers or data_group(run.accelerator).num_sharing > 1:
+        return []
+    return blocks or [run.inner]
 
 
 DATA, COMPUTE = "reading data", "the forward"

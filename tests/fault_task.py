@@ -92,7 +92,7 @@ class FaultTask(ProbeTask):
             raise RuntimeError("no such layer on this machine")
         model = super().build_model(recipe, data)
         if "block" in self.seconds:
-            model.get_submodule("transformer.h.1.mlp").register_forward_hook(self._dawdle)
+            model.get_submodule("transformer.h.0.mlp").register_forward_hook(self._dawdle)
         return model
 
     def _dawdle(self, module: nn.Module, args: Any, output: Any) -> None:
