@@ -14,6 +14,7 @@ from types import MappingProxyType, NoneType
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from accel_train.recipe import Recipe
 from accel_train.recipe_errors import REQUIRED_EXAMPLES, explain, rule_of, wrong
@@ -177,7 +178,7 @@ def _flag_value(name: str, text: str) -> Any:
     try:
         value = parse_yaml(text, f"--{name} {text}")[0]
     except ValueError:
-        if str in kinds:
+        if str in kinds or (_takes_texts(name) and not text.startswith("[")):
             return text
         raise
     collection = (isinstance(value, list) and tuple in kinds) or (isinstance(value, dict) and text.startswith("{"))
@@ -228,6 +229,10 @@ def _tree(layer: Layer) -> dict[str, Any]:
 
 
 def _validate(layer: Layer, path: str) -> Recipe:
+    layer = {
+        key: ([value] if isinstance(value, str) and _takes_texts(dotted(key)) else value, origin)
+        for key, (value, origin) in layer.items()
+    }
     tree = _tree(layer)
     origins = {dotted(key): origin for key, (_, origin) in layer.items()}
     try:
@@ -242,6 +247,12 @@ def _validate(layer: Layer, path: str) -> Recipe:
     if problems:
         raise ValueError("\n".join(problems))
     return recipe.with_origins(origins)
+
+
+def _takes_texts(name: str) -> bool:
+    """Whether a setting is a list of texts and nothing else, so that one text can stand for a list of one."""
+    info = recipe_names().get(name)
+    return isinstance(info, FieldInfo) and info.annotation in (tuple[str, ...], tuple[str, ...] | None)
 
 
 def _same_kind(raw: Any, value: Any) -> bool:

@@ -74,6 +74,8 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
         what = " ".join(filter(None, (error.problem, error.context)))
         remedy = "; indent with spaces" if "\t" in line else ""
+        if "alias" in what:
+            remedy = "; * begins an alias in YAML, so put quotes around a pattern that begins with it: '*name*'"
         raise ValueError(f"{name}:{mark.line + 1}:{mark.column + 1}: {what}: {line.strip()!r}{remedy}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{name}: {' '.join(str(error).split())}; save it as plain UTF-8 text") from error

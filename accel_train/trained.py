@@ -242,7 +242,10 @@ def _load(
                 left, unlabelled = without_labels(section), error
                 notes.append(f"no true labels, because with labels it cannot be read: {error}")
             else:
-                raise (unlabelled or error) from None
+                failure = unlabelled or error
+                if is_other:  # the task knows it as data.train, which nobody has set
+                    failure = ValueError(str(failure).replace("data.train", "DATA" if labels_optional else "--data"))
+                raise failure from None
             recipe = recipe.model_copy(update={"data": left})
 
 

@@ -113,6 +113,7 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tab": ("model:\n\tconfig: 1\n", ("r.yaml:2:1", "indent with spaces")),
     "bracket that is not closed": ("a: [1, 2\nb: 3\n", ("r.yaml:2", "'b: 3'")),
     "list": ("- a\n- b\n", ("r.yaml", "not a mapping")),
+    "pattern without quotes": ("model:\n  freeze: [*embedder*]\n", ("r.yaml:2", "put quotes around a pattern", "'*name*'")),
     "word": ("hello\n", ("r.yaml", "not a mapping")),
     "empty": ("", ("r.yaml is empty", "output_dir:")),
     "only comments": ("# nothing\n", ("r.yaml is empty",)),
@@ -163,6 +164,8 @@ NAMES = {"label_names": ["a", "b", "c"]}
 # A table for text classification: its file, its content, settings of `data`, and what the one line must say.
 TABLES: dict[str, tuple[str, str | bytes, dict[str, Any], tuple[str, ...]]] = {
     "column that is missing": ("t.csv", TABLE.replace("text,", "txt,"), {}, ("t.csv:1", "'text'", "txt, label")),
+    "no header": ("t.csv", TABLE.partition("\n")[2], {}, ("t.csv:1", "no column 'text'", "words 0, 0", "first line of the file must hold the names")),
+    "semicolons": ("t.csv", TABLE.replace(",", ";"), {}, ("t.csv:1", "separated by semicolons (text;label)", "commas or tabs")),
     "header without rows": ("t.csv", "text,label\n", {}, ("t.csv", "no rows")),
     "file of 0 bytes": ("t.jsonl", "", {}, ("t.jsonl", "no rows")),
     "column twice": ("t.csv", "text,text,label\na,b,1\n", {}, ("t.csv:1", "'text' is there 2 times")),
@@ -262,6 +265,21 @@ def test_a_bad_table_is_one_line(name: str, no_model: list[str], capsys: pytest.
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
     assert_one_line(["run", "r.yaml"], said, capsys)
     assert no_model == []
+
+
+def test_a_missing_column_of_images_names_the_setting_that_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("t.csv").write_text("file,label\na.png,x\n")
+    recipe = {**GOOD, "task": "image-classification", "model": {"config": {"model_type": "resnet"}}}
+    Path("r.yaml").write_text(yaml.safe_dump({**recipe, "data": {"train": "t.csv"}}))
+    assert_one_line(["plan", "r.yaml"], ("t.csv:1: there is no column 'image'", "(data.image_column says"), capsys)
+
+
+def test_a_csv_file_of_tabs_is_read_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("t.csv").write_text(TABLE.replace(",", "\t"))
+    recipe = {**GOOD, "task": "text-classification", "model": {"config": BERT}, "data": {"train": "t.csv"}}
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["plan", "r.yaml"]) == 0
+    assert "t.csv: read as separated by tabs" in capsys.readouterr().out
 
 
 def test_at_least_60_mistakes_are_tried() -> None:

@@ -12,7 +12,7 @@ import pytest
 from accel_train.model_check import check_model_config
 from accel_train.recipe import Recipe
 from accel_train.recipe_file import load_recipe
-from accel_train.recipe_names import nearest_names, recipe_names
+from accel_train.recipe_names import nearest_names, recipe_names, value_of
 from accel_train.recipe_values import Origin
 from accel_train.recipe_writing import format_recipe, write_recipe
 from accel_train.recipe_yaml import parse_yaml
@@ -165,6 +165,24 @@ def test_a_flag_sets_its_leaf(recipe_file: Path, flag: str, text: str, leaf: str
         recipe = recipe[field] if isinstance(recipe, dict) else getattr(recipe, field)
     assert recipe == value
     assert type(recipe) is type(value)
+
+
+@pytest.mark.parametrize(
+    "setting, text, value",
+    [
+        ("data.text_columns", "sentence", ("sentence",)),
+        ("data.label_names", "a", ("a",)),
+        ("model.freeze", "*wte*", ("*wte*",)),
+        ("log.trackers", "tensorboard", ("tensorboard",)),
+        ("data.text_columns", "[a, b]", ("a", "b")),
+        ("data.train", "a", "a"),
+    ],
+)
+def test_one_text_stands_for_a_list_of_one(recipe_file: Path, setting: str, text: str, value: object) -> None:
+    assert value_of(load_recipe(recipe_file, arguments=[f"--{setting}", text]), setting) == value
+    section, field = setting.split(".")
+    given = [part.strip() for part in text.strip("[]").split(",")] if text.startswith("[") else text
+    assert value_of(load_recipe(recipe_file, overrides={section: {field: given}}), setting) == value
 
 
 def test_a_section_given_as_a_flag_keeps_its_other_fields(recipe_file: Path) -> None:

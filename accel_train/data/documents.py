@@ -80,7 +80,7 @@ def _csv_rows(path: Path, data: Data) -> Iterator[Document]:
     if header is None:
         return
     if header.fields.count(data.text_column) != 1:
-        raise _missing_column(f"{path}:1", header.fields, data)
+        raise _missing_column(f"{path}:1", header.fields, data, "; the first line must hold the names of the columns")
     column = header.fields.index(data.text_column)
     for row in rows:
         taken, num_bytes = num_bytes, 0
@@ -158,10 +158,11 @@ def _document(value: object, num_bytes: float, where: str, data: Data) -> Docume
         ) from None
 
 
-def _missing_column(where: str, columns: list[str], data: Data) -> ValueError:
+def _missing_column(where: str, columns: list[str], data: Data, rule: str = "") -> ValueError:
     fault = "is there more than once" if data.text_column in columns else "is missing"
     return ValueError(
         f"{where}: the column {data.text_column!r} {fault}; available: {', '.join(map(str, columns))}; set data.text_column"
+        f"{rule}"
     )
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,9 @@ def csv_rows(path: Path, lines: Iterable[str]) -> Iterator[CsvRow]:
     """
     previous_limit = csv.field_size_limit(sys.maxsize)  # the module's own, 128 KiB, is shorter than many texts
     try:
-        reader = csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        lines = iter(lines)
+        first = next(lines, "")
+        reader = csv.reader(chain([first] if first else [], lines), delimiter=delimiter_of(path, first), strict=True)
         header = next(reader, None)
         if header is None:
             return
@@ -87,6 +90,21 @@ def csv_rows(path: Path, lines: Iterable[str]) -> Iterator[CsvRow]:
         raise ValueError(f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line") from None
     finally:
         csv.field_size_limit(previous_limit)
+
+
+def delimiter_of(path: Path, header: str) -> str:
+    """What separates the fields: a tab in a .tsv, and where the header has tabs and no comma; else a comma.
+
+    Raises:
+        ValueError: the header has semicolons and no comma, as some spreadsheets write them.
+    """
+    if path.suffix.lower() == ".tsv" or ("\t" in header and "," not in header):
+        return "\t"
+    if ";" in header and "," not in header:
+        raise ValueError(
+            f"{path}:1: its fields look separated by semicolons ({header.strip()}); save it with commas or tabs"
+        )
+    return ","
 
 
 def json_object(line: str, where: str, example_column: str) -> dict[str, Any]:

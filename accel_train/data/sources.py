@@ -50,6 +50,9 @@ _NOT_STDLIB = frozenset(
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test|eval)(?:[^a-z]|$)")
 
 
+_LONGEST_HEADER_BYTES = 1 << 16
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """One file, and how to read it."""
@@ -294,6 +297,10 @@ def _describe_files(title: str, files: Iterable[SourceFile], *, name: str, notes
             raise ValueError(
                 f"{file.path} is no regular file (a pipe or a device), and is not read; write its data into a file"
             )
+    tabbed = [file.path for file in files if file.path.suffix.lower() == ".csv" and _has_tabs(file.path)]
+    if tabbed:
+        more = f" and {len(tabbed) - 1} more" if len(tabbed) > 1 else ""
+        notes += (f"{tabbed[0]}{more}: read as separated by tabs, which its first line has, and no comma",)
     total_bytes = sum(stat.st_size for stat in stats)
     count = f"{len(files):,} file{'s' if len(files) != 1 else ''}"
     return Source(name, f"{title}: {count}, {total_bytes / 1e6:,.1f} MB", files, notes=notes)
@@ -312,6 +319,13 @@ def _nearest(path: Path) -> str:
 
 def _known_suffixes() -> str:
     return ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
+
+
+def _has_tabs(path: Path) -> bool:
+    """Whether the fields of a csv file are separated by tabs, as `lines.csv_rows` reads them."""
+    with path.open("rb") as file:
+        header = file.readline(_LONGEST_HEADER_BYTES)
+    return b"\t" in header and b"," not in header
 
 
 def refuse_loops(folder: Path) -> None:

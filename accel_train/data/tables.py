@@ -37,7 +37,7 @@ def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Ro
         ValueError: a row cannot be read, or a column is there twice; the text names file, line or row, and column.
     """
     if source.dataset is not None:
-        _check_columns(source.name, source.dataset.column_names, columns)
+        _check_columns(source.name, source.dataset.column_names, columns, data)
         batches = source.dataset.select_columns(list(dict.fromkeys(columns))).with_format("arrow")
         yield from _arrow_rows(batches.iter(batch_size=_ROWS_PER_BATCH), source.name, columns)
     for file in source.files:
@@ -65,7 +65,7 @@ def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     header = next(rows, None)
     if header is None:
         return
-    _check_columns(f"{path}:1", header.fields, columns)
+    _check_columns(f"{path}:1", header.fields, columns, data, header_is_a_line=True)
     positions = [header.fields.index(column) for column in columns]
     for row in rows:
         yield Row(tuple(row.fields[position] for position in positions), f"{path}:{row.number}")
@@ -77,7 +77,7 @@ def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]
             continue
         where = f"{path}:{line.number}"
         row = json_object(line.text, where, columns[0])
-        _check_columns(where, list(row), columns)
+        _check_columns(where, list(row), columns, data)
         yield Row(tuple(row[column] for column in columns), where)
 
 
@@ -90,7 +90,7 @@ def _parquet_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Ro
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a parquet file ({error}); is it complete?") from None
     with file:
-        _check_columns(str(path), file.schema_arrow.names, columns)
+        _check_columns(str(path), file.schema_arrow.names, columns, data)
         batches = file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=list(dict.fromkeys(columns)))
         try:
             yield from _arrow_rows(batches, str(path), columns)
@@ -116,7 +116,9 @@ def _arrow_rows(batches: Iterator[Any], name: str, columns: Sequence[str]) -> It
         first_row += batch.num_rows
 
 
-def _check_columns(where: str, available: Sequence[str], wanted: Sequence[str]) -> None:
+def _check_columns(
+    where: str, available: Sequence[str], wanted: Sequence[str], data: Data, *, header_is_a_line: bool = False
+) -> None:
     for column in wanted:
         count = list(available).count(column)
         if count == 1:
@@ -124,11 +126,20 @@ def _check_columns(where: str, available: Sequence[str], wanted: Sequence[str]) 
         fault = f"the column {column!r} is there {count} times" if count else f"there is no column {column!r}"
         near = get_close_matches(column, available, n=1)
         remedy = f"did you mean {near[0]!r}?" if near and not count else "name another."
-        said = (
-            f"{where}: {fault}; {remedy} There are {', '.join(map(str, available))} "
-            "(data.text_columns, data.label_column and data.id_column say what is read)"
-        )
+        said = f"{where}: {fault}; {remedy} There are {', '.join(map(str, available))} ({setting_of(column, data)} says what is read)"
+        if header_is_a_line and not count and not near:
+            said += "; the first line of the file must hold the names of the columns"
         raise ValueError(said) if count else MissingColumn(column, said)
+
+
+def setting_of(column: str, data: Data) -> str:
+    """The settings that name a column, as in a recipe."""
+    names = [name for name in type(data).model_fields if name.endswith(("_column", "_columns"))]
+    values = {name: getattr(data, name) for name in names}
+    named = [
+        name for name, value in values.items() if value == column or (isinstance(value, tuple) and column in value)
+    ]
+    return " or ".join(f"data.{name}" for name in named) or "the recipe"
 
 
 _READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}
