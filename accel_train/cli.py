@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from accel_train.ending import end_process, exit_code, exits_are_errors, leave_the_other_processes, report
 from accel_train.flags import RECIPE_COMMANDS, UserError, build_parser, split_settings
-from accel_train.launcher import stop_with_launcher
+from accel_train.launcher import launch_mistake, stop_with_launcher
 from accel_train.redaction import keep_secrets_out_of_tracebacks
 from accel_train.signals import StopRequest, signals_put_back
 from accel_train.state import CheckpointError, Preempted, TrainingStopped
@@ -95,6 +95,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command in RECIPE_COMMANDS:
         arguments, settings = split_settings(arguments, RECIPE_COMMANDS[command])
     parsed = parser.parse_args(arguments)
+    if parsed.command in SEVERAL_PROCESSES and (mistake := launch_mistake(os.environ)) is not None:
+        raise UserError(mistake)
     if parsed.command not in SEVERAL_PROCESSES and os.environ.get("RANK", "0") != "0":
         return 0  # what the others take is one process
     with exits_are_errors():

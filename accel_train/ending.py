@@ -11,6 +11,7 @@ from traceback import extract_tb
 from typing import TYPE_CHECKING, NoReturn
 
 from accel_train.flags import UserError
+from accel_train.launcher import launch_mistake
 from accel_train.peers import is_peer_error
 from accel_train.redaction import print_traceback, redact_text
 from accel_train.stacks import finish_writing
@@ -88,7 +89,7 @@ def report(error: BaseException) -> None:
         if not watchdog.speaks():
             return
         who = "" if rank == "0" or watchdog.first_cause else f"rank {rank}: "
-    elif rank != "0":
+    elif rank != "0" and launch_mistake(os.environ) is None:
         # The launcher ends the others as soon as one has failed: if rank 0 has, it speaks, and this sleep is not survived.
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

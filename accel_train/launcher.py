@@ -4,11 +4,13 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+LAUNCH_REMEDY = "start with torchrun or `accelerate launch`, which set it, or unset WORLD_SIZE and the RANKs to train on one process"
 
 
 def stop_with_parent() -> None:
@@ -36,6 +38,30 @@ def stop_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()
+
+
+def launch_mistake(environment: Mapping[str, str]) -> str | None:
+    """Return what is impossible in the variables that a launcher sets, so that this process would wait for ever; None if nothing is."""
+    numbers = {}
+    for name, least in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
+        text = environment.get(name)
+        if text is not None and not (text.isdecimal() and int(text) >= least):
+            return f"{name}={text!r}: must be a whole number of at least {least}; {LAUNCH_REMEDY}"
+        if text is not None:
+            numbers[name] = int(text)
+    world_size = numbers.get("WORLD_SIZE", 1)
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in numbers and (rank == "RANK" or size in numbers) and numbers[rank] >= numbers.get(size, 1):
+            return f"{rank}={numbers[rank]} with {size}={numbers.get(size, 1)}: ranks count from 0 to {size} - 1; {LAUNCH_REMEDY}"
+    if numbers.get("LOCAL_WORLD_SIZE", 1) > world_size:
+        return f"LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']} is more than WORLD_SIZE={world_size}; {LAUNCH_REMEDY}"
+    is_mpi = any(
+        name.startswith(("PMI_", "OMPI_", "MV2_")) for name in environment
+    )  # Accelerate reads ranks from there
+    for name in ("RANK", "MASTER_ADDR") if world_size > 1 and not is_mpi else ():
+        if not environment.get(name):
+            return f"WORLD_SIZE={world_size}, but {name} is not set, so that the processes cannot meet; {LAUNCH_REMEDY}"
+    return None
 
 
 def store_of_this_start(timeout: timedelta) -> dict[str, Any]:

@@ -43,6 +43,18 @@ def check_model_config(recipe: Recipe) -> None:
         problems.append(
             f"model.config.{field} ({where}): {model_type} has no such field, and would ignore it; {remedy}"
         )
+    for field, value in fields.items():
+        usual = getattr(default, field, None)
+        counts = (value, usual) if isinstance(value, list) and isinstance(usual, list | tuple) else ([value], [usual])
+        if (
+            not field.endswith(("_id", "_index"))
+            and any(type(each) is int and each < 0 for each in counts[0])
+            and all(type(each) is int and each >= 0 for each in counts[1])
+        ):
+            where = recipe.origin(f"model.config.{field}")
+            problems.append(
+                f"model.config.{field}={show(value)} ({where}): must not be negative; {model_type} has {usual} by default"
+            )
     if problems:
         raise ValueError("\n".join(sorted(problems)))
     unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}  # a run takes the tokenizer's

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from accel_train.memory_estimate import (
     num_moments,
     vocabulary_rows,
 )
-from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
 from accel_train.plan_place import Place, choose_place, count_processes
 from accel_train.recipe import Recipe
 from accel_train.resolve import change_model, check_recipe, resolve_run
@@ -273,11 +271,6 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
             f"per_device_batch_size and gradient_accumulation_steps are auto: before its first step a run {finds} the largest of "
             f"{', '.join(map(str, divisors(sizes.per_device_batch_size)))} that leaves {recipe.batch.memory_headroom:.0%} of "
             "each GPU free; the memory above is that of the largest"
-        )
-    if gpu is not None and peak_flops(gpu, "fp32") is None:
-        near = get_close_matches(gpu, PEAK_TFLOPS, n=3, cutoff=0.4)
-        yield f"--gpu {gpu} is not among the GPUs whose peak is known" + (
-            f"; did you mean {' or '.join(near)}?" if near else ""
         )
     found = checkpoint_folders(Path(recipe.output_dir) / "checkpoints")
     if found and recipe.checkpoint.resume == "auto":

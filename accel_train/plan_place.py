@@ -2,10 +2,11 @@
 
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 
-from accel_train.observe.throughput import peak_flops
+from accel_train.observe.throughput import PEAK_TFLOPS, peak_flops
 from accel_train.precision import choose_mixed_precision
 from accel_train.recipe import Precision, Recipe
 from accel_train.scale.estimate import Hardware
@@ -69,6 +70,10 @@ def _local_device() -> torch.device:
 def _device(gpu: str | None) -> tuple[str, int | None]:
     if gpu is not None:
         facts = gpu_facts(gpu)
+        if facts is None and peak_flops(gpu, "fp32") is None:
+            near = get_close_matches(gpu, PEAK_TFLOPS, n=3, cutoff=0.4)
+            meant = f"did you mean {' or '.join(near)}?" if near else "H100 and A100 are two"
+            raise ValueError(f"--gpu {gpu} is not among the GPUs whose peak is known; {meant}")
         return gpu, None if facts is None else round(facts.memory_gib * 2**30)
     if not torch.cuda.is_available():
         return "cpu", None

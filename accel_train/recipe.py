@@ -21,6 +21,7 @@ from accel_train.recipe_values import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Seed,
     path_problem,
 )
 
@@ -301,7 +302,7 @@ class Recipe(Section):
 
     task: str = "causal-lm"
     """A task of this package, or `my_module:MyTask`."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     output_dir: str
     """The run folder."""
     model: Model

@@ -22,6 +22,9 @@ from accel_train.state import Choice
 from accel_train.task import TASKS, Task, TaskData, load_task
 from accel_train.tensor_parallel import check_tensor_parallel
 
+MOST_READS_PER_STEP = 100
+"""A step may take several passes over very few samples; far more is a slip, and the memory for their order alone runs out."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -76,6 +79,11 @@ def resolve_run(
     """
     num_samples = len(data.train)  # type: ignore[arg-type]
     section = recipe.data
+    if sizes.global_batch_size > MOST_READS_PER_STEP * num_samples > 0:
+        raise ValueError(
+            f"batch.global_batch_size={sizes.global_batch_size} is more than {MOST_READS_PER_STEP} times the {num_samples} training "
+            f"samples, and a step would read each of them so often; lower it to at most {num_samples}"
+        )
     steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size, section.last_batch)
     if section.group_by_length and data.lengths is None:
         raise ValueError(f"data.group_by_length: the samples of {recipe.task} are all of one length; leave it out")

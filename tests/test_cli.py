@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,33 @@ def test_padding_rows_of_the_vocabulary_are_never_sampled() -> None:
     assert text
     assert model.training
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "1", "RANK": "3"}, "RANK=3 with WORLD_SIZE=1: ranks count from 0 to WORLD_SIZE - 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "127.0.0.1"}, "RANK=2 with WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two': must be a whole number of at least 1"),
+        (
+            {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2, but MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "WORLD_SIZE=2, but RANK is not set"),
+    ],
+)
+def test_impossible_launcher_variables_are_one_line_at_once(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    assert main(["run", "r.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "start with torchrun" in error
+    assert len(error.splitlines()) == 1
+    assert time.monotonic() - began < 5  # else it would wait for processes that never come
