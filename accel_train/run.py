@@ -125,6 +125,13 @@ class Run:
         """Whether each process holds a part of the model or of its optimizer, and not the whole of them."""
         return is_sharded(self.accelerator) or self.zero is not None
 
+    @cached_property
+    def num_copies(self) -> int:
+        """Processes that hold the same part of a model that FSDP2 spreads (HSDP); 1 elsewhere."""
+        config = self.accelerator.parallelism_config
+        is_hsdp = config is not None and self.accelerator.is_fsdp2 and data_group(self.accelerator).num_alike == 1
+        return int(config.dp_replicate_size) if is_hsdp else 1
+
     @property
     def has_whole_weights(self) -> bool:
         """Whether each process holds all weights of the model, whatever it holds of its optimizer."""
@@ -172,7 +179,7 @@ class Run:
     def drift_check_due(self, stopping: bool = False) -> bool:
         """Whether to compare the weights of the processes after the step just done; always where it is evaluated or saved."""
         every = self.recipe.guard.drift_check_steps
-        if every == 0 or self.accelerator.num_processes == 1 or self.is_sharded:
+        if every == 0 or self.accelerator.num_processes == 1 or (self.is_sharded and self.num_copies == 1):
             return False
         return stopping or self.state.step % every == 0 or self.evaluation_due() or self.checkpoint_due()
 
