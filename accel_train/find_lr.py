@@ -127,7 +127,7 @@ def run_test(run: Run, recorder: Recorder, rates: Array) -> RangeTest:
         rates=rates[: len(losses)],
         losses=losses,
         diverged=recorder.diverged,
-        suggestion=suggest(losses, recorder.diverged),
+        suggestion=suggest(rates[: len(losses)], losses, recorder.diverged),
         scale=scaled.value / written,
         scale_reason=scaled.reason,
         is_main_process=run.accelerator.is_main_process,

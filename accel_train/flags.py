@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     find_lr = add(
         "find-lr",
-        "train with a rising learning rate, and say where the loss falls fastest",
+        "train with a rising learning rate, and say up to which the loss falls steeply",
         f"accel-train find-lr RECIPE [--min LR] [--max LR] [--steps N] [--out FOLDER] {settings}",
     )
     find_lr.add_argument("--min", type=float, default=1e-6, metavar="LR", help="where the rate begins; default: 1e-6")

@@ -1,4 +1,4 @@
-"""What a learning-rate range test found: where the loss falls fastest, as a value, a table and a picture."""
+"""What a learning-rate range test found: up to which rate the loss falls steeply, as a value, a table and a picture."""
 
 import math
 import os
@@ -20,6 +20,15 @@ FIRST_STEPS = 5
 _CLEAR_FALL = 9.0
 """A fall of the smoothed loss is believed when it is this many of its standard errors: of losses that only scatter, the
 greatest fall along a test is more in one of a hundred tests (simulated, 20 to 300 steps)."""
+_WIDTH = 0.08
+"""How wide the smoothing is, as a share of all steps: wider moves the suggestion, narrower lets seeds disagree."""
+_STEEP = 0.5
+"""A fall is steep that is at least this share of the steepest."""
+_AT_THE_LOWEST = 0.1
+"""The lowest loss is reached where this share of the fall is left: which step of a plateau is lowest, scatter decides."""
+_LARGEST_FACTOR = 3.0
+"""The same test with other scatter must give rates within this factor (80 of 100 times), or none is suggested."""
+_NUM_REPEATS = 200
 
 Array = NDArray[np.float64]
 
@@ -29,10 +38,10 @@ class Suggestion:
     """What the losses of a range test say."""
 
     index: int | None
-    """The step of the steepest descent; None where it cannot be told."""
+    """The last step at which the loss falls steeply before it is lowest; None where it cannot be told."""
     reason: str
     smoothed: Array
-    """The loss without its scatter, at each step whose loss is finite."""
+    """The loss without its scatter, at each step whose loss is finite; where it diverges, it counts as little higher than at first."""
 
 
 @dataclass(frozen=True)
@@ -69,45 +78,76 @@ def rates_of_test(low: float, high: float, num_steps: int) -> Array:
     return np.geomspace(low, high, num_steps)
 
 
-def suggest(losses: Array, diverged: bool) -> Suggestion:
-    """Where the smoothed loss falls fastest, before its lowest point.
+def suggest(rates: Array, losses: Array, diverged: bool) -> Suggestion:
+    """The last rate at which the smoothed loss falls at least half as fast as at its steepest, before it is about lowest.
 
-    Smoothed by straight lines fitted locally (Gaussian weights over about a tenth of the steps). A fall is only believed
-    where it is several times what the scatter of single losses would give.
+    The range test of Smith 2017 (arXiv 1506.01186, section 3.3), read off a curve that is smoothed by straight lines fitted
+    locally. The single steepest step is not taken: where a loss falls evenly over a decade or two, scatter decides which it
+    is. The first steps, where a fit has points on one side alone, do not count. A rate is suggested where the fall is several
+    times what the scatter of single losses would give, and where repeats agree: the test is done again on the smoothed losses
+    with their residuals in random signs (the wild bootstrap of Wu 1986, Annals of Statistics 14 (4), which keeps the scatter
+    of each place).
     """
-    finite = losses[np.isfinite(losses)]
+    is_finite = np.isfinite(losses)
+    finite, rates = losses[is_finite], rates[is_finite]
     if len(finite) < MIN_STEPS:
         what = f"the loss diverged after {len(finite)} steps" if diverged else f"there are {len(finite)} steps"
         return Suggestion(None, f"too few steps: {what}; lower --min, or raise --steps", finite)
-    level, slope, weight = local_lines(finite)
-    lowest = int(level.argmin())
-    before = slice(0, max(lowest, FIRST_STEPS) + 1)
-    scatter = float(np.std(np.diff(finite[before]))) / math.sqrt(2)  # differences: the fall itself is no scatter
-    highest = float(level[before].max())
-    fall = highest - float(level[lowest])
-    if lowest < FIRST_STEPS or fall <= _CLEAR_FALL * scatter / math.sqrt(weight):
+    width = max(2.0, _WIDTH * len(finite))
+    fit_level, fit_slope = local_lines(len(finite), width)
+    first = max(FIRST_STEPS, round(2 * width))
+    start = float(np.median(finite[:first]))
+    finite = np.minimum(finite, 2 * start - finite.min())  # a fit reaches over to a loss that has diverged
+    level, slope = fit_level @ finite, fit_slope @ finite
+    lowest = first + int(level[first:].argmin())
+    # Of differences, so that the fall is no scatter; the median, so that neither is a step that went astray.
+    scatter = 1.4826 * float(np.median(np.abs(np.diff(finite[: lowest + 1])))) / math.sqrt(2)
+    fall = float(level[first : lowest + 1].max() - level[lowest])
+    if lowest == first or fall <= _CLEAR_FALL * scatter / math.sqrt(2 * math.sqrt(math.pi) * width):
         return Suggestion(
             None,
             f"too few steps to tell: the smoothed loss falls by {max(fall, 0.0):.3g}, and single steps scatter by {scatter:.3g}; "
             "raise --steps, or the batch size, or --max",
             level,
         )
-    steepest = int(slope[before].argmin())
-    reason = "the smoothed loss falls fastest here"
+    residuals = finite - local_lines(len(finite), width / 2)[0] @ finite  # a narrow fit leaves no fall in them
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (_NUM_REPEATS, len(finite)))
+    repeats = level + residuals * signs
+    found = [_last_steep_fall(*each, first) for each in zip(repeats @ fit_level.T, repeats @ fit_slope.T)]
+    low, high = np.quantile(rates[found], [0.1, 0.9])
+    if high > _LARGEST_FACTOR * low:
+        return Suggestion(
+            None,
+            f"cannot tell: single steps scatter by {scatter:.3g}, so that it may be any rate from {low:.2g} to {high:.2g}; "
+            "raise --steps, or the batch size",
+            level,
+        )
+    reason = "the smoothed loss falls steeply up to here"
     if lowest == len(level) - 1 and not diverged:
         reason += "; it still falls at --max, so a higher --max may find a higher rate"
-    return Suggestion(steepest, reason, level)
+    return Suggestion(_last_steep_fall(level, slope, first), reason, level)
 
 
-def local_lines(values: Array) -> tuple[Array, Array, float]:
-    """Level and slope (per step) at each point of a line fitted around it, and how many points a fit is worth."""
-    width = max(2.0, len(values) / 25)
-    offsets = np.arange(len(values))[None, :] - np.arange(len(values))[:, None]
+def _last_steep_fall(level: Array, slope: Array, first: int) -> int:
+    """Return the last step from `first` on whose slope is steep, before the level is about lowest."""
+    level, slope = level[first:], slope[first:]
+    lowest = level.min()
+    fall = level[: level.argmin() + 1].max() - lowest
+    before = slope[: int(np.flatnonzero(level <= lowest + _AT_THE_LOWEST * fall)[0]) + 1]
+    steepest = before.min()
+    return first + int(np.flatnonzero(before <= max(_STEEP * steepest, steepest))[-1])
+
+
+def local_lines(num_values: int, width: float) -> tuple[Array, Array]:
+    """Matrices that make of values the level and the slope (per step) of a line fitted around each.
+
+    Points weigh exp(-(distance / width)^2 / 2).
+    """
+    offsets = np.arange(num_values)[None, :] - np.arange(num_values)[:, None]
     weights = np.exp(-0.5 * (offsets / width) ** 2)
-    s0, s1, s2 = (np.sum(weights * offsets**power, axis=1) for power in range(3))
-    m0, m1 = weights @ values, (weights * offsets) @ values
+    s0, s1, s2 = (np.sum(weights * offsets**power, axis=1, keepdims=True) for power in range(3))
     determinant = s0 * s2 - s1**2
-    return (s2 * m0 - s1 * m1) / determinant, (s0 * m1 - s1 * m0) / determinant, 2 * math.sqrt(math.pi) * width
+    return weights * (s2 - s1 * offsets) / determinant, weights * (s0 * offsets - s1) / determinant
 
 
 def check_place(folder: Path) -> None:
@@ -158,7 +198,7 @@ def format_test(test: RangeTest) -> str:
         shown.add(test.suggestion.index)
     lines = [f"{'learning rate':>14}{'loss':>12}{'smoothed':>12}"]
     for row in sorted(shown):
-        mark = "   <- steepest descent" if row == test.suggestion.index else ""
+        mark = "   <- the last steep fall" if row == test.suggestion.index else ""
         value = smoothed[row]
         shown_value = "-" if value is None else f"{value:.4f}"
         lines.append(f"{test.rates[row]:>14.3g}{test.losses[row]:>12.4f}{shown_value:>12}{mark}")

@@ -1,4 +1,4 @@
-"""The picture of a learning-rate range test: the loss over the rate, and where it falls fastest."""
+"""The picture of a learning-rate range test: the loss over the rate, and up to which rate it falls steeply."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int
             axes.axvline(rate, color=SERIES[1], lw=1.2, ls="--")
             axes.plot([rate], [smoothed[suggested]], color=SERIES[1], marker="o", markersize=7)
             look = {"color": SERIES[1], "marker": "o", "ls": "--", "lw": 1.2}
-            legend.append((Line2D([], [], **look), f"steepest descent: {rate:.2g}"))  # type: ignore[arg-type]
+            legend.append((Line2D([], [], **look), f"last steep fall: {rate:.2g}"))  # type: ignore[arg-type]
         axes.set_xscale("log")
         if finite.any():
             low, high = float(losses[finite].min()), float(losses[finite].max())
