@@ -36,7 +36,7 @@ def compare_runs(whole: Path, again: Path, first_step: int, last_step: int) -> l
     assert names[0] != names[1], names
     folders = [root / "checkpoints" / f"step-{last_step:08d}" for root in (whole, again)]
     compared = [
-        _compare_rows("losses", rows, "train", ("step_loss",)),
+        _compare_rows("losses", rows, "train", ("loss",)),
         _compare_rows("gradient norms", rows, "train", ("grad_norm", "skipped", "loss_scale")),
         _compare_rows("learning rates", rows, "train", ("learning_rate",)),
         _compare_rows("evaluations", rows, "eval", None),
