@@ -194,7 +194,7 @@ class StragglerWatch:
 def _computing_alone(run: Run) -> Sequence[nn.Module]:
     """The modules of the forward that wait for no other process once they have begun; empty where each does."""
     compiled = run.choices["precision.compile"].value
-    blocks = [each for each in run.inner.modules() if isinstance(each, FSDPModule) and each is not run.inner]
+    blocks = [each for each in list(run.inner.modules())[1:] if isinstance(each, FSDPModule)]
     is_traced = compiled == "model" or (compiled == "blocks" and bool(blocks))  # hooks would be compiled with it
     gathers = run.zero is not None and run.zero.spreads_weights
     if is_traced or gathers or data_group(run.accelerator).num_sharing > 1:
