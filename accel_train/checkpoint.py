@@ -26,7 +26,7 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
     r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|recipe(\.resolved)?"
-    r"|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp"
+    r"|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
 )
 """Temporary names that only this program gives: others in the run folder are the user's."""
 
@@ -176,7 +176,7 @@ def remove_leftovers(folder: Path) -> None:
         for entry in folder.iterdir():
             if _LEFT_FOLDER.match(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
-            elif _LEFT_FILE.fullmatch(entry.name):  # of files.write_atomically
+            elif _LEFT_FILE.fullmatch(entry.name):  # of files.write_atomically, agreement_check
                 with suppress(OSError):
                     entry.unlink()
 

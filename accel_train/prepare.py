@@ -222,7 +222,6 @@ def _build(
     device = accelerator.device
     data = read_data(task, recipe, progress=accelerator.is_main_process)
     check_agreement(recipe, data, accelerator.num_processes)
-    check_shared(Path(recipe.output_dir), accelerator.num_processes)
     data = in_slices(data, data_group(accelerator))
     resolved = resolve_run(recipe, data, sizes, extensions.epoch_order)
     steps, order = resolved.steps, resolved.order
@@ -230,6 +229,7 @@ def _build(
     pin = choose_pin_memory(recipe.data.pin_memory, device)
     identity = run_identity(recipe, data, sizes, steps)
     hold()  # data that cannot be read leave no folder behind; and nothing of the folder is read before it is held
+    check_shared(Path(recipe.output_dir), accelerator.num_processes)
     found = agree_on_checkpoint(recipe, accelerator, identity)
 
     torch.manual_seed(recipe.seed)  # the same first weights on every process

@@ -117,7 +117,8 @@ def test_debug_shows_where_a_mistake_was_found(
 def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setitem(COMMANDS, "run", failing(error))
     main(["run", "r.yaml"])
     assert capsys.readouterr().err == ""
@@ -126,7 +127,8 @@ def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
 def test_a_mistake_that_only_another_process_sees_is_still_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("accel_train.ending.WAIT_FOR_RANK_0_SECONDS", 0.0)
     assert main(["run", "nowhere.yaml"]) == 2
     assert capsys.readouterr().err.startswith("error: rank 3: nowhere.yaml")
@@ -135,7 +137,8 @@ def test_a_mistake_that_only_another_process_sees_is_still_said(
 def test_what_is_not_training_is_done_by_rank_0_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == ""
 
