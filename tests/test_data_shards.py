@@ -280,8 +280,8 @@ def test_damage_in_a_large_shard_stops_the_run_before_its_first_epoch_ends(
     assert json.loads(shard.with_name("meta.json").read_text())["files"]["train.bin"] > 1000
     flip_a_byte(shard)
     if when == "at its end":  # the thread is slow, and the epoch short
-        compare = cache._sha256
-        monkeypatch.setattr(cache, "_sha256", lambda *args: time.sleep(2) or compare(*args))
+        compare = cache.sha256
+        monkeypatch.setattr(cache, "sha256", lambda *args: time.sleep(2) or compare(*args))
     assert main(["run", str(recipe)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert line.startswith(
@@ -299,8 +299,8 @@ def test_a_short_run_does_not_wait_for_the_digests_and_says_so(
     monkeypatch.setattr(cache, "CHECKED_AT_OPENING_BYTES", 0)
     recipe = write_recipe_file(corpus, task="causal-lm", schedule={"max_steps": 2})
     assert main(["plan", str(recipe)]) == 0
-    compare = cache._sha256
-    monkeypatch.setattr(cache, "_sha256", lambda *args: time.sleep(60) or compare(*args))
+    compare = cache.sha256
+    monkeypatch.setattr(cache, "sha256", lambda *args: time.sleep(60) or compare(*args))
     began = time.monotonic()
     assert main(["run", str(recipe)]) == 0
     assert time.monotonic() - began < 50
