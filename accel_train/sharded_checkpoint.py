@@ -133,10 +133,10 @@ class Stored:
         """By name; empty where there are none of this kind."""
         self.dtypes: dict[str, torch.dtype] = {}
         """By name, where the file says it."""
-        with _readable(folder):
+        whole = folder / f"{kind}.safetensors"
+        with _readable(folder if self._in_parts else whole):
             if not self._in_parts:
-                self.shapes = _shapes(folder / f"{kind}.safetensors")
-                self.dtypes = _dtypes(folder / f"{kind}.safetensors")
+                self.shapes, self.dtypes = _shapes(whole), _dtypes(whole)
                 return
             found: dict[str, Any] = _shapes(folder / WHOLE)
             self._whole = set(found)
@@ -181,13 +181,13 @@ class Stored:
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error})") from error
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
     except CheckpointException as error:  # no Exception: it would pass every handler there is
-        raise CheckpointError(f"{folder} cannot be read ({next(iter(error.failures.values()))[0]})") from None
+        raise CheckpointError(f"{path} cannot be read ({next(iter(error.failures.values()))[0]})") from None
 
 
 def _shapes(file: Path) -> dict[str, torch.Size]:

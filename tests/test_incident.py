@@ -17,6 +17,7 @@ from accel_train.diagnosis import Question, examine, find_rows
 from accel_train.evidence import SamplesOf
 from accel_train.incident_writing import MAX_WEIGHTS_BYTES, free_name, weights_of
 from accel_train.module_watch import ModuleWatch
+from accel_train.observe import RunFolder
 from accel_train.observe.incident_record import classify, incident_folders, read_incident, summarise_incident
 from accel_train.observe.report import write_report
 from accel_train.rerun import Rerun
@@ -259,7 +260,7 @@ def test_step_that_goes_wrong_again_on_another_branch_gets_a_folder_of_its_own(b
 def test_incident_that_cannot_be_written_costs_the_folder_and_not_the_run(tmp_path: Path) -> None:
     faults = [{"step": 3, "rank": 0, "micro_batch": 0, "row": 0, "place": "loss"}]
     plan = plan_of(tmp_path, "run", processes=1, steps=5, faults=faults)
-    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").open().close()  # a run's own folder from now on
     (tmp_path / "run" / "incidents").write_text("in the way")
     run, watching, _ = train_with_faults(plan)
     assert run.state.step == 5
