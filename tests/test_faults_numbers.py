@@ -295,7 +295,7 @@ def test_samples_without_a_target_are_no_incident(tmp_path: Path) -> None:
     places = [*range(4, 8), *range(8, 16)]
     ignored = [{"step": 4 + place // 8, "rank": 0, "micro_batch": place % 8 // 4, "row": place % 4} for place in places]
     _, watching, _ = train_with_faults(plan_of(tmp_path, "ignored", processes=1, steps=8, ignored=ignored))
-    assert watching.skipped == []
+    assert watching.skipped == [5]  # nothing to learn from: momentum and weight decay wait as well
     assert all(math.isfinite(loss) for loss in watching.losses.values())
     assert watching.losses[5] == 0.0
     assert watching.losses[4] > 0

@@ -257,9 +257,15 @@ def test_a_tracker_that_fails_in_the_run_becomes_one_event_and_training_goes_on(
     assert [line["step"] for line in seen.metrics] == [1, 2, 3, 4]
 
 
-def test_lines_that_a_full_disk_does_not_take_wait_for_room_and_nothing_is_raised(tmp_path: Path) -> None:
+def fill_the_disk_of(run_folder: Path) -> None:
+    RunFolder(run_folder).open().close()
     for name in ("metrics.jsonl", "events.jsonl"):
-        (tmp_path / name).symlink_to("/dev/full")
+        (run_folder / name).unlink()
+        (run_folder / name).symlink_to("/dev/full")
+
+
+def test_lines_that_a_full_disk_does_not_take_wait_for_room_and_nothing_is_raised(tmp_path: Path) -> None:
+    fill_the_disk_of(tmp_path)
     with observing(tmp_path, every=1) as seen:
         seen.observer.on_step(STEP, 1e-3)
         seen.observer.on_evaluation(1, {"loss": 1.0})
@@ -279,8 +285,7 @@ def test_lines_that_a_full_disk_does_not_take_wait_for_room_and_nothing_is_raise
 
 
 def test_lines_that_wait_for_room_are_forgotten_where_a_rollback_does_their_steps_again(tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "events.jsonl"):
-        (tmp_path / name).symlink_to("/dev/full")
+    fill_the_disk_of(tmp_path)
     with observing(tmp_path, every=1) as seen:
         for step in (1, 2, 3):
             seen.observer.on_step(STEP._replace(step=step), 1e-3)
