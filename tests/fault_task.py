@@ -48,7 +48,7 @@ class SlowDataset(Dataset[Any]):
 
 
 def note_opened(path: Path, opened: str) -> None:
-    if opened.endswith(".safetensors"):
+    if opened.endswith(".safetensors") and Path(opened).parent.name.startswith("step-"):
         with path.open("a") as file:
             file.write(f"{Path(opened).name}\n")
 

@@ -262,7 +262,7 @@ def test_throughput_is_shown_under_any_of_its_names(tmp_path: Path, task: str, n
         for step in (1, 2, 3):
             line = {"step": step, "split": "train", "loss": 1.0, name: 250.0}
             folder.append_metrics({**line, "samples_per_second": 250.0 if name.startswith("samples") else 3.0})
-        folder.write_text("recipe.yaml", f"task: {task}\n")
+        folder.write_text("recipe.resolved.yaml", f"task: {task}\n")
         assert f"Throughput 250 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
         folder.write_summary({name: 500.0, "samples_per_second": 500.0 if name.startswith("samples") else 3.0})
     assert f"Throughput 500 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
