@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import save_file
 
 import runs
 from accel_train import predicting
@@ -186,6 +187,7 @@ def test_a_mistake_is_one_line_and_exits_with_2(
 def test_a_language_model_is_sent_to_generate(capsys: pytest.CaptureFixture[str]) -> None:
     Path("lm/model").mkdir(parents=True, exist_ok=True)
     Path("lm/model/config.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, "lm/model/model.safetensors")
     Path("lm/recipe.resolved.yaml").write_text(
         yaml.safe_dump({**QUIET, "output_dir": "lm", "model": TEXTS["model"], "data": {"train": "x"}})
     )

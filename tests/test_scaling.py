@@ -27,7 +27,7 @@ STAND_INS = {
     "NAME": "name",
     "FILE": "launch/ddp.yaml",
 }
-SBATCH = {"--nodes", "--gpus-per-node", "--time", "--export"}
+SBATCH = {"--nodes", "--gpus-per-node", "--cpus-per-task", "--mem", "--time", "--export"}
 
 
 def commands_of(text: str) -> list[list[str]]:
