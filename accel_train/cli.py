@@ -19,7 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-from accel_train.ending import end_process, exit_code, exits_are_errors, leave_the_other_processes, report
+from accel_train.ending import (
+    OUTPUT_CLOSED,
+    end_process,
+    exit_code,
+    exits_are_errors,
+    is_output_closed,
+    leave_the_other_processes,
+    report,
+)
 from accel_train.flags import RECIPE_COMMANDS, UserError, build_parser, split_settings
 from accel_train.launcher import launch_mistake, stop_with_launcher
 from accel_train.redaction import keep_secrets_out_of_tracebacks
@@ -44,15 +52,20 @@ def _main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except SystemExit as asked:  # --help and --version
         return asked.code if isinstance(asked.code, int) else 0
     except BaseException as error:
-        code = exit_code(error)
-        if code is None:
+        if isinstance(error, BrokenPipeError) and is_output_closed():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer has nowhere to go
+            return OUTPUT_CLOSED
+        known = exit_code(error)
+        if known is None:
             raise
         report(error)
-        return code
+        return known
 
 
 def program() -> NoReturn:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 WAIT_FOR_RANK_0_SECONDS = 8.0
 """On a busy machine processes that were started together come to the same line seconds apart."""
 INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+"""As a shell shows a program that SIGPIPE ended: `accel-train plan RECIPE | head -1`."""
 WRITING_SECONDS = 60.0
 """How long a process that has failed waits for a checkpoint that is being written."""
 DATA_WORKER_ERRORS = ("DataLoader worker", "DataLoader timed out", "Pin memory thread exited unexpectedly")
@@ -59,6 +62,13 @@ def exit_code(error: BaseException) -> int | None:
     ):
         return 6
     return 5 if is_peer_error(error) or text.startswith(DATA_WORKER_ERRORS) else None
+
+
+def is_output_closed() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 @contextmanager

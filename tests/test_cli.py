@@ -309,3 +309,12 @@ def test_impossible_launcher_variables_are_one_line_at_once(
     assert "start with torchrun" in error
     assert len(error.splitlines()) == 1
     assert time.monotonic() - began < 5  # else it would wait for processes that never come
+
+
+def test_output_that_nobody_reads_any_more_ends_a_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "accel_train", "doctor"]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
