@@ -1,4 +1,4 @@
-"""What may be replaced or removed: only what this program wrote, and only while it is as it was written.
+"""Ownership of files: only what this program wrote may be replaced or removed, and only while it is as it was written.
 
 A folder that the program makes carries `.accel_train.json`. In `model/`, `adapter/`, an export or a folder of masks it lists
 the files with their sizes (and digests up to 1 MiB). In a run folder it says that the folder is a run's, and holds a digest of
@@ -10,45 +10,40 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from accel_train import __version__
-from accel_train.files import follow_umask, is_written_into, sha256, write_atomically
-from accel_train.recipe_values import path_problem
+from accel_train.core.files import follow_umask, is_written_into, move_to_previous, sha256, write_atomically
+from accel_train.core.json_io import write_plain_json
+from accel_train.core.version import __version__
 
 MARKER = ".accel_train.json"
 FORMAT = 1
 DIGESTED_BYTES = 2**20
 RESOLVED_RECIPE = "recipe.resolved.yaml"
 _HEADER = b"# A resolved recipe: "
-"""Of a `recipe.yaml` that older versions wrote; any other is the user's."""
+"""First bytes of a `recipe.yaml` that older versions wrote; any other is the user's."""
 RUN_NAMES = (
     *("checkpoints", "incidents", "model", "adapter", RESOLVED_RECIPE, "metrics.jsonl", "events.jsonl"),
     *("summary.json", "evaluation.json", "report.html", "rollbacks.json", ".lock", ".lock.holder", MARKER),
 )
-"""What a run writes into its folder under these very names."""
+"""Names that a run writes in its folder."""
 _OLDER = {
     "summary.json": b'"accel_train": ',
-    "evaluation.json": b'"details"',
-    "evaluation-*.json": b'"details"',
+    "evaluation*.json": b'"details"',
     "report.html": b"Made by accel_train",
     "report-*.png": b"\x89PNG",
     "predictions.csv": b"id,",
     "find-lr.json": b'"learning_rate_after_scaling"',
     "find-lr.png": b"\x89PNG",
 }
-"""What versions without a marker wrote into a run folder, and what such a file holds."""
+"""Files that versions without a marker wrote into a run folder, and bytes that such a file holds."""
 
 
 def claim(run_folder: Path) -> None:
-    """Mark a folder as a run's, before anything else is written there; the user's other files in it are left alone.
-
-    Raises:
-        ValueError: as `check_claim`.
-    """
+    """Mark a folder as a run's, before anything else is written there; as `check_claim`, it leaves the user's other files alone."""
     check_claim(run_folder)
     with _locked(run_folder):
         record = _read(run_folder)
@@ -75,7 +70,6 @@ def check_claim(run_folder: Path) -> None:
 
 
 def _is_older_run(folder: Path) -> bool:
-    """Whether a version that left no marker has trained here: told by what nothing else writes."""
     return (
         any((found.parent / "trainer.json").is_file() for found in folder.glob("checkpoints/step-*/manifest.json"))
         or is_resolved_recipe(folder / "recipe.yaml")
@@ -84,22 +78,15 @@ def _is_older_run(folder: Path) -> bool:
     )
 
 
-def _written_by_older(folder: Path) -> dict[str, list[str]]:
-    if not _is_older_run(folder):
-        return {}
-    found = {path: needle for pattern, needle in _OLDER.items() for path in folder.glob(pattern)}
-    return {path.name: [sha256(path)] for path, needle in found.items() if _contains(path, needle)}
-
-
 def recipe_of_run(run_folder: Path) -> Path | None:
-    """The resolved recipe of a run: older runs wrote it as `recipe.yaml`, which otherwise is the user's."""
+    """Return the resolved recipe of a run: older runs wrote it as `recipe.yaml`, which otherwise is the user's."""
     if (run_folder / RESOLVED_RECIPE).is_file():
         return run_folder / RESOLVED_RECIPE
     return run_folder / "recipe.yaml" if is_resolved_recipe(run_folder / "recipe.yaml") else None
 
 
 def is_resolved_recipe(path: Path) -> bool:
-    """Whether a file is a resolved recipe as versions without a marker wrote it."""
+    """Return whether a file is a resolved recipe as versions without a marker wrote it."""
     with suppress(OSError), path.open("rb") as file:
         return file.read(len(_HEADER)) == _HEADER
     return False
@@ -123,18 +110,6 @@ def refuse_inputs_in(output_dir: Path, inputs: Mapping[str, str]) -> None:
             )
 
 
-def output_path(text: str) -> Path:
-    """The path that `--out` names.
-
-    Raises:
-        ValueError: it is blank, or not on a file system.
-    """
-    problem = path_problem(text)
-    if problem is not None:
-        raise ValueError(f"--out={text!r} {problem}")
-    return Path(text)
-
-
 def check_file(path: Path, home: Path, what: str) -> None:
     """Refuse to write a file where it would replace one that is not ours; `home` is the run folder that keeps the digests.
 
@@ -144,32 +119,34 @@ def check_file(path: Path, home: Path, what: str) -> None:
     if is_written_into(path):
         return
     target = path.resolve() if path.is_symlink() else path
-    if not target.parent.is_dir():
-        raise ValueError(f"{what}: there is no folder {target.parent}; make it first")
+    _check_parent(target, what)
     if target.is_dir():
         raise ValueError(f"{what} is a folder; give a file")
-    if not os.access(target.parent, os.W_OK):
-        raise ValueError(f"{what}: {target.parent} cannot be written; give another place")
     if not _is_ours(target, home):
         raise ValueError(
             f"{what} was not written by this program, or was changed since; move it away, or give another name"
         )
 
 
-def write_file(path: Path, content: bytes, home: Path) -> Path:
-    """Write a file that users see, whole or not at all, and note its digest in `home`; returns its path.
+def _check_parent(target: Path, what: str) -> None:
+    if not target.parent.is_dir():
+        raise ValueError(f"{what}: there is no folder {target.parent}; make it first")
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"{what}: {target.parent} cannot be written; give another place")
 
-    What stands there and is not ours (it came after `check_file`) is moved to `previous-N/` beside it.
+
+def write_file(path: Path, content: bytes, home: Path) -> Path:
+    """Write a file that users see, whole or not at all, note its digest in `home`, and return its path.
+
+    A file there that is not ours (it came after `check_file`) is moved to `previous-N/` in the same folder.
     """
     if is_written_into(path):
         return write_atomically(path, content)
     if not _is_ours(path, home):
         move_to_previous(path.parent, [path])  # of a link: the link, and not what it points to
-    # Before the file: a kill between the two finds the digest of the old file, and that of the new one.
-    with (
-        suppress(OSError),
-        _locked(home),
-    ):  # in a run folder that is only read there is no note: the file counts as the user's
+    # Before the file: a kill between the two finds the digests of both. A run folder that is only read gets no note, and the
+    # file counts as the user's.
+    with suppress(OSError), _locked(home):
         record, known, key = _read(home), _known(home), _key(path.resolve(), home)
         known[key] = [*known.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
         _save(home, {**record, "claimed": record.get("claimed") or _is_older_run(home), "written": known})
@@ -186,9 +163,12 @@ def _is_ours(path: Path, home: Path) -> bool:
 
 
 def _known(home: Path) -> dict[str, list[str]]:
-    """The digests of what was written, by place."""
     record = _read(home)
-    return {**({} if record.get("claimed") else _written_by_older(home)), **record.get("written", {})}
+    known: dict[str, list[str]] = record.get("written", {})
+    if record.get("claimed") or not _is_older_run(home):
+        return dict(known)
+    older = [(path, needle) for pattern, needle in _OLDER.items() for path in home.glob(pattern)]
+    return {path.name: [sha256(path)] for path, needle in older if _contains(path, needle)} | known
 
 
 def _key(target: Path, home: Path) -> str:
@@ -202,12 +182,9 @@ def check_folder(target: Path, what: str) -> None:
     Raises:
         ValueError: names the first such file; or the folder cannot be made.
     """
-    if not target.parent.is_dir():
-        raise ValueError(f"{what}: there is no folder {target.parent}; make it first")
+    _check_parent(target, what)
     if os.path.lexists(target) and not target.is_dir():
         raise ValueError(f"{what} is a file; give a folder")
-    if not os.access(target.parent, os.W_OK):
-        raise ValueError(f"{what}: {target.parent} cannot be written; give another place")
     problem = _foreign_in(target)
     if problem is not None:
         raise ValueError(
@@ -221,9 +198,9 @@ def check_folder(target: Path, what: str) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `target` in one move, unless it is left empty or an error comes.
+    """Yield an empty folder that replaces `target` in one move, unless it is left empty or an error comes.
 
-    What stands there and is not ours is moved to `previous-N/` beside it.
+    A folder there that is not ours is moved to `previous-N/` in the same folder.
     """
     staging, old = staging_of(target), target.with_name(f".trash-{target.name}")
     for leftover in (staging, old):  # of a process that was killed
@@ -253,51 +230,35 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def staging_of(target: Path) -> Path:
-    """Where `replacing` makes a folder."""
+    """Return the place where `replacing` makes a folder."""
     return target.with_name(f".tmp-{target.name}")
 
 
 def _foreign_in(folder: Path) -> str | None:
-    """The first file of a folder that its marker does not list, or that differs from it; None where there is none."""
-    if not os.path.lexists(folder):
-        return None
+    """Return the first file of a folder that its marker does not list, or that differs from it; None where there is none."""
     if folder.is_symlink() or not folder.is_dir():
-        return folder.name
+        return folder.name if os.path.lexists(folder) else None
     listed = _read(folder).get("files", {})
-    for path in _files_of(folder):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not path.is_file() or _facts(path) != listed.get(name):
-            return name
-    return None
+    names = ((path, path.relative_to(folder).as_posix()) for path in _files_of(folder))
+    foreign = (
+        name for path, name in names if path.is_symlink() or not path.is_file() or _facts(path) != listed.get(name)
+    )
+    return next(foreign, None)
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """All that is no folder, and links and empty folders, less the marker."""
     found = (path for path in sorted(folder.rglob("*")) if path != folder / MARKER)
     return [path for path in found if path.is_symlink() or not path.is_dir()]
 
 
 def _facts(path: Path) -> list[Any]:
-    size = path.stat().st_size
-    return [size, sha256(path) if size <= DIGESTED_BYTES else None]
-
-
-def move_to_previous(folder: Path, paths: Sequence[Path], below: str = "") -> Path:
-    """Move files and folders into a new `previous-N/` of a folder; returns it."""
-    used = [entry.name.removeprefix("previous-") for entry in folder.glob("previous-*")]
-    previous = folder / f"previous-{1 + max((int(number) for number in used if number.isdigit()), default=0)}"
-    target = previous / below
-    target.mkdir(parents=True)
-    for path in paths:
-        path.rename(target / path.name)
-    return previous
+    return [size := path.stat().st_size, sha256(path) if size <= DIGESTED_BYTES else None]
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether there is anything to lose: a file with content, a folder that is not empty, a link."""
-    if path.is_symlink() or not path.is_dir():
-        return path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > 0))
-    return any(path.iterdir())
+    if path.is_dir() and not path.is_symlink():
+        return any(path.iterdir())
+    return path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > 0))
 
 
 def _contains(path: Path, needle: bytes) -> bool:
@@ -307,7 +268,6 @@ def _contains(path: Path, needle: bytes) -> bool:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The marker of a folder; empty where there is none that is ours."""
     try:
         record = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         return record if record["program"] == "accel_train" and record["format"] == FORMAT else {}
@@ -319,7 +279,7 @@ def _save(folder: Path, record: Mapping[str, Any]) -> None:
     if (folder / MARKER).exists() and not _read(folder):
         raise OSError(f"{folder / MARKER} is not of this program")
     head = {"format": FORMAT, "program": "accel_train", "version": __version__}
-    write_atomically(folder / MARKER, json.dumps({**record, **head}, indent=1).encode())
+    write_plain_json(folder / MARKER, {**record, **head})
 
 
 @contextmanager

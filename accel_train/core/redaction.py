@@ -1,4 +1,4 @@
-"""No secret leaves a run: what is one by its name, by its form, or because it was given as one, is replaced in every text."""
+"""Secrets, which never leave a run: recognised by name, by form, or because they were given as one, and replaced in every text."""
 
 import os
 import re
@@ -6,7 +6,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 REDACTED = "REDACTED"
@@ -31,13 +30,13 @@ _known_in_text: re.Pattern[str] | None = None
 
 
 def is_secret(name: str) -> bool:
-    """Whether what is kept under this name is a secret: `HF_TOKEN`, `apiKey`, `db-password`; not `pad_token_id`."""
+    """Return whether a value of this name is a secret: `HF_TOKEN`, `apiKey`, `db-password`; not `pad_token_id`."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2]).replace("-", "_").lower()
     return bool(_SECRET_WORDS.search(snake) or (_TOKEN.search(snake) and not _MODEL_TOKEN.search(snake)))
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """From now on `redact` knows these secrets wherever they come up: what stands under secret names, and passwords in URLs.
+    """Let `redact` know these secrets wherever they come up: values of secret names, and passwords in URLs.
 
     Works through mappings and lists; remembers for as long as the process lives.
     """
@@ -65,7 +64,7 @@ def _secrets_of(value: Any, name: str) -> set[str]:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """The value without its secrets: what stands under a name like `hub_token` or `WANDB_API_KEY`, and passwords in URLs.
+    """Return the value without its secrets: values of names like `hub_token` or `WANDB_API_KEY`, and passwords in URLs.
 
     `pad_token`, `num_tokens` and `tokenizer` are no secrets. Works through mappings and lists.
     """
@@ -79,7 +78,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """A text without the secrets that were remembered, and without what looks like one."""
+    """Return a text without the secrets that were remembered, and without what looks like one."""
     if _known_in_text is not None:
         text = _known_in_text.sub(REDACTED, text)
     for pattern in _SECRETS_IN_TEXT:
@@ -88,7 +87,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """A command line without its secrets: neither `--options.hub_token VALUE` nor `--options.hub_token=VALUE` shows them."""
+    """Return a command line without its secrets: neither `--options.hub_token VALUE` nor `--options.hub_token=VALUE` shows them."""
     shown = []
     for before, word in zip(["", *words], words):
         name, equals, _ = word.partition("=")
@@ -102,21 +101,12 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def print_traceback(error: BaseException) -> None:
-    """A traceback on stderr, without secrets."""
-    _print_exception(type(error), error, error.__traceback__)
+    """Print a traceback on stderr, without secrets."""
+    print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
 
 
 def keep_secrets_out_of_tracebacks() -> None:
-    """For a program: whatever ends it, or a thread of it, is told without the secrets of its environment and command line."""
+    """Let a program print whatever ends it, or a thread of it, without the secrets of its environment."""
     remember_secrets(os.environ)
-    sys.excepthook = _print_exception
-    threading.excepthook = _print_exception_of_thread
-
-
-def _print_exception_of_thread(thread: threading.ExceptHookArgs) -> None:
-    if thread.exc_value is not None:
-        _print_exception(thread.exc_type, thread.exc_value, thread.exc_traceback)
-
-
-def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(redact_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+    sys.excepthook = lambda kind, error, trace: print_traceback(error)
+    threading.excepthook = lambda failed: None if failed.exc_value is None else print_traceback(failed.exc_value)

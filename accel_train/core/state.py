@@ -7,34 +7,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class TrainingStopped(Exception):
-    """The guard stopped the run; its last checkpoint is good. The command exits with 3."""
-
-
-class CheckpointError(Exception):
-    """A checkpoint could not be written or read. The command exits with 4."""
-
-
-class OutOfMemory(Exception):
-    """Memory ran out with the smallest micro-batches there are. The command exits with 6."""
-
-
-class DataError(ValueError):
-    """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
-
-
-class RecipeError(ValueError):
-    """A setting that only turned out wrong once the run was under way. The command exits with 2."""
-
-
-class ExitedEarly(Exception):
-    """Code of a task called `sys.exit()` before the run was done; the text says where. The command exits with 1."""
-
-
-class Preempted(Exception):
-    """The run was asked to stop and saved; run it again to go on. The command exits with 75."""
-
-
 @dataclass(frozen=True)
 class Choice(Generic[T]):
     """Something decided for the user, with the reason that is printed."""
@@ -47,14 +19,14 @@ class Choice(Generic[T]):
 
 
 class StepResult(NamedTuple):
-    """What one step did, as every process sees it: read by the host one step late. (A tuple, because one is made each step.)"""
+    """The result of one step, the same on every process: read by the host one step late. (A tuple, because one is made each step.)"""
 
     step: int
     """Steps attempted up to and including this one: the first step of a run is 1."""
     loss: float
     """Mean over all targets of the global batch: the number that was optimised."""
     grad_norm: float
-    """Of all gradients, over all processes, before clipping, unscaled."""
+    """Norm of all gradients, over all processes, before clipping, unscaled."""
     num_targets: int
     """Targets (tokens, for a language model) in the global batch."""
     skipped: bool
@@ -66,23 +38,22 @@ class StepResult(NamedTuple):
     save_failed: bool = False
     """A checkpoint that was being written in the background could not be written."""
     ran_out_of_memory: bool = False
-    """Some process had no room for its gradients: no process applied the update, and the step is done again."""
+    """Some process had no memory for its gradients: no process applied the update, and the step is repeated."""
     learning_rate: float = 0.0
-    """What the step was made with."""
     max_grad_norm: float = 0.0
-    """What its gradients were clipped to; 0: they were not."""
+    """Gradients were clipped to this norm; 0: they were not."""
     agreed: bool = True
     """All processes computed the same gradient norm, and all applied the update or none did."""
     loss_sum_here: float = 0.0
-    """Of this process's own share. Nothing is decided by it: it tells which process a fault was on."""
+    """Loss of this process's own share. Nothing is decided by it: it shows which process a fault was on."""
     gradient_sum_here: float = 0.0
-    """The same of its own gradients, scaled as they were: finite where all of them were, or where nobody looked."""
+    """Sum of its own gradients, scaled as they were: finite where all of them were, or where nobody looked."""
     ended: float | None = None
-    """When this process's host had queued its update, by `time.perf_counter`."""
+    """Time at which this process's host had queued its update, by `time.perf_counter`."""
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are numbers."""
+        """Return whether loss and gradient norm are numbers."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -91,26 +62,25 @@ class Rollback:
     """One return to an earlier checkpoint: part of what the run is from then on."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     at_step: int
     """The last step that had been attempted."""
     to_step: int
-    """The step of the checkpoint that was gone back to; what lies between is done again, or passed over."""
+    """The step of the checkpoint that was restored; the steps between are repeated or skipped."""
     skip_first: int
-    """The first step that is passed over from now on, counted from 1 ..."""
+    """The first step that is skipped from now on, counted from 1 ..."""
     skip_last: int
     """... and the last one: their samples are not trained on in this epoch."""
     learning_rate_factor: float = 1.0
-    """What the learning rate is lowered by ..."""
     lowered_until: int = 0
-    """... up to this step."""
+    """The last step whose learning rate has that factor."""
     num_skipped_steps: int = 0
-    """Steps of the run whose update was not applied up to then, also those that are done again."""
+    """Steps of the run whose update was not applied up to then, also those that are repeated."""
 
 
 @dataclass
 class TrainState:
-    """What a resume needs beside the weights, the optimizer and the loss scale."""
+    """The state that a resume needs beside the weights, the optimizer and the loss scale."""
 
     step: int = 0
     """Steps attempted; the data position follows from it."""
@@ -122,7 +92,7 @@ class TrainState:
     consecutive_spikes: int = 0
     """Steps in a row whose loss was far above those before, or whose gradients were."""
     first_bad_step: int | None = None
-    """Where the present row of skips and spikes began."""
+    """The first step of the present row of skips and spikes."""
     last_incident: int | None = None
     """The last step that was not finite or spiked: steps near it belong to the same incident."""
     losses: list[float] = field(default_factory=list)
@@ -130,7 +100,7 @@ class TrainState:
     grad_norms: list[float] = field(default_factory=list)
     """... and the logarithms of their gradient norms."""
     num_unmeasured: int = 0
-    """Of those, the newest ones that the guard's limits do not know of yet."""
+    """Number of the newest of those that the guard's limits do not include yet."""
     rollbacks: list[Rollback] = field(default_factory=list)
     best_metric: float | None = None
     """`evaluate.metric_for_best_model` at its best so far."""
@@ -142,14 +112,14 @@ class TrainState:
     """Early stopping (or a program's request) ended the run before its last step. A resume trains no further while the recipe's
     patience is spent, and else clears this."""
     train_seconds: float = 0.0
-    """Wall time of training over all sittings, evaluation and checkpoints left out."""
+    """Wall time of training over all launches, evaluation and checkpoints left out."""
 
 
 @dataclass
 class Requests:
-    """What an observer asks of the loop, at the step it has just been told of; the loop clears it once it is done.
+    """Requests of an observer to the loop, at the step that it was just called for; the loop clears each once it is done.
 
-    Observers exist on every process, and must ask for the same on all.
+    Observers exist on every process, and must request the same on all.
     """
 
     stop: bool = False

@@ -1,0 +1,52 @@
+"""Text for people: memory, counts, durations, plurals, and the names that a mistyped word may mean."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+
+
+def did_you_mean(
+    word: str,
+    names: Iterable[str],
+    otherwise: str = "",
+    *,
+    at_most: int = 1,
+    least: float = 0.6,
+    show: Callable[[str], str] = str,
+) -> str:
+    """Return `did you mean NAME?` with the nearest names, or `otherwise` where none reaches a likeness of `least` (0 to 1)."""
+    near = get_close_matches(word, list(names), n=at_most, cutoff=least)
+    return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return `1,024.5 GiB`, or `1.5 MiB` below 1 GiB."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:,.1f} {name}"
+
+
+def format_count(number: float, one: str = "", many: str = "") -> str:
+    """Return `1,234`; with a unit `1 run`, `1,234 runs`, for which `many` is given where it is not `one` with an s."""
+    count = f"{round(number):,}"
+    return count if not one else f"{count} {one if number == 1 else many or f'{one}s'}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return `42s`, `3m 07s`, `2h 05m` or `3d 04h`."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    for unit, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= unit:
+            return f"{whole // unit}{name} {whole % unit // part:02}{part_name}"
+    return f"{whole}s"
+
+
+def format_blocks(blocks: Iterable[tuple[str, Sequence[tuple[str, str]]]], *, colour: bool) -> list[str]:
+    """Return the lines of titled blocks: rows of a name and a text, aligned; with `colour` the titles are bold."""
+    lines = []
+    for title, rows in blocks:
+        width = max((len(name) for name, _ in rows), default=0)
+        lines += ["", f"\x1b[1m{title}\x1b[0m" if colour else title]
+        lines += [f"  {name.ljust(width)}  {text}" for name, text in rows]
+    return lines

@@ -1,0 +1,172 @@
+"""GPUs and the networks between nodes, from the makers' sheets: peaks, memory and links, which MFU and `plan` divide by."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from accel_train.core.format import did_you_mean
+from accel_train.core.state import Choice
+
+GB = 10**9
+
+LINK_EFFICIENCY = 0.8
+"""Share of a link's nominal rate that large collectives reach: assumed."""
+MEMORY_EFFICIENCY = 0.8
+"""Share of the memory's nominal rate that the optimizer's kernels reach: assumed."""
+PEAK_DTYPES = ("bf16", "fp16", "tf32", "fp32")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as torch sees it (an MI250X is two). Memory and links are 0 where they are not known."""
+
+    peak_tflops: tuple[float | None, float | None, float | None, float]
+    """Dense, for each of `PEAK_DTYPES`; None: the device has no such units."""
+    memory_gib: float = 0
+    """Rounded down, as torch reports it."""
+    memory_gb_per_second: float = 0
+    link: str = ""
+    """Connects the GPUs of a node."""
+    link_gb_per_second: float = 0
+    """One direction, to all GPUs of the node together."""
+
+
+# By words of torch.cuda.get_device_name, from the makers' data sheets. Peaks are half the figure where a sheet counts 2:4
+# sparsity, and the rate with fp32 accumulation where a GeForce has two. NVLink is quoted in both directions; here it is one.
+GPUS: Mapping[str, Gpu] = {
+    "P100 PCIE": Gpu((None, 18.7, None, 9.3)),
+    "P100 SXM2": Gpu((None, 21.2, None, 10.6)),
+    "V100": Gpu((None, 125, None, 15.7), 15.7, 900, "NVLink 2", 150),
+    "V100 PCIE": Gpu((None, 112, None, 14), 15.7, 900, "NVLink 2", 150),
+    "V100S PCIE": Gpu((None, 130, None, 16.4)),
+    "T4": Gpu((None, 65, None, 8.1), 14.5, 320, "PCIe 3", 16),
+    "Quadro RTX 6000": Gpu((None, 130.5, None, 16.3)),
+    "Quadro RTX 8000": Gpu((None, 130.5, None, 16.3)),
+    "RTX 2080 Ti": Gpu((None, 53.8, None, 13.4)),
+    "A100": Gpu((312, 312, 156, 19.5), 79.1, 2039, "NVLink 3", 300),
+    "A100 40GB": Gpu((312, 312, 156, 19.5), 39.3, 1555, "NVLink 3", 300),
+    "A800": Gpu((312, 312, 156, 19.5), 79.1, 2039, "NVLink 3", 200),
+    "A30": Gpu((165, 165, 82, 10.3), 23.5, 933, "PCIe 4", 32),
+    "A10": Gpu((125, 125, 62.5, 31.2), 22.0, 600, "PCIe 4", 32),
+    "A10G": Gpu((70, 70, 35, 31.5), 22.0, 600, "PCIe 4", 32),
+    "A40": Gpu((149.7, 149.7, 74.8, 37.4), 44.4, 696, "PCIe 4", 32),
+    "RTX A4000": Gpu((76.7, 76.7, 38.3, 19.2)),
+    "RTX A5000": Gpu((111.1, 111.1, 55.6, 27.8)),
+    "RTX A6000": Gpu((154.8, 154.8, 77.4, 38.7), 47.4, 768, "PCIe 4", 32),
+    "RTX 3080": Gpu((59.5, 59.5, 29.8, 29.8)),
+    "RTX 3090": Gpu((71, 71, 35.6, 35.6), 23.5, 936, "PCIe 4", 32),
+    "RTX 3090 Ti": Gpu((80, 80, 40, 40)),
+    "L4": Gpu((121, 121, 60, 30.3), 22.0, 300, "PCIe 4", 32),
+    "L20": Gpu((119.5, 119.5, 59.8, 59.8)),
+    "L40": Gpu((181, 181, 90.5, 90.5), 44.4, 864, "PCIe 4", 32),
+    "L40S": Gpu((362, 362, 183, 91.6), 44.4, 864, "PCIe 4", 32),
+    "RTX 6000 Ada": Gpu((364.2, 364.2, 182.1, 91.1), 47.4, 960, "PCIe 4", 32),
+    "RTX 4080": Gpu((97.5, 97.5, 48.7, 48.7)),
+    "RTX 4090": Gpu((165.2, 165.2, 82.6, 82.6), 23.5, 1008, "PCIe 4", 32),
+    "RTX 5080": Gpu((112.6, 112.6, 56.3, 56.3)),
+    "RTX 5090": Gpu((209.5, 209.5, 104.8, 104.8), 31.3, 1792, "PCIe 5", 64),
+    # SXM; torch names it "NVIDIA H100 80GB HBM3".
+    "H100": Gpu((989.4, 989.4, 494.7, 66.9), 79.1, 3350, "NVLink 4", 450),
+    "H100 PCIe": Gpu((756, 756, 378, 51), 79.1, 2000, "PCIe 5", 64),
+    "H100 NVL": Gpu((835, 835, 417.5, 60), 93.0, 3900, "PCIe 5", 64),
+    "H800": Gpu((989.4, 989.4, 494.7, 66.9), 79.1, 3350, "NVLink 4, cut down", 200),
+    "H20": Gpu((148, 148, 74, 44), 95.0, 4000, "NVLink 4", 450),
+    "H200": Gpu((989.4, 989.4, 494.7, 66.9), 139.8, 4800, "NVLink 4", 450),
+    "H200 NVL": Gpu((835, 835, 417.5, 60), 139.8, 4800, "PCIe 5", 64),
+    "GH200": Gpu((989.4, 989.4, 494.7, 66.9), 94.5, 4000, "NVLink 4", 450),
+    "B200": Gpu((2250, 2250, 1125, 75), 178.3, 8000, "NVLink 5", 900),
+    "GB200": Gpu((2500, 2500, 1250, 80), 184.0, 8000, "NVLink 5", 900),
+    "B300": Gpu((2250, 2250, 1125, 75), 267.0, 8000, "NVLink 5", 900),
+    "GB300": Gpu((2500, 2500, 1250, 80), 276.0, 8000, "NVLink 5", 900),
+    "MI210": Gpu((181, 181, None, 45.3)),
+    "MI250": Gpu((181, 181, None, 45.3)),
+    "MI250X": Gpu((191.5, 191.5, None, 47.9)),
+    "MI300A": Gpu((980.6, 980.6, 490.3, 122.6)),
+    "MI300X": Gpu((1307.4, 1307.4, 653.7, 163.4), 191.9, 5300, "Infinity Fabric", 448),
+    "MI325X": Gpu((1307.4, 1307.4, 653.7, 163.4), 255.9, 6000, "Infinity Fabric", 448),
+    "MI350X": Gpu((2306.9, 2306.9, None, 144.2), 287.9, 8000, "Infinity Fabric", 538),
+    "MI355X": Gpu((2516.6, 2516.6, None, 157.3), 287.9, 8000, "Infinity Fabric", 538),
+}
+# Another chip, or a part of one, under an otherwise equal name.
+_VARIANT_WORDS = frozenset({"ti", "super", "laptop", "mobile", "max", "d", "mig"})
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """Return the GPU of `torch.cuda.get_device_name()`: the longest name in the table whose words all occur in it.
+
+    A laptop, Ti, Super or MIG variant only matches itself; None where the table has no match.
+    """
+    words = _words(name)
+    matching = [
+        known for known in GPUS if _words(known) <= words and _words(known) & _VARIANT_WORDS == words & _VARIANT_WORDS
+    ]
+    return GPUS[max(matching, key=len)] if matching else None
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """Return the dense peak of a GPU in floating-point operations per second; None where it is not known.
+
+    Raises:
+        ValueError: `dtype` is not one of bf16, fp16, tf32, fp32.
+    """
+    if dtype not in PEAK_DTYPES:
+        raise ValueError(f"dtype={dtype!r} has no peak in the table; give one of {', '.join(PEAK_DTYPES)}")
+    gpu = find_gpu(name)
+    tflops = None if gpu is None else gpu.peak_tflops[PEAK_DTYPES.index(dtype)]
+    return None if tflops is None else tflops * 1e12
+
+
+@cache
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """A network between nodes."""
+
+    name: str
+    gb_per_second: float
+    """One direction, of a GPU or of a whole node."""
+    per: str
+    """`GPU` (an adapter for each) or `node` (one adapter, which its GPUs share)."""
+
+
+INTERCONNECTS: Mapping[str, Interconnect] = {
+    each.name: each
+    for each in (
+        Interconnect("infiniband-xdr", 100, "GPU"),  # 800 Gb/s
+        Interconnect("infiniband-ndr", 50, "GPU"),  # 400 Gb/s: DGX H100
+        Interconnect("infiniband-hdr", 25, "GPU"),  # 200 Gb/s: DGX A100
+        Interconnect("roce-400", 50, "GPU"),  # Meta's Grand Teton, 400 Gb/s a GPU
+        Interconnect("roce-200", 25, "GPU"),  # MosaicML's A100 nodes: 1600 Gb/s for 8 GPUs
+        Interconnect("efa-3200", 400, "node"),  # AWS p5: 3200 Gb/s a node
+        Interconnect("efa-400", 50, "node"),  # AWS p4d: 400 Gb/s a node
+        Interconnect("ethernet-100", 12.5, "node"),
+        Interconnect("ethernet-25", 3.125, "node"),
+        Interconnect("ethernet-10", 1.25, "node"),
+    )
+}
+USUAL: Mapping[str, str] = {
+    "NVLink 3": "infiniband-hdr",
+    **dict.fromkeys(("NVLink 4", "NVLink 5", "Infinity Fabric"), "infiniband-ndr"),
+}
+"""The network that GPUs with such links mostly come with: for others nothing is known, and ethernet-100 is assumed."""
+
+
+def choose_interconnect(name: str | None, gpu: Gpu | None) -> Choice[Interconnect]:
+    """Return the network between nodes: the named one, or what GPUs like this one mostly come with.
+
+    Raises:
+        ValueError: there is none of that name in the table.
+    """
+    if name is not None:
+        if name not in INTERCONNECTS:
+            meant = did_you_mean(name, INTERCONNECTS, least=0.4)
+            raise ValueError(
+                f"--interconnect={name} is not known; {meant}{' ' * bool(meant)}there are {', '.join(INTERCONNECTS)}"
+            )
+        return Choice(INTERCONNECTS[name], "as --interconnect says")
+    link = "" if gpu is None else gpu.link.partition(",")[0]
+    return Choice(INTERCONNECTS[USUAL.get(link, "ethernet-100")], "assumed; --interconnect names another")

@@ -1,0 +1,115 @@
+"""JSON files: those for people and other programs, in which NaN and Infinity are strings, and plain ones of our own."""
+
+import hashlib
+import json
+import math
+import numbers
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accel_train.core.files import write_atomically
+from accel_train.core.redaction import redact_text
+from accel_train.core.state import JsonRecord
+
+# JSON has no NaN: these strings stand for the three floats it lacks, in both directions.
+NONFINITE_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+LARGEST_PLAIN_BYTES = 2**26
+"""A plain file is read whole: thousands of times what trainer.json holds."""
+_NUMBERS = re.compile(r"\[\s+-?\d[\d.e+-]*(?:,\s+-?\d[\d.e+-]*)*\s+\]")
+
+
+def write_json(path: Path, value: object) -> Path:
+    """Write `json_text` of a value to a file, whole or not at all."""
+    return write_atomically(path, json_text(value).encode())
+
+
+def read_json(path: Path) -> JsonRecord:
+    """Return what `write_json` wrote, NaN and Infinity as floats."""
+    value: JsonRecord = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    return value
+
+
+def json_text(value: object) -> str:
+    """Return values as JSON; NaN and Infinity become strings, as in metrics.jsonl."""
+    text = json.dumps(to_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    return _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)  # a row of a matrix on a line
+
+
+def write_plain_json(path: Path, value: object, *, durable: bool = True) -> Path:
+    """Write a value without NaN as JSON, whole or not at all."""
+    return write_atomically(path, json.dumps(value, indent=1, allow_nan=False).encode(), durable=durable)
+
+
+def read_plain_json(path: Path) -> Any:
+    """Return what a small JSON file of our own holds.
+
+    Raises:
+        ValueError: it is no plain file, absurdly large, nested too deep, or no JSON.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError("no plain file")
+    if path.stat().st_size > LARGEST_PLAIN_BYTES:
+        raise ValueError(f"{path.stat().st_size} bytes, and {LARGEST_PLAIN_BYTES} are allowed")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def json_digest(value: object) -> str:
+    """Return the SHA-256 of a value, in hexadecimal digits; the order of keys does not count, and other objects are their text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def to_json(value: Any) -> Any:
+    """Return a value with what JSON lacks in a form it has: NaN and Infinity as strings, numpy numbers as plain ones; no secrets."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return redact_text(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} cannot be written to the run folder: {value!r}")
+
+
+def from_json(value: Any) -> Any:
+    """Return a value of `to_json` with NaN and Infinity as floats again."""
+    if isinstance(value, str):
+        return NONFINITE_NAMES.get(value, value)
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return value
+
+
+def utc_event(kind: str, step: int, message: str, rank: int | None, facts: Mapping[str, Any]) -> JsonRecord:
+    """One line of events.jsonl, stamped with the time now."""
+    return {"time": utc_now(), "step": step, "event": kind, "rank": rank, "message": message, **facts}
+
+
+def utc_now() -> str:
+    """Return the time as events and locks have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def dotted_items(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by their dotted names."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from dotted_items(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
