@@ -1,10 +1,10 @@
-"""The sections of a recipe that say what is read: data, what a training image goes through, and the tokenizer."""
+"""The data sections of a recipe: data, image augmentation, and the tokenizer."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from accel_train.recipe_values import (
+from accel_train.recipe.values import (
     Auto,
     Fraction,
     NonNegativeFloat,
@@ -26,7 +26,7 @@ class TrainedTokenizer(Section):
 
 
 class Augment(Section):
-    """What a training image goes through; evaluation sees none of it. Drawn from (seed, epoch, sample) alone."""
+    """Augmentation of training images, not of evaluation images; drawn from (seed, epoch, sample) alone."""
 
     random_resized_crop: tuple[Fraction, Fraction] | None = (0.35, 1.0)
     """Cut out a part of between these fractions of the area, and resize it; none: resize and crop the centre."""
@@ -53,7 +53,7 @@ class Data(Section):
     """Embedded data (`python-stdlib`, `stdlib-functions`, `digits`, ...), a file, glob or folder (txt, md, py, jsonl, csv,
     parquet, bin; images by class; images and masks; npz), or a data set name."""
     eval: str | tuple[str, ...] | None = None
-    """What to evaluate on; none: `eval_fraction` of the training documents."""
+    """Evaluation data; none: `eval_fraction` of the training documents."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
     """Samples held out of `train` for evaluation, chosen by a hash of each (document, text, image); 0 holds out none."""
     text_column: str = "text"
@@ -67,7 +67,7 @@ class Data(Section):
     mask_documents: bool = False
     """Attention stays within a document, and positions restart at each."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """What a byte that is not UTF-8 does: stop, naming file and position, or become U+FFFD."""
+    """A byte that is not UTF-8 stops the run, naming file and position, or becomes U+FFFD."""
     shuffle: bool = True
     """Read the samples of each epoch in a permuted order; off: in the order of the source."""
     num_workers: Auto | NonNegativeInt = "auto"
@@ -77,7 +77,7 @@ class Data(Section):
     cache_dir: str | None = None
     """Where token shards are kept; none: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
     last_batch: Literal["carry", "short", "drop"] = "carry"
-    """Where an epoch is no whole number of steps: carry: the step goes on with the next epoch; short: the last step of an
+    """Where an epoch is no whole number of steps: carry: the step continues with the next epoch; short: the last step of an
     epoch has fewer samples (as in transformers' Trainer); drop: the rest of an epoch is left out."""
     text_columns: tuple[str, ...] = ("text",)
     """text-classification: one column, or two that are read as a pair."""
@@ -95,13 +95,13 @@ class Data(Section):
     group_by_length: bool = False
     """Batches of texts of like length, for less padding; the order stays a function of seed and step."""
     prompt_column: str = "prompt"
-    """causal-lm fine-tuning: the column with what is given ..."""
+    """causal-lm fine-tuning: the column with prompts ..."""
     completion_column: str = "completion"
-    """... and the one with what is to be written."""
+    """... and the one with the completions that are learned."""
     messages_column: str = "messages"
     """causal-lm fine-tuning: the column with a chat, a list of {role, content}; rendered by the tokenizer's chat template."""
     format: Literal["text", "prompt_completion", "chat"] = "text"
-    """causal-lm: text to go on with; or rows to fine-tune on, whose loss counts completions (assistant turns) only."""
+    """causal-lm: plain text; or rows to fine-tune on, whose loss counts completions (assistant turns) only."""
     completion_only_loss: bool = True
     """Fine-tuning rows: off counts the loss on prompts as well."""
     chat_template: str | None = None

@@ -1,10 +1,10 @@
-"""The sections of a recipe that say how weights are updated: the optimizer with its learning rates, and their schedule."""
+"""The `optimizer` and `schedule` sections of a recipe: how weights are updated, and the learning rates."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from accel_train.recipe_values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from accel_train.recipe.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class LRScaling(Section):
@@ -24,16 +24,23 @@ class ParameterGroup(Section):
 
 
 class Optimizer(Section):
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "muon", "lion", "adafactor"] | Annotated[str, Field(pattern=".:.")] = "adamw"
+    """muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with learning rates as for AdamW;
+    lion: half of AdamW's state, with a learning rate 3 to 10 times lower and a weight decay as many times higher;
+    adafactor (torch's) and `module:Class`, another class of optimizers: the host reads each step's gradient norm before it is made."""
     learning_rate: PositiveFloat = 3e-4
     """The peak learning rate, before `lr_scaling`."""
     weight_decay: NonNegativeFloat = 0.1
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """For adamw, adam, muon and lion, whose authors use [0.9, 0.99]."""
     eps: PositiveFloat = 1e-8
+    """For adamw, adam and muon."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """For sgd."""
+    """For sgd and muon, whose authors use 0.95."""
+    options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    """Arguments of the class, for adafactor and `module:Class`, which get learning rate and weight decay from this section."""
     no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias")
-    """Parameters that weight decay leaves alone."""
+    """Parameters without weight decay."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm over all parameters; 0 never clips."""
     lr_scaling: LRScaling = LRScaling()
@@ -43,6 +50,14 @@ class Optimizer(Section):
     """Learning rates and weight decay of their own, by pattern; the first group that matches a parameter has it."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights; it is what is evaluated and what `model/` holds."""
+
+    @model_validator(mode="after")
+    def options_are_for_a_class(self) -> "Optimizer":
+        if self.options and self.name != "adafactor" and ":" not in self.name:
+            raise ValueError(
+                f"optimizer.options are for adafactor and module:Class, and optimizer.name is {self.name}; leave them out"
+            )
+        return self
 
 
 class Schedule(Section):
@@ -70,7 +85,7 @@ class Schedule(Section):
     warmup_ratio: Fraction | None = None
     """The same as a fraction of all steps; give one of the two (neither: 1 % for warmup_* types, else 0)."""
     min_lr_ratio: Fraction = 0.0
-    """Where a decay ends, as a fraction of the peak; a floor for step, exponential and inverse_sqrt; constant and cyclic ignore it."""
+    """The end of a decay, as a fraction of the peak; a floor for step, exponential and inverse_sqrt; constant and cyclic ignore it."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
     """warmup_stable_decay: the last fraction of all steps, in which the rate falls."""
     decay_shape: Literal["linear", "cosine", "one_minus_sqrt"] = "linear"

@@ -1,19 +1,21 @@
 """The recipe: one frozen value that says everything about a run.
 
-Sections and leaves are named once, here, in `recipe_data.py` and in `recipe_optimizer.py`. YAML is the recipe's file form (`recipe_file.py` reads it,
-`recipe_writing.py` writes it), Python its code form, with the same names. Where Accelerate or
-`transformers.TrainingArguments` has a name for a thing, that name is used. Each field's docstring is what
-`accel-train plan` prints.
+YAML is its file form (`loader.py` reads it, `writer.py` writes it), Python its code form, with the same names. Where
+Accelerate or `transformers.TrainingArguments` has a name for a setting, that name is used. `accel-train plan` prints each
+field's docstring.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from accel_train.recipe_data import Data, TrainedTokenizer
-from accel_train.recipe_optimizer import Optimizer, Schedule
-from accel_train.recipe_values import (
+from accel_train.core.files import path_problem
+from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.optimizer import Optimizer, Schedule
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.reliability import Checkpoint, Guard
+from accel_train.recipe.values import (
     Auto,
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,7 +24,6 @@ from accel_train.recipe_values import (
     PositiveInt,
     Section,
     Seed,
-    path_problem,
 )
 
 
@@ -42,13 +43,16 @@ class LoRA(Section):
 
 class Model(Section):
     pretrained: str | None = None
-    """A name on the hub or a local folder; training goes on from its weights."""
+    """A name on the hub or a local folder; training begins with its weights."""
     config: dict[str, Any] | None = None
     """A transformers configuration (`model_type` and its fields); the weights are random."""
     attn_implementation: str = "auto"
     """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it."""
+    fused_kernels: Auto | Literal[False] = "auto"
+    """`auto` computes activations that transformers writes out in Python (GPT-2's GELU) by one kernel of torch: the same function
+    up to rounding. false: as transformers has them."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a pretrained model. Never asked for interactively; commands on a run folder, which may be
+    """Run Python code that comes with a pretrained model. There is no prompt for it; commands on a run folder, which may be
     somebody else's, take it from their own command line alone."""
     accept_new_tokenizer: bool = False
     """Train pretrained weights with a tokenizer other than theirs: the embedding then begins with vectors of other tokens."""
@@ -76,9 +80,12 @@ class Model(Section):
 
 class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Training targets give this share to all classes alike (Szegedy et al. 2016); evaluation does not."""
+    """Training targets give this share to all classes (tokens) alike (Szegedy et al. 2016); evaluation does not."""
     class_weights: Literal["balanced"] | tuple[NonNegativeFloat, ...] | dict[str, NonNegativeFloat] | None = None
     """How much each class counts in training; balanced: n_samples / (n_classes x n_of_class), as in scikit-learn."""
+    chunked: Auto | bool = "auto"
+    """causal-lm: make the logits of a few positions at a time, and never all of a micro-batch; the same loss and gradients. auto:
+    wherever the model allows it, and the logits are more than 256 MiB."""
 
 
 class Batch(Section):
@@ -86,13 +93,19 @@ class Batch(Section):
     """Samples per step over all processes = per_device_batch_size x gradient_accumulation_steps x processes."""
     per_device_batch_size: Auto | PositiveInt = "auto"
     """Samples one process forwards at once (a micro-batch); auto: what follows from the other two, and where accumulation is
-    auto as well the largest that fits: measured on a GPU (or a CPU with `ulimit -v`) before the first step, and remembered."""
+    auto as well the largest that fits: measured on a GPU (or a CPU with `ulimit -v`) before the first step, and cached. Not
+    measured where the model is sharded (fsdp2, tp_size): all samples of a process at once, and half where memory runs out."""
     gradient_accumulation_steps: Auto | PositiveInt = "auto"
     """Micro-batches per process and step; auto: what follows from the other two."""
     memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the device's memory that the search for the largest micro-batch leaves free."""
     per_device_eval_batch_size: Auto | PositiveInt = "auto"
     """Samples one process forwards at once in evaluation; auto: twice the training size."""
+
+
+class MemoryBudget(Section):
+    memory_budget: Annotated[float, Field(ge=0.1, le=1)]
+    """Share of the activations' memory that the compiler may use, 1: all it would keep. Near 0 it keeps more than without."""
 
 
 class Precision(Section):
@@ -106,147 +119,31 @@ class Precision(Section):
     """torch.compile; true: the repeated blocks of the model where it has some (compiles in seconds), else all of it."""
     deterministic: bool = False
     """Only algorithms that give the same bits each time; slower on CUDA."""
-    gradient_checkpointing: bool = False
-    """Keep fewer activations and compute them again in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["off", "blocks", "selective"] | MemoryBudget | bool = "off"
+    """Keep fewer activations and compute the others again in the backward pass. blocks (or true): only the input of each block
+    is kept, which takes the least memory and about a third more time. selective: attention and most matrix products are kept,
+    about half of the memory for little time. {memory_budget: 0.5}: the compiler chooses; with compile only. off is false."""
     fp16_init_scale: PositiveFloat = 2.0**14
     """The first loss scale. 2^14 leaves a scaled gradient a factor 4 below fp16's largest number, 65504; 2^16 is above it."""
     fp16_growth_interval: PositiveInt = 2000
     """Steps without an overflow after which the loss scale doubles."""
 
-
-class Parallel(Section):
-    """How the processes share the work. It is no part of what makes a run the same run: each resume may choose anew."""
-
-    strategy: Literal["ddp", "fsdp2", "deepspeed"] = "ddp"
-    """ddp: every process holds the whole model; fsdp2: weights, gradients and optimizer are spread over the processes;
-    deepspeed: what zero_stage says is, by DeepSpeed's ZeRO."""
-    zero_stage: Literal[1, 2, 3] = 2
-    """deepspeed: 1 spreads the optimizer's state over the processes, 2 gradients as well, 3 weights as well."""
-    dp_shard_size: Auto | PositiveInt = "auto"
-    """fsdp2: processes that share one copy of the model; auto: all of them. Fewer (those of a node): several copies, whose
-    gradients are averaged (HSDP)."""
-    reshard_after_forward: bool = True
-    """fsdp2: let go of a block's gathered weights after its forward, and gather them again in the backward pass; off: more
-    memory, less communication."""
-    cpu_offload: bool = False
-    """fsdp2: keep weights and optimizer in host memory, and update them there; slower, for models that fit in no other way."""
-    tp_size: PositiveInt = 1
-    """fsdp2: neighbouring processes that compute each layer together and read the same samples (tensor parallelism)."""
-    sp_size: PositiveInt = 1
-    """ddp and fsdp2: neighbouring processes that read the same samples and have a slice each of every sequence (sequence
-    parallelism, by DeepSpeed's Ulysses attention)."""
-    find_unused_parameters: Auto | bool = "auto"
-    """ddp: look in each step for parameters that took no part in the loss (a walk through the graph, and a collective more); auto:
-    where the first step leaves some out. true: for a model that leaves out others in later steps (experts, branches); false: such
-    a model is an error. To spare the cost, name parameters that never take part in model.freeze."""
-    cp_size: PositiveInt = 1
-    """Processes that share each sequence by ring attention (context parallelism): only 1; `sp_size` is the way to split sequences."""
-
     @model_validator(mode="after")
-    def sequences_are_whole(self) -> "Parallel":
-        if self.cp_size != 1:
+    def budget_is_for_the_compiler(self) -> "Precision":
+        if isinstance(self.gradient_checkpointing, MemoryBudget) and self.compile is False:
             raise ValueError(
-                f"parallel.cp_size={self.cp_size}: context parallelism is not supported, because torch's ring attention has no "
-                "kernel for the CPU, where this program proves that several processes train as one does; leave it at 1, and for "
-                f"sequences that do not fit set parallel.sp_size to {self.cp_size}, and precision.gradient_checkpointing to true"
+                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} is for compiled models: "
+                "set precision.compile to true, or this to selective or blocks"
             )
         return self
 
-    @model_validator(mode="after")
-    def sequences_are_split_with_what_is_known_to_work(self) -> "Parallel":
-        if self.sp_size > 1 and (self.tp_size > 1 or self.strategy == "deepspeed"):
-            other = f"tp_size={self.tp_size}" if self.tp_size > 1 else "strategy deepspeed"
-            raise ValueError(
-                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}; leave one of them out: sequences are split "
-                "under parallel.strategy ddp and fsdp2"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def sharding_is_asked_for(self) -> "Parallel":
-        of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
-        of_strategy = {"fsdp2": of_fsdp2, "deepspeed": ("zero_stage",), "ddp": ("find_unused_parameters",)}
-        for strategy, names in of_strategy.items():
-            for name in names if self.strategy != strategy else ():
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}"
-                    )
-        return self
-
     @property
-    def num_sharing(self) -> int:
-        """Processes that read the same samples."""
-        return self.tp_size * self.sp_size
-
-    @property
-    def shared_by(self) -> str:
-        """The setting that makes them."""
-        return "parallel.sp_size" if self.sp_size > 1 else "parallel.tp_size"
-
-
-class Guard(Section):
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    """What a step with a NaN or Inf loss or gradient does. Its update is never applied, on any process."""
-    on_spike: Literal["off", "clip", "skip", "rollback"] = "clip"
-    """What a gradient norm far above those before does: it is clipped to the limit, its update is not applied, or the run goes
-    back at once. A loss that stays far above those before for 10 steps goes back with all of them; off: nothing is watched."""
-    spike_threshold: PositiveFloat = 6.0
-    """How far is far: spreads above the median of the window, of the loss and of the logarithm of the gradient norm."""
-    spike_window_steps: Annotated[int, Field(ge=8)] = 128
-    """Accepted steps after the warmup that spikes are measured by; with half of them the watch begins."""
-    max_consecutive_skips: NonNegativeInt = 5
-    """More skipped steps than this in a row roll back."""
-    max_skips_per_1000_steps: NonNegativeInt = 20
-    """More skipped steps than this in any 1000 stop the run (exit code 3)."""
-    healthy_after_steps: PositiveInt = 100
-    """A checkpoint that so many clean steps in a row have followed is healthy: one that can be gone back to."""
-    max_rollbacks: NonNegativeInt = 3
-    """After so many the run stops (exit code 3); 0: it never goes back."""
-    rollback_skip_steps: Auto | PositiveInt = "auto"
-    """Steps that are passed over after a rollback beside the bad ones, half of them before and half after; auto: 200, and a
-    tenth of an epoch and a fiftieth of the run at most."""
-    lowered_learning_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Factor of the learning rate after a second rollback in one region ..."""
-    lowered_steps: PositiveInt = 1000
-    """... for this many steps."""
-    max_incidents: NonNegativeInt = 10
-    """Incidents that are looked into and written to `incidents/`; later ones are events alone."""
-    incident_seconds: PositiveFloat = 60.0
-    """How long looking into one may take."""
-    fp16_scale_floor: PositiveFloat = 1.0
-    """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
-    hang_timeout_seconds: PositiveFloat = 600.0
-    """Without a step, or an evaluated batch, for so long the run has hung: stacks are written, the process that the others wait
-    for is named, and all end (exit code 5). The first step of a sitting may take three times as long; after it no collective
-    waits for longer than twice this, whatever becomes of the rest."""
-    straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
-    """A process whose own work in a step (reading data, the forward) takes so many times what the median process's takes is
-    named in an event, where that is a tenth of a step at least; none: nobody looks."""
-    straggler_window_steps: Annotated[int, Field(ge=2)] = 50
-    """Steps over which that is averaged, and between two comparisons ..."""
-    straggler_windows: PositiveInt = 3
-    """... of which so many in a row have to find the same process."""
-    drift_check_steps: NonNegativeInt = 500
-    """Steps between two checks that all processes hold the same weights (HSDP: the copies of each part), which every checkpoint is
-    preceded by as well; 0: never."""
-
-
-class Checkpoint(Section):
-    every_steps: NonNegativeInt = 500
-    """Steps between two checkpoints; 0: only at the end and when the job is asked to stop."""
-    keep: PositiveInt = 2
-    """Newest checkpoints kept; the newest healthy one, and the next one to be healthy, stay for a rollback all the same."""
-    keep_best: bool = True
-    """Keep the one that evaluated best (`evaluate.metric_for_best_model`) as well."""
-    load_best_model_at_end: bool = False
-    """The weights that evaluated best, not the last ones, are evaluated at the end and written to `model/`."""
-    in_background: bool = True
-    """Copy what is saved and write it beside the training; off: training waits until it is on the disk."""
-    resume: str = "auto"
-    """auto: go on from the newest valid checkpoint of this output folder; never: start anew; or a checkpoint's path."""
-    accept_changes: bool = False
-    """Go on although the recipe differs from the checkpoint's in what makes a run the same run (data, model, batch, length)."""
+    def recomputed(self) -> Literal["nothing", "blocks", "selective", "budget"]:
+        """Name what the backward pass computes again, by `gradient_checkpointing`."""
+        choice = self.gradient_checkpointing
+        if isinstance(choice, MemoryBudget):
+            return "budget"
+        return "blocks" if choice is True else "nothing" if choice is False or choice == "off" else choice
 
 
 class TestTimeAugmentation(Section):
@@ -262,7 +159,7 @@ class Evaluate(Section):
     every_steps: NonNegativeInt = 500
     """Steps between two evaluations; 0: only at the end."""
     every_epochs: NonNegativeFloat | None = None
-    """The same in passes over the training data; given, it takes the place of every_steps."""
+    """The same in passes over the training data; given, it replaces every_steps."""
     metrics: tuple[str, ...] = ()
     """Further metrics beside the task's own: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
     allow_hub_metrics: bool = False
@@ -287,7 +184,7 @@ class Evaluate(Section):
 
 class Log(Section):
     every_steps: PositiveInt = 10
-    """Steps between two lines of metrics.jsonl. Of a line, `loss` is the mean over the steps since the line before that were
+    """Steps between two lines of metrics.jsonl. A line's `loss` is the mean over the steps since the line before that were
     applied (`num_averaged_steps` of them: fewer in the first line of a resume), and `step_loss` that of its own step."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers by Accelerate's names (tensorboard, wandb, trackio, mlflow, ...)."""
@@ -295,10 +192,22 @@ class Log(Section):
     """Project name in the trackers."""
     progress: Auto | bool = "auto"
     """auto: a bar in a terminal or notebook, plain lines elsewhere."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step to profile, both included, counted from 1 as in metrics.jsonl: each process writes a trace (for
+    ui.perfetto.dev) and a table of its ten costliest operations to `profile/`. Profiled steps are slower."""
+
+    @model_validator(mode="after")
+    def profiles_forwards(self) -> "Log":
+        first, last = self.profile_steps or (1, 1)
+        if first > last:
+            raise ValueError(
+                f"profile_steps=[{first}, {last}] ends before it begins; give the first and the last step, as [{last}, {first}]"
+            )
+        return self
 
 
 class Recipe(Section):
-    """Everything about a run. `Recipe.from_yaml(path)` reads one, `train(recipe)` runs it."""
+    """Everything about a run, as programs pass it on; `loader.Recipe` reads one from a file."""
 
     task: str = "causal-lm"
     """A task of this package, or `my_module:MyTask`."""
@@ -320,7 +229,7 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     log: Log = Log()
     options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """Free settings for a task of your own; the package's tasks take none."""
+    """Free settings for a custom task; the package's tasks take none."""
 
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
 
@@ -332,37 +241,26 @@ class Recipe(Section):
         return self
 
     def __eq__(self, other: object) -> bool:
-        """The same settings; who set them is no part of it, so a recipe equals what was written of it and read again."""
+        """Return whether the settings are the same; who set them does not count, so a recipe equals its file read again."""
         return self.model_dump() == other.model_dump() if isinstance(other, Recipe) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # it holds mappings (model.config, options), which have no hash either
-
-    @classmethod
-    def from_yaml(cls, path: str, **overrides: Any) -> "Recipe":
-        """Read a recipe file; `overrides` are sections as mappings: `optimizer={"learning_rate": 1e-3}`.
-
-        Raises:
-            ValueError: the file cannot be read, or breaks a rule; the text names key, line, rule and remedy.
-        """
-        from accel_train.recipe_file import load_recipe
-
-        return load_recipe(path, overrides=overrides)
 
     @property
     def tokenizer_in_use(self) -> str | TrainedTokenizer:
         """`tokenizer`, with `auto` resolved."""
         return (self.model.pretrained or "bytes") if self.tokenizer == "auto" else self.tokenizer
 
-    def origin(self, leaf: str) -> Origin:
-        """Who set a leaf, by its dotted name: `recipe.origin("optimizer.learning_rate")`."""
-        return self._origins.get(leaf, Origin("default"))
+    def origin(self, name: str) -> Origin:
+        """Return who set a field, by its dotted name: `recipe.origin("optimizer.learning_rate")`."""
+        return self._origins.get(name, Origin("default"))
 
     def origins(self) -> Mapping[str, Origin]:
-        """Who set which leaf, for all that is not a default."""
+        """Return who set which field, for every field that is not a default."""
         return dict(self._origins)
 
-    def with_origins(self, origins: Mapping[str, Origin]) -> "Recipe":
-        """The same recipe, knowing who set which leaf."""
+    def with_origins(self, origins: Mapping[str, Origin]) -> Self:
+        """Return the same recipe with the origins of its fields."""
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy

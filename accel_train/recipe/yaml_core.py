@@ -6,25 +6,29 @@ a key may stand once. A quoted scalar is text, so `"1e-4"` is no number.
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from accel_train.recipe_values import Section
+from accel_train.core.redaction import redact
+from accel_train.recipe.values import Section
 
 Key = tuple[Any, ...]
 """A setting's place in the tree: ("optimizer", "learning_rate")."""
 _MOST_VALUES = 100_000
-"""What aliases may make of a few lines: nine levels of nine aliases are 400 million values."""
+"""The most values that aliases may make: nine levels of nine aliases are 400 million."""
 _TAG = "tag:yaml.org,2002:"
 _INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
-_CORE_SCALARS = (
-    ("null", r"null|Null|NULL|~|", [*"nN~", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", _INT, [*"-+0123456789"]),
-    ("float", _FLOAT, [*"-+.0123456789"]),
-)
+_SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "null": (r"null|Null|NULL|~|", "nN~", lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
+    "int": (_INT, "-+0123456789", lambda text: int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))),
+    "float": (_FLOAT, "-+.0123456789", lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower()))),
+}
+"""Scalars that are not text: pattern, first characters, and reader."""
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -39,9 +43,9 @@ class _CoreDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
 
-for _name, _pattern, _first in _CORE_SCALARS:
+for _name, (_pattern, _first, _) in _SCALARS.items():
     for _class in (_CoreLoader, _CoreDumper):
-        _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)
+        _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), [*_first, ""])
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -53,21 +57,15 @@ _CoreDumper.add_representer(str, _represent_text)
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
-    """The value of a YAML document, and the line of each of its keys.
+    """Return the value of a YAML document, and the line of each of its keys.
 
     Raises:
         ValueError: `name:line:column`, what is wrong there, and the text of that line.
     """
+    document = _Document(name, max(_MOST_VALUES, len(text)))
     try:
         root = yaml.compose(text, Loader=_CoreLoader)
-        lines: dict[Key, int] = {}
-        sizes: dict[int, int] = {}
-        num_values = 0 if root is None else _num_values(root, sizes)
-        if num_values > max(_MOST_VALUES, len(sizes)):
-            raise ValueError(
-                f"{name}: with its aliases it has {num_values:,} values, too many for a recipe; write out what is meant"
-            )
-        return (None if root is None else _construct(root, name, (), lines, ())), lines
+        return (None if root is None else document.value(root)), document.lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None, "a parse error has a place"
@@ -83,73 +81,60 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         raise ValueError(f"{name}: nested too deeply; a recipe needs a few levels") from error
 
 
-def _num_values(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """How many values a node has once its aliases are written out; `sizes` keeps it by id, so that each node is counted once."""
-    if id(node) not in sizes:
-        sizes[id(node)] = 0  # of an alias that contains itself, which is refused later
-        items = [] if isinstance(node, yaml.ScalarNode) else node.value
-        parts = (part for item in items for part in (item if isinstance(item, tuple) else (item,)))
-        sizes[id(node)] = 1 + sum(_num_values(part, sizes) for part in parts)
-    return sizes[id(node)]
+@dataclass
+class _Document:
+    """Values of a document's nodes, and the lines of their keys; each alias makes its values anew."""
 
+    name: str
+    values_left: int
+    lines: dict[Key, int] = field(default_factory=dict)
 
-def _construct(node: yaml.Node, name: str, key: Key, lines: dict[Key, int], parents: tuple[yaml.Node, ...]) -> Any:
-    here = f"{name}:{node.start_mark.line + 1}"
-    if node in parents:
-        raise ValueError(f"{here}: this alias contains itself; write the value out")
-    if isinstance(node, yaml.ScalarNode):
-        return _scalar(node, here)
-    if node.tag not in (_TAG + "map", _TAG + "seq"):
-        raise ValueError(f"{here}: the tag {node.tag} is not allowed; recipes hold plain values only")
-    if isinstance(node, yaml.SequenceNode):
-        return [_construct(item, name, (*key, i), lines, (*parents, node)) for i, item in enumerate(node.value)]
-    assert isinstance(node, yaml.MappingNode), node
-    first_lines: dict[Any, int] = {}
-    result = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ValueError(f"{name}:{line}: a key must be a name, not a list or mapping")
-        if key_node.value == "<<":
-            raise ValueError(f"{name}:{line}: merge keys (<<) are not part of YAML 1.2; write the settings out")
-        field = _scalar(key_node, here)
-        dotted = ".".join(map(str, (*key, field)))
-        if field in first_lines:
+    def value(self, node: yaml.Node, key: Key = (), parents: tuple[yaml.Node, ...] = ()) -> Any:
+        here = f"{self.name}:{node.start_mark.line + 1}"
+        self.values_left -= 1
+        if self.values_left < 0:
             raise ValueError(
-                f"{name}:{line}: {dotted} is set twice, on lines {first_lines[field]} and {line}; remove one"
+                f"{self.name}: its aliases make more than {_MOST_VALUES:,} values, too many for a recipe; write them out"
             )
-        first_lines[field] = line
-        lines[*key, field] = line
-        result[field] = _construct(value_node, name, (*key, field), lines, (*parents, node))
-    return result
+        if node in parents:
+            raise ValueError(f"{here}: this alias contains itself; write the value out")
+        kind = node.tag.removeprefix(_TAG)
+        if kind not in (("str", *_SCALARS) if isinstance(node, yaml.ScalarNode) else ("map", "seq")):
+            raise ValueError(f"{here}: the tag {node.tag} is not allowed; recipes hold plain values only")
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                return node.value if kind == "str" else _SCALARS[kind][2](node.value)
+            except ValueError as error:
+                raise ValueError(f"{here}: {node.value[:80]!r} is not a number that can be read") from error
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*key, i), (*parents, node)) for i, item in enumerate(node.value)]
+        return self._mapping(node, key, (*parents, node))
 
-
-def _scalar(node: yaml.ScalarNode, here: str) -> Any:
-    kind, text = node.tag.removeprefix(_TAG), node.value
-    try:
-        if kind == "null":
-            return None
-        if kind == "bool":
-            return text.lower() == "true"
-        if kind == "int":
-            base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-            return int(text, base)
-        if kind == "float":
-            return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-    except ValueError as error:
-        raise ValueError(f"{here}: {text[:80]!r} is not a number that can be read") from error
-    if kind != "str":
-        raise ValueError(f"{here}: the tag {node.tag} is not allowed; recipes hold plain values only")
-    return text
+    def _mapping(self, node: yaml.Node, key: Key, parents: tuple[yaml.Node, ...]) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for name_node, value_node in node.value:
+            here = f"{self.name}:{name_node.start_mark.line + 1}"
+            if not isinstance(name_node, yaml.ScalarNode):
+                raise ValueError(f"{here}: a key must be a name, not a list or mapping")
+            if name_node.value == "<<":
+                raise ValueError(f"{here}: merge keys (<<) are not part of YAML 1.2; write the settings out")
+            name = self.value(name_node)
+            place, line = (*key, name), name_node.start_mark.line + 1
+            first = self.lines.setdefault(place, line)
+            if name in result:
+                dotted = ".".join(map(str, place))
+                raise ValueError(f"{here}: {dotted} is set twice, on lines {first} and {line}; remove one")
+            result[name] = self.value(value_node, place, parents)
+        return result
 
 
 def is_number(text: str) -> bool:
-    """Whether a text, not quoted, would be read as a number."""
+    """Return whether a text, not quoted, would be read as a number."""
     return re.fullmatch(f"{_INT}|{_FLOAT}", text) is not None
 
 
 def one_line(value: Any) -> str:
-    """A value as YAML on one line, which reads as the same value in any place."""
+    """Return a value as YAML on one line, which reads as the same value in any place."""
     value = value.model_dump() if isinstance(value, Section) else value
     try:
         return yaml.dump(
@@ -157,3 +142,9 @@ def one_line(value: Any) -> str:
         )[1:-2]
     except yaml.YAMLError as error:
         raise ValueError(f"{value!r} cannot be written as YAML; use numbers, text, lists and mappings") from error
+
+
+def show(value: Any) -> str:
+    """Return a value for a message: on one line, without secrets, cut to 80 characters."""
+    text = one_line(redact(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,264 @@
+"""The dotted names of a recipe's settings, which of them a mistyped name means, and errors: value, who set it, rule, remedy."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
+from functools import cache, reduce
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from accel_train.core.format import did_you_mean
+from accel_train.recipe.schema import Recipe
+from accel_train.recipe.values import Origin, Section
+from accel_train.recipe.yaml_core import Key, is_number, show
+
+OTHER_NAMES = {
+    "lr": "optimizer.learning_rate",
+    "batch_size": "batch.global_batch_size",
+    "accumulation_steps": "batch.gradient_accumulation_steps",
+    "per_device_train_batch_size": "batch.per_device_batch_size",
+    "epochs": "schedule.num_epochs",
+    "num_train_epochs": "schedule.num_epochs",
+    "lr_scheduler_type": "schedule.type",
+    "grad_clip": "optimizer.max_grad_norm",
+    "fp16": "precision.mixed_precision",
+    "bf16": "precision.mixed_precision",
+    "block_size": "data.sequence_length",
+    "load_best_model": "checkpoint.load_best_model_at_end",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "max_seq_length": "data.sequence_length",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "evaluate.every_steps",
+    "logging_steps": "log.every_steps",
+    "report_to": "log.trackers",
+}
+"""Names of our settings in other trainers."""
+LEAST_NEARNESS = 0.6
+"""Names that have less in common (difflib's ratio) are not suggested."""
+
+
+@cache
+def recipe_names() -> Mapping[str, FieldInfo | type[Section]]:
+    """Return every setting (a field) and section (a class) of a recipe by its dotted name, in the order of the schema."""
+    return MappingProxyType(dict(_walk_schema(Recipe, "")))
+
+
+def _walk_schema(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo | type[Section]]]:
+    for field, info in section.model_fields.items():
+        parts = [part for part in (info.annotation, *get_args(info.annotation)) if is_section(part)]
+        # `tokenizer` is both: a setting (a name), or a section (train_bpe).
+        yield prefix + field, parts[0] if info.annotation in parts else info
+        for part in parts:
+            yield from _walk_schema(part, f"{prefix}{field}.")
+
+
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    """Return whether a type is a section of the recipe, and no union that holds one."""
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def kinds_of(name: str) -> set[Any]:
+    """Return the Python types a setting or section takes, among str, tuple, dict, Section, NoneType and the rest."""
+    info = recipe_names()[name]
+    annotation = info if is_section(info) else info.annotation  # type: ignore[union-attr]
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return {Section if is_section(option) else get_origin(option) or option for option in options}
+
+
+@cache
+def free_names() -> frozenset[str]:
+    """Return the settings that are mappings of anything: model.config and options."""
+    return frozenset(name for name in recipe_names() if dict in kinds_of(name))
+
+
+def is_free(name: str) -> bool:
+    """Return whether a name is one of `free_names`, or below it, where any name may stand."""
+    return any(f"{name}.".startswith(f"{free}.") for free in free_names())
+
+
+def fields_of(section: str) -> str:
+    """Return the fields of a section, listed; the section "" is the recipe."""
+    return ", ".join(name.rpartition(".")[2] for name in recipe_names() if name.rpartition(".")[0] == section)
+
+
+def dotted(key: Key) -> str:
+    """Return optimizer.eps for ("optimizer", "eps")."""
+    return ".".join(map(str, key))
+
+
+def look_up(tree: Any, name: str) -> Any:
+    """Return the value of nested mappings under a dotted name; None where there is none."""
+    for field in name.split("."):
+        if not isinstance(tree, Mapping) or field not in tree:
+            return None
+        tree = tree[field]
+    return tree
+
+
+def value_of(recipe: Recipe, name: str) -> Any:
+    """Return the value of a setting or section by its dotted name."""
+    return reduce(getattr, name.split("."), recipe)
+
+
+def remedy_for_unknown(name: str, dashes: str = "") -> str:
+    """Return what to write in place of a name that is no setting; `dashes` stand before what is suggested as a flag."""
+    if name in recipe_names():
+        return f"write it nested: {': {'.join(name.split('.'))}: ...{'}' * name.count('.')}"
+    near = nearest_names(name)
+    if near:
+        return f"did you mean {' or '.join(dashes + n for n in near)}?"
+    section = name.rpartition(".")[0]
+    return f"{section or 'a recipe'} has {fields_of(section) or fields_of('')}"
+
+
+def nearest_names(name: str) -> list[str]:
+    """Return the settings that a mistyped or misplaced name may mean, best first; several only where they are equally near."""
+    parts = name.replace("-", "_").split(".")
+    name, field = ".".join(parts), parts[-1]
+    if field in OTHER_NAMES:
+        return [OTHER_NAMES[field]]
+    scores = _nearness(name, recipe_names())
+    for free in free_names():
+        depth = free.count(".") + 1
+        head, rest = ".".join(parts[:depth]), ".".join(parts[depth:])
+        if rest:  # below model.config any name may stand, so only what is above it can be mistyped
+            scores[f"{free}.{rest}"] = _nearness(head, [free])[free]
+    best = max(scores.values())
+    return [candidate for candidate, score in scores.items() if score == best][:3] if best >= LEAST_NEARNESS else []
+
+
+def _nearness(name: str, candidates: Iterable[str]) -> dict[str, float]:
+    """Return how near each candidate is, 0 to 1, by its whole name or its field; the same section counts for it."""
+    section, _, field = name.rpartition(".")
+    of_name, of_field = (SequenceMatcher(None, b=text, autojunk=False) for text in (name, field))
+    scores = {}
+    for candidate in candidates:
+        other_section, _, other_field = candidate.rpartition(".")
+        near = max(_ratio(of_name, candidate), _ratio(of_field, other_field))
+        if len(field) > 3 and other_field.startswith(field):
+            near = max(near, 0.9)  # an abbreviation
+        scores[candidate] = near + (0.05 if section == other_section and near >= LEAST_NEARNESS else 0.0)
+    return scores
+
+
+def _ratio(matcher: "SequenceMatcher[str]", text: str) -> float:
+    matcher.set_seq1(text)  # cheap upper bounds first: most names have too little in common
+    bounds = matcher.real_quick_ratio, matcher.quick_ratio
+    return matcher.ratio() if all(bound() >= LEAST_NEARNESS for bound in bounds) else 0.0
+
+
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+}
+_LIMITS = {
+    "exclusiveMinimum": "greater than",
+    "minimum": "of at least",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
+}
+REQUIRED_EXAMPLES = {
+    "output_dir": "output_dir: runs/my-run",
+    "model": "model: {config: {model_type: gpt2, n_layer: 4}}",
+    "data": "data: {train: python-stdlib}",
+    "data.train": "train: python-stdlib",
+    "schedule": "schedule: {max_steps: 1000}",
+    "tokenizer.train_bpe": "train_bpe: {vocab_size: 4096}",
+    "precision.gradient_checkpointing.memory_budget": "gradient_checkpointing: {memory_budget: 0.5}",
+}
+
+
+def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[str, Origin], path: str) -> Iterator[str]:
+    """Yield a line for each problem that pydantic found in a tree of settings; `path` is the recipe's file."""
+    groups: dict[str, Any] = {}
+    for problem in error.errors(include_url=False):
+        groups[_name_at(problem["loc"])] = problem
+    for name, problem in groups.items():
+        if any(other.startswith(f"{name}.") for other in groups):
+            continue  # `tokenizer` is no text, but what is wrong is inside it
+        raw = look_up(tree, name)
+        if problem["type"] == "value_error":
+            message = str(problem["ctx"]["error"])
+            said = {
+                n: look_up(tree, n) for n in origins if re.search(rf"(?<![\w.]){re.escape(n)}(?![\w.]*\w)", message)
+            }
+            named = [n for n, info in recipe_names().items() if isinstance(info, FieldInfo) and said.get(n) is not None]
+            setters = ", ".join(f"{n}={show(said[n])} from {origins[n]}" for n in named)
+            yield f"{message} ({setters or path})"
+        elif raw is None and problem["type"] == "missing":
+            yield f"{name} is missing from {path}; add `{REQUIRED_EXAMPLES.get(name, f'{name}: ...')}`"
+        else:
+            yield wrong(name, raw, origins[name])
+
+
+def _name_at(place: tuple[int | str, ...]) -> str:
+    """Return the setting at pydantic's place, which names the alternatives of a union and the items of a list as well."""
+    name = ""
+    for part in place:
+        longer = f"{name}.{part}" if name else str(part)
+        name = longer if longer in recipe_names() else name
+    return name
+
+
+def wrong(name: str, raw: Any, origin: Origin) -> str:
+    """Return the line for a value that a setting does not take."""
+    return f"{name}={show(raw)} ({origin}): must be {rule_of(name)}; {_remedy(name, raw)}"
+
+
+def _remedy(name: str, raw: Any) -> str:
+    info = recipe_names()[name]
+    choices = [c for c in _literals(info.annotation if isinstance(info, FieldInfo) else None) if c != "auto"]
+    for item in raw if isinstance(raw, list | tuple) else [raw]:
+        if isinstance(item, str) and item not in choices and (meant := did_you_mean(item, choices)):
+            return meant
+    if isinstance(raw, str) and raw.lower() in ("yes", "no", "on", "off", "true", "false") and bool in kinds_of(name):
+        return "write true or false, without quotes"
+    if isinstance(raw, str) and is_number(raw):
+        return "write it without quotes"
+    if str in kinds_of(name) and isinstance(raw, int | float):
+        return f'put it in quotes: "{show(raw)}"'
+    if isinstance(info, FieldInfo) and info.default is None:
+        return "correct it, or leave it out"
+    if isinstance(info, FieldInfo) and not info.is_required():
+        return f"leave it out for the default, {show(info.default)}"
+    return f"for example `{REQUIRED_EXAMPLES[name]}`"
+
+
+def _literals(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in _literals(part)]
+
+
+def rule_of(name: str) -> str:
+    """Return what a setting takes, in words: `auto or a whole number of at least 1`."""
+    info = recipe_names()[name]
+    if is_section(info):
+        return f"a mapping of {fields_of(name)}"
+    kind: Any = Annotated[info.annotation, info]  # type: ignore[union-attr]
+    return _rule(TypeAdapter(kind).json_schema())
+
+
+def _rule(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(_rule, schema["anyOf"]))
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    if "pattern" in schema:
+        return "module:Class"
+    if "items" in schema:
+        return f"a list of {_rule(schema['items'])}"
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}, each {_rule(schema['prefixItems'][0])}"
+    kind = _KINDS.get(schema.get("type", ""), "a mapping of finite values")
+    limits = " and ".join(f"{words} {schema[limit]}" for limit, words in _LIMITS.items() if limit in schema)
+    return f"{kind} {limits}".rstrip()
