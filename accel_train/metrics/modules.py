@@ -1,217 +1,165 @@
-"""The metrics as modules of Hugging Face's `evaluate`: no network, no remote code, the arithmetic of `scores.py`.
+"""The metrics as modules of Hugging Face's `evaluate`: no network, no remote code, the arithmetic of scikit-learn and scipy.
 
 `add_batch` takes lists, numpy arrays or tensors; `compute` returns a dict, and None on processes other than the first.
 """
 
+import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import evaluate
 import numpy as np
+import torch
 from datasets import Features, Sequence, Value
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+from sklearn import metrics
 
-from accel_train.metrics.classes import average as average_over_classes
-from accel_train.metrics.classes import class_figures
-from accel_train.metrics.scores import (
-    auroc,
-    intersection_over_union,
-    matthews_correlation,
-    mean_of_known,
-    pearson_correlation,
-    perplexity,
-    spearman_correlation,
-)
+from accel_train.metrics import scores
+from accel_train.metrics.tally import confusion_counts
 
 LABELS = {"predictions": Value("int64"), "references": Value("int64")}
 NUMBERS = {"predictions": Value("float64"), "references": Value("float64")}
+MASKS = dict.fromkeys(("predictions", "references"), Sequence(Sequence(Value("int32"))))
+SCORES = {"prediction_scores": Value("float64"), "references": Value("int64")}
+SCORES_OF_CLASSES = {**SCORES, "prediction_scores": Sequence(Value("float64"))}
+LOSSES = {"loss_sums": Value("float64"), "num_targets": Value("int64")}
+
+Function = Callable[..., Any]
 
 
-class Accuracy(evaluate.Metric):
+def _module(*schemas: dict[str, Any]) -> Callable[[Function], type[evaluate.Metric]]:
+    """Make a function, with its name and docstring, a module of `evaluate` for columns of a schema (one of several)."""
+
+    def make(function: Function) -> type[evaluate.Metric]:
+        def info(module: evaluate.Metric) -> evaluate.MetricInfo:
+            return _info(function.__doc__ or "", *schemas)
+
+        def compute(module: evaluate.Metric, **inputs: Any) -> dict[str, Any]:
+            found = function(**inputs)
+            return found if isinstance(found, dict) else {function.__name__: found}
+
+        members = {"__doc__": function.__doc__, "__module__": __name__, "_info": info, "_compute": compute}
+        return type(function.__name__, (evaluate.Metric,), members)
+
+    return make
+
+
+def _info(text: str, *schemas: dict[str, Any]) -> evaluate.MetricInfo:
+    # As numpy arrays labels take a tenth of the memory; numbers would come back as fp32, and nested columns cannot be.
+    features = [Features(columns) for columns in schemas]
+    return evaluate.MetricInfo(
+        description=text,
+        citation="",
+        inputs_description=text,
+        features=features if len(features) > 1 else features[0],
+        format="numpy" if schemas == (LABELS,) else None,
+    )
+
+
+def _score(score: Function, predictions: ArrayLike, references: ArrayLike, **how: Any) -> float:
+    """scikit-learn's score of labels; NaN without a sample."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A single label was found")  # Matthews' correlation is 0 then
+        return float(score(references, predictions, **how)) if len(np.asarray(references)) else math.nan
+
+
+class _Averaged(evaluate.Metric):
+    """`compute(average=...)` or `config_name`: macro (default), micro, weighted, or binary: of `pos_label` (1) alone."""
+
+    score: Function
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info(f"{type(self).__doc__}\n\n{_Averaged.__doc__}", LABELS)
+
+    def _compute(self, *, average: str | None = None, pos_label: int = 1, **labels: ArrayLike) -> dict[str, float]:
+        chosen = None if self.config_name == "default" else self.config_name
+        how = {"average": average or chosen or "macro", "pos_label": pos_label, "zero_division": 0}
+        return {"_".join(filter(None, (self.name, chosen))): _score(type(self).score, **labels, **how)}
+
+
+class precision(_Averaged):  # `evaluate` names a module after its class
+    """The share of the samples given a label that have it; `precision`."""
+
+    score = metrics.precision_score
+
+
+class recall(_Averaged):
+    """The share of the samples that have a label that are given it; `recall`."""
+
+    score = metrics.recall_score
+
+
+class f1(_Averaged):
+    """The harmonic mean of precision and recall; `f1`."""
+
+    score = metrics.f1_score
+
+
+@_module(LABELS)
+def accuracy(**labels: ArrayLike) -> float:
     """The share of predictions that are right; `accuracy`."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, LABELS)
-
-    def _compute(self, *, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
-        right = np.asarray(predictions) == np.asarray(references)
-        return {"accuracy": float(right.mean()) if right.size else float("nan")}
+    return _score(metrics.accuracy_score, **labels)
 
 
-class Precision(evaluate.Metric):
-    """Of the samples given a label, the share that have it; `precision`.
-
-    `compute(average=...)` or `config_name`: macro (default), micro, weighted, or binary: of `pos_label` (1) alone.
-    """
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, LABELS)
-
-    def _compute(self, **inputs: Any) -> dict[str, float]:
-        return _averaged("precision", "precision", self.config_name, **inputs)
-
-
-class Recall(evaluate.Metric):
-    """Of the samples that have a label, the share that are given it; `recall`.
-
-    `compute(average=...)` or `config_name`: macro (default), micro, weighted, or binary: of `pos_label` (1) alone.
-    """
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, LABELS)
-
-    def _compute(self, **inputs: Any) -> dict[str, float]:
-        return _averaged("recall", "recall", self.config_name, **inputs)
-
-
-class F1(evaluate.Metric):
-    """The harmonic mean of precision and recall; `f1`.
-
-    `compute(average=...)` or `config_name`: macro (default), micro, weighted, or binary: of `pos_label` (1) alone.
-    """
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, LABELS)
-
-    def _compute(self, **inputs: Any) -> dict[str, float]:
-        return _averaged("f1", "f1-score", self.config_name, **inputs)
-
-
-class MCC(evaluate.Metric):
+@_module(LABELS)
+def mcc(**labels: ArrayLike) -> float:
     """Matthews' correlation of labels and predictions, for any number of classes; `mcc`."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, LABELS)
-
-    def _compute(self, *, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
-        return {"mcc": matthews_correlation(_confusion(references, predictions)[0])}
+    return _score(metrics.matthews_corrcoef, **labels)
 
 
-class AUROC(evaluate.Metric):
+@_module(SCORES, SCORES_OF_CLASSES)
+def auroc(prediction_scores: ArrayLike, references: ArrayLike) -> float:
     """The exact area under the ROC curve; `auroc`.
 
     `prediction_scores`, of which only the order matters: a number a sample for labels 0 and 1, or a list with one for each
     class: one-versus-rest, averaged over the classes that occur and are not alone (of two columns, the second counts).
     """
-
-    def _info(self) -> evaluate.MetricInfo:
-        labels, score = {"references": Value("int64")}, Value("float64")
-        return _describe(self, {"prediction_scores": score, **labels}, {"prediction_scores": Sequence(score), **labels})
-
-    def _compute(self, *, prediction_scores: ArrayLike, references: ArrayLike) -> dict[str, float]:
-        return {"auroc": auroc(prediction_scores, references)}
+    return scores.auroc(prediction_scores, references)
 
 
-class Pearson(evaluate.Metric):
+@_module(NUMBERS)
+def pearson(predictions: ArrayLike, references: ArrayLike) -> float:
     """Pearson's correlation; `pearson`, NaN where one side is constant."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, NUMBERS)
-
-    def _compute(self, *, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
-        return {"pearson": pearson_correlation(predictions, references)}
+    return scores.pearson_correlation(predictions, references)
 
 
-class Spearman(evaluate.Metric):
+@_module(NUMBERS)
+def spearman(predictions: ArrayLike, references: ArrayLike) -> float:
     """Spearman's rank correlation; `spearman`, NaN where one side is constant."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, NUMBERS)
-
-    def _compute(self, *, predictions: ArrayLike, references: ArrayLike) -> dict[str, float]:
-        return {"spearman": spearman_correlation(predictions, references)}
+    return scores.spearman_correlation(predictions, references)
 
 
-class MeanIou(evaluate.Metric):  # `evaluate` would call a MeanIoU mean_io_u
+@_module(MASKS)
+def mean_iou(
+    predictions: list[Any], references: list[Any], num_labels: int, ignore_index: int | None = None
+) -> dict[str, Any]:
     """Intersection over union of masks; `mean_iou` over the classes that occur, `per_class_iou` (NaN for others), `pixel_accuracy`.
 
     Masks are (H, W) label ids and may differ in size. `compute(num_labels=..., ignore_index=None)`: pixels whose reference
     is `ignore_index`, or no id below `num_labels`, do not count.
     """
-
-    def _info(self) -> evaluate.MetricInfo:
-        mask = Sequence(Sequence(Value("int32")))
-        return _describe(self, {"predictions": mask, "references": mask})
-
-    def _compute(
-        self, *, predictions: list[Any], references: list[Any], num_labels: int, ignore_index: int | None = None
-    ) -> dict[str, Any]:
-        confusion = np.zeros((num_labels, num_labels), dtype=np.int64)
-        for mask in zip(predictions, references, strict=True):
-            said, truth = (np.asarray(rows, dtype=np.int64) for rows in mask)
-            if said.shape != truth.shape:
-                raise ValueError(f"a mask of {truth.shape} is compared with one of {said.shape}; resize the prediction")
-            valid = (truth >= 0) & (truth < num_labels) & (said >= 0) & (said < num_labels)
-            if ignore_index is not None:
-                valid &= truth != ignore_index
-            cells = truth[valid] * num_labels + said[valid]
-            confusion += np.bincount(cells, minlength=num_labels**2).reshape(num_labels, num_labels)
-        ious = intersection_over_union(confusion)
-        accuracy = float(np.trace(confusion) / confusion.sum()) if confusion.any() else float("nan")
-        return {"mean_iou": mean_of_known(ious), "per_class_iou": ious.tolist(), "pixel_accuracy": accuracy}
+    confusion = np.zeros((num_labels, num_labels), dtype=np.int64)
+    for mask in zip(predictions, references, strict=True):
+        predicted, truth = (np.asarray(rows, dtype=np.int64) for rows in mask)
+        if predicted.shape != truth.shape:
+            raise ValueError(
+                f"a mask of {truth.shape} is compared with one of {predicted.shape}; resize the prediction"
+            )
+        if ignore_index is not None:
+            truth = np.where(truth == ignore_index, -1, truth)
+        confusion += confusion_counts(torch.from_numpy(truth), torch.from_numpy(predicted), num_labels).numpy()
+    found = scores.segmentation_scores(confusion, [])
+    return {**found.metrics, "per_class_iou": scores.intersection_over_union(confusion).tolist()}
 
 
-class Perplexity(evaluate.Metric):
+@_module(LOSSES)
+def perplexity(loss_sums: ArrayLike, num_targets: ArrayLike) -> float:
     """exp of the mean loss in nats; `perplexity`. It loads no model: it is given losses.
 
     `loss_sums` and `num_targets`, of which each pair is a batch, a document or a single token (then `num_targets` is 1):
     exp(sum of loss_sums / sum of num_targets).
     """
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _describe(self, {"loss_sums": Value("float64"), "num_targets": Value("int64")})
-
-    def _compute(self, *, loss_sums: ArrayLike, num_targets: ArrayLike) -> dict[str, float]:
-        total = int(np.sum(np.asarray(num_targets, dtype=np.int64)))
-        loss = float(np.sum(np.asarray(loss_sums, dtype=np.float64)))
-        return {"perplexity": perplexity(loss / total) if total else float("nan")}
-
-
-def _describe(module: evaluate.Metric, *features: dict[str, Any]) -> evaluate.MetricInfo:
-    """What `evaluate` wants to know of a module; more than one of `features` are alternatives."""
-    schemas = [Features(columns) for columns in features]
-    # As numpy arrays labels take a tenth of the memory; numbers would come back as fp32, and nested columns cannot be.
-    integers = len(schemas) == 1 and all(column == Value("int64") for column in schemas[0].values())
-    text = type(module).__doc__ or ""
-    return evaluate.MetricInfo(
-        description=text,
-        citation="",
-        inputs_description=text,
-        features=schemas if len(schemas) > 1 else schemas[0],
-        format="numpy" if integers else None,
-    )
-
-
-def _confusion(references: ArrayLike, predictions: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(C, C) counts, rows the truth, over the ids that occur, and those ids in order."""
-    pairs = np.stack([np.asarray(references, dtype=np.int64), np.asarray(predictions, dtype=np.int64)])
-    ids, flat = np.unique(pairs, return_inverse=True)
-    truth, said = flat.reshape(pairs.shape)
-    cells = np.bincount(truth * len(ids) + said, minlength=len(ids) ** 2)
-    return cells.reshape(len(ids), len(ids)), ids
-
-
-def _averaged(
-    key: str,
-    figure: str,
-    default_average: str,
-    *,
-    predictions: ArrayLike,
-    references: ArrayLike,
-    average: str | None = None,
-    pos_label: int = 1,
-) -> dict[str, float]:
-    """One figure, averaged; under `f1`, or `f1_weighted` if the module was loaded for that average."""
-    kind = average or {"default": "macro"}.get(default_average, default_average)
-    if kind not in ("binary", "macro", "micro", "weighted"):
-        raise ValueError(f"average={kind!r} is unknown; there are binary, macro, micro and weighted")
-    confusion, ids = _confusion(references, predictions)
-    figures = class_figures(confusion)
-    if kind == "binary":
-        if len(ids) > 2 or (len(ids) == 2 and pos_label not in ids):
-            raise ValueError(
-                f"average='binary' needs two classes, one of them pos_label={pos_label}, and the labels are {ids.tolist()}; use macro, micro or weighted"
-            )
-        value = float(figures.rates()[figure][ids == pos_label].sum())
-    else:
-        value = average_over_classes(figures, kind)[figure]
-    return {key if default_average == "default" else f"{key}_{default_average}": value}
+    total = int(np.sum(np.asarray(num_targets, dtype=np.int64)))
+    loss = float(np.sum(np.asarray(loss_sums, dtype=np.float64)))
+    return scores.perplexity(loss / total) if total else math.nan

@@ -1,21 +1,19 @@
-"""What an evaluation counts on the device: sums of fixed size, so that no batch waits for the host and memory stays flat."""
+"""Counts of an evaluation on the device: sums of fixed size, so that no batch waits for the host and memory stays flat."""
 
 import math
 
 import torch
 from torch import Tensor
 
-MAX_HISTOGRAM_CELLS = 2**21
-"""Of one AUROC histogram: 16 MiB of int64."""
-
+MAX_HISTOGRAM_CELLS = 2**21  # cells of one AUROC histogram: 16 MiB of int64
 MOST_BITS, FEWEST_BITS = 16, 8
-"""Of a score in an AUROC histogram: sign, 5 bits of exponent, and the rest for the mantissa."""
+"""Bits of a score in an AUROC histogram: sign, 5 bits of exponent, and the rest for the mantissa."""
 
 _SMALLEST_EXPONENT, _MANTISSA_BITS = 127 - 15, 23
 
 
 def confusion_counts(labels: Tensor, predictions: Tensor, num_classes: int) -> Tensor:
-    """How often each class was taken for each: (C, C) int64, rows are the truth.
+    """Return how often each class was predicted for each: (C, C) int64, rows are the truth.
 
     `labels` and `predictions` are integers of one shape (any). A pair is counted only if both lie in 0..C-1, so that
     ignored places (-100, 255) and padding rows count nowhere.
@@ -27,17 +25,17 @@ def confusion_counts(labels: Tensor, predictions: Tensor, num_classes: int) -> T
 
 
 def multilabel_counts(labels: Tensor, predictions: Tensor) -> Tensor:
-    """True positives, false positives, false negatives and true negatives of each label: (C, 4) int64.
+    """Return true positives, false positives, false negatives and true negatives of each label: (C, 4) int64.
 
     Both are (N, C), bool or numbers: above 0 is set. A negative label is counted nowhere.
     """
-    known, truth, said = labels >= 0, labels > 0, predictions > 0
-    counted = (truth & said, ~truth & said & known, truth & ~said, ~truth & ~said & known)
+    known, truth, predicted = labels >= 0, labels > 0, predictions > 0
+    counted = (truth & predicted, ~truth & predicted & known, truth & ~predicted, ~truth & ~predicted & known)
     return torch.stack([cells.sum(0) for cells in counted], dim=1)
 
 
 def one_vs_rest_log_odds(logits: Tensor) -> Tensor:
-    """log(p / (1 - p)) of each class's softmax probability, less that of chance (p = 1/C): (N, C) fp32, the score to rank by.
+    """Return log(p / (1 - p)) of each class's softmax probability, less that of chance (p = 1/C): (N, C) fp32 to rank by.
 
     It orders samples as the probability does, but where that is 0.99999 or 1e-9 it still tells them apart. Around chance,
     where an untrained model's are, it is 0, and `score_histogram` resolves best.
@@ -52,19 +50,14 @@ def one_vs_rest_log_odds(logits: Tensor) -> Tensor:
 
 
 def score_histogram(scores: Tensor, labels: Tensor, num_classes: int) -> Tensor | None:
-    """How the scores of each class are distributed, over the rest and over the class itself: (C, 2, bins) int64.
+    """Return the distribution of each class's scores, over the rest and over the class itself: (C, 2, bins) int64.
 
-    Args:
-        scores: (N, C) real numbers, of which only the order matters; `one_vs_rest_log_odds` resolves best. They are cut
-            to 10 bits of mantissa: bins 0.1 % apart and in numerical order, all below 2**-15 in one, all beyond 2**17
-            in one, NaN counts as the lowest. Cutting never reverses two scores, it only ties them.
-        labels: (N,) integers; those outside 0..C-1 are not counted. Or, of labels that may occur together, (N, C) numbers:
-            above 0 is set, and a negative one is counted nowhere.
-        num_classes: beyond 16 the mantissa is shortened, so that the histogram keeps within MAX_HISTOGRAM_CELLS: 7 bits
-            of it for 100 classes, 4 for 1,000.
-
-    Returns:
-        The counts, or None for more than 4,096 classes, whose bins would be too coarse to mean something.
+    `scores` (N, C) are real numbers, of which only the order matters; `one_vs_rest_log_odds` resolves best. They are cut to 10
+    bits of mantissa: bins 0.1 % apart and in numerical order, all below 2**-15 in one, all beyond 2**17 in one, NaN counts as
+    the lowest. Cutting never reverses two scores, it only ties them. Beyond 16 classes the mantissa is shortened to keep within
+    MAX_HISTOGRAM_CELLS (7 bits for 100 classes, 4 for 1,000); beyond 4,096, bins would be too coarse: None.
+    `labels` (N,) are integers, of which those outside 0..C-1 are not counted; or, of labels that may occur together, (N, C)
+    numbers: above 0 is set, and a negative one is counted nowhere.
     """
     bits = histogram_bits(num_classes)
     if bits is None:
@@ -82,26 +75,13 @@ def score_histogram(scores: Tensor, labels: Tensor, num_classes: int) -> Tensor 
 
 
 def histogram_bits(num_classes: int) -> int | None:
-    """Bits of a score that the histogram of so many classes resolves; None where it would be too coarse."""
-    for bits in range(MOST_BITS, FEWEST_BITS - 1, -1):
-        if num_classes * 2 * 2**bits <= MAX_HISTOGRAM_CELLS:
-            return bits
-    return None
-
-
-def moments(predictions: Tensor, targets: Tensor) -> Tensor:
-    """(8,) fp64 (fp32 on Apple's mps): n, and the sums of p, t, p², t², p t, |p - t| and (p - t)².
-
-    `predictions` and `targets` are numbers of one shape.
-    """
-    dtype = torch.float32 if predictions.device.type == "mps" else torch.float64
-    p, t = predictions.reshape(-1).to(dtype), targets.reshape(-1).to(dtype)
-    columns = (torch.ones_like(p), p, t, p * p, t * t, p * t, (p - t).abs(), (p - t) ** 2)
-    return torch.stack([column.sum() for column in columns])
+    """Return the bits of a score that the histogram of so many classes resolves; None where it would be too coarse."""
+    choices = range(MOST_BITS, FEWEST_BITS - 1, -1)
+    return next((bits for bits in choices if num_classes * 2 * 2**bits <= MAX_HISTOGRAM_CELLS), None)
 
 
 def _count(index: Tensor, cells: int) -> Tensor:
-    """How often each of 0..cells-1 occurs; `cells` itself is where what does not count goes.
+    """Count how often each of 0..cells-1 occurs; `cells` itself is where what does not count goes.
 
     `bincount` would ask the device for the greatest index, and wait for it.
     """
