@@ -1,33 +1,37 @@
-"""Batch arithmetic: how many samples a step reads, who forwards them, and what the learning rate makes of it."""
+"""Batch arithmetic: samples of a step, their division among processes, and the learning rate that fits."""
 
 import math
 from dataclasses import dataclass
 
-from accel_train.recipe import Batch
-from accel_train.recipe_optimizer import LRScaling
-from accel_train.state import Choice
+from accel_train.core.format import format_count
+from accel_train.recipe.schema import Batch
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of a run: global = per device x accumulation x processes, always."""
+    """The batch sizes of a run: samples of a step = samples of a micro-batch x micro-batches x processes, always."""
 
     global_batch_size: int
-    """Samples per step over all processes."""
     per_device_batch_size: int
-    """Samples one process forwards at once (a micro-batch)."""
     gradient_accumulation_steps: int
-    """Micro-batches per process and step."""
     per_device_eval_batch_size: int
     world_size: int
     """Processes that read different samples: all of them, but for tensor and sequence parallelism."""
     reason: str
 
+    @property
+    def factors(self) -> str:
+        """Return `2 per device x 4 accumulation x 8 processes`, whose product is the global batch."""
+        processes = _processes(self.world_size)
+        return (
+            f"{self.per_device_batch_size} per device x {self.gradient_accumulation_steps} accumulation x {processes}"
+        )
+
 
 def is_open(batch: Batch) -> bool:
-    """Whether a recipe leaves it to the run how the global batch is cut into micro-batches."""
+    """Return whether a recipe leaves it to the run how the global batch is cut into micro-batches."""
     return batch.per_device_batch_size == "auto" and batch.gradient_accumulation_steps == "auto"
 
 
@@ -38,11 +42,11 @@ def resolve_batch(
 
     Any two of global_batch_size, per_device_batch_size and gradient_accumulation_steps give the third. One alone:
     accumulation is 1 (until a run has looked for the largest micro-batch that fits, `batch_search.py`); without
-    per_device_batch_size, the global size is 32 unless it is said. Of `num_sharing` processes that read the same samples
+    per_device_batch_size, the global size is 32 unless it is set. Of `num_sharing` processes that read the same samples
     (tensor and sequence parallelism) one counts; `shared_by` is the setting that makes them.
 
     Raises:
-        ValueError: the sizes contradict each other or do not divide; the text has the nearest ones that do.
+        ValueError: the sizes contradict each other or do not divide; the message has the nearest ones that do.
     """
     assert world_size >= 1, world_size
     assert world_size % num_sharing == 0, (world_size, num_sharing)
@@ -60,11 +64,17 @@ def resolve_batch(
         total = per_device * accumulation * world_size
     elif per_device is None:
         accumulation = accumulation or 1
-        per_device = _per_device_size(total, accumulation, world_size, is_default)
+        default = " (the default)" if is_default else ""
+        per_device = _third_size(total, world_size, "gradient_accumulation_steps", accumulation, default)
     elif accumulation is None:
-        accumulation = _accumulation_steps(total, per_device, world_size)
+        accumulation = _third_size(total, world_size, "per_device_batch_size", per_device)
     elif total != per_device * accumulation * world_size:
-        raise _contradiction(total, per_device, accumulation, world_size)
+        product = per_device * accumulation * world_size
+        raise ValueError(
+            f"global_batch_size={total} is not per_device_batch_size {per_device} x gradient_accumulation_steps "
+            f"{accumulation} x {_processes(world_size)} = {product}; set global_batch_size to {product}, "
+            "or leave one of the three out"
+        )
 
     eval_size = batch.per_device_eval_batch_size
     reason = f"{total} = {per_device} per device x {accumulation} accumulation x {_processes(world_size)}"
@@ -82,86 +92,26 @@ def resolve_batch(
     )
 
 
-def scale_learning_rate(learning_rate: float, scaling: LRScaling, sizes: BatchSizes) -> Choice[float]:
-    """The peak learning rate for this global batch; the reason is the formula with its numbers.
-
-    linear: learning_rate x global_batch_size / base_batch_size (Goyal et al. 2017, arXiv 1706.02677; for SGD).
-    sqrt: learning_rate x sqrt(global_batch_size / base_batch_size) (Krizhevsky 2014, arXiv 1404.5997; for Adam:
-    Malladi et al. 2022, arXiv 2205.10287). none: as written.
-    """
-    base = scaling.base_batch_size
-    product = (
-        f"{sizes.per_device_batch_size} per device x {sizes.gradient_accumulation_steps} accumulation x "
-        f"{_processes(sizes.world_size)}"
-    )
-    if scaling.rule == "linear":
-        value = learning_rate * sizes.global_batch_size / base
-        return Choice(value, f"linear: {learning_rate:g} x ({product}) / {base} = {value:g}")
-    if scaling.rule == "sqrt":
-        value = learning_rate * math.sqrt(sizes.global_batch_size / base)
-        return Choice(value, f"sqrt: {learning_rate:g} x sqrt(({product}) / {base}) = {value:g}")
-    return Choice(
-        learning_rate,
-        f"none: {learning_rate:g} as written, not scaled with the global batch of {sizes.global_batch_size} ({product})",
-    )
-
-
-def _per_device_size(total: int, accumulation: int, world_size: int, is_default: bool) -> int:
-    unit = world_size * accumulation
+def _third_size(total: int, world_size: int, setting: str, given: int, default: str = "") -> int:
+    """Return what a global batch leaves for the third size, where `setting` is given; an error has the nearest sizes that divide."""
+    unit = world_size * given
     if total % unit == 0:
         return total // unit
-    said = f"global_batch_size={total}" + (" (the default)" if is_default else "")
-    if accumulation == 1:
-        parts = _processes(world_size)
-    else:
-        parts = f"{_processes(world_size)} x gradient_accumulation_steps {accumulation} = {unit}"
-    remedies = [_alternatives(_nearest_multiples(total, unit))]
-    world_sizes = [w for w in divisors(total) if total % (w * accumulation) == 0]
-    if world_sizes:
-        remedies.append(f"or run on {_alternatives(world_sizes)} processes")
-    if accumulation > 1 and total % world_size == 0:
-        steps = _nearest_divisors(total // world_size, accumulation)
-        remedies.append(f"or gradient_accumulation_steps {_alternatives(steps)}")
-    raise ValueError(f"{said} is not divisible by {parts}; try {', '.join(remedies)}")
-
-
-def _accumulation_steps(total: int, per_device: int, world_size: int) -> int:
-    unit = world_size * per_device
-    if total % unit == 0:
-        return total // unit
-    remedies = [_alternatives(_nearest_multiples(total, unit))]
-    if total % world_size == 0:
-        sizes = _nearest_divisors(total // world_size, per_device)
-        remedies.append(f"or per_device_batch_size {_alternatives(sizes)}")
-    raise ValueError(
-        f"global_batch_size={total} is not divisible by {_processes(world_size)} x per_device_batch_size {per_device} "
-        f"= {unit}; try {', '.join(remedies)}"
-    )
-
-
-def _contradiction(total: int, per_device: int, accumulation: int, world_size: int) -> ValueError:
-    product = per_device * accumulation * world_size
-    return ValueError(
-        f"global_batch_size={total} is not per_device_batch_size {per_device} x gradient_accumulation_steps "
-        f"{accumulation} x {_processes(world_size)} = {product}; set global_batch_size to {product}, "
-        "or leave one of the three out"
-    )
-
-
-def _nearest_multiples(number: int, unit: int) -> list[int]:
-    below = number // unit * unit
-    return [size for size in (below, below + unit) if size > 0]
-
-
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The largest divisor below `wanted` and the smallest above it, where there are such."""
-    all_of_them = divisors(number)
-    below, above = [d for d in all_of_them if d < wanted], [d for d in all_of_them if d > wanted]
-    return below[-1:] + above[:1]
+    factors, below = _processes(world_size), total // unit * unit
+    remedies = [_alternatives([size for size in (below, below + unit) if size > 0])]
+    if setting == "gradient_accumulation_steps":
+        world_sizes = [w for w in divisors(total) if total % (w * given) == 0]
+        remedies += [f"or run on {_alternatives(world_sizes)} processes"] if world_sizes else []
+    if setting == "per_device_batch_size" or given > 1:
+        factors += f" x {setting} {given} = {unit}"
+        fitting = divisors(total // world_size) if total % world_size == 0 else []
+        nearest = [size for size in fitting if size < given][-1:] + [size for size in fitting if size > given][:1]
+        remedies += [f"or {setting} {_alternatives(nearest)}"] if nearest else []
+    raise ValueError(f"global_batch_size={total}{default} is not divisible by {factors}; try {', '.join(remedies)}")
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
@@ -173,4 +123,4 @@ def _alternatives(numbers: list[int]) -> str:
 
 
 def _processes(world_size: int) -> str:
-    return f"{world_size} process" + ("" if world_size == 1 else "es")
+    return format_count(world_size, "process", "processes")

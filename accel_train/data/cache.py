@@ -1,4 +1,4 @@
-"""The folder of token shards: what a file holds, who may build, and when a build counts.
+"""The folder of token shards: its files, the lock of the process that builds, and the checks of a build.
 
 CACHE/text/KEY/            published in one rename: train.bin, eval.bin, meta.json, tokenizer/
 CACHE/text/KEY.lock        held by the one process that builds KEY
@@ -7,10 +7,8 @@ CACHE/text/digests.json    digests of source files, by path, size and time of ch
 CACHE/text/latest/         the newest KEY of each recipe, to notice that a source changed
 """
 
-import hashlib
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +18,10 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock
 
-from accel_train.data.sources import SourceFile
-from accel_train.files import sha256, sync
-from accel_train.recipe_data import Data
-from accel_train.state import DataError
+from accel_train.core.errors import DataError
+from accel_train.core.files import sha256, sync, write_atomically
+from accel_train.core.json_io import write_plain_json
+from accel_train.recipe.data import Data
 
 CHECKED_AT_OPENING_BYTES = 2**28
 """Files of up to this size are compared with their digests when they are opened (0.6 s), larger ones while a run trains."""
@@ -33,13 +31,13 @@ _SETTLED_SECONDS = 2.0
 
 
 def cache_root(data: Data) -> Path:
-    """What is kept from run to run: `data.cache_dir`, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; it may not be there yet."""
+    """Return `data.cache_dir`, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; the folder may not be there yet."""
     root = data.cache_dir or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
     return Path(root).expanduser().absolute()
 
 
 def cache_folder(data: Data) -> Path:
-    """Where token shards are kept.
+    """Return the folder of token shards, and make it.
 
     Raises:
         ValueError: the folder cannot be made, or not be written to.
@@ -55,30 +53,26 @@ def cache_folder(data: Data) -> Path:
 
 
 def lock(path: Path) -> BaseFileLock:
-    """A lock that dies with its process; file systems without locks raise, rather than pretend."""
-    try:
-        return FileLock(path, fallback_to_soft=False)
-    except TypeError:  # an older filelock, without that switch
-        return FileLock(path)
+    """Return a lock that is released when its process dies; file systems without locks raise, rather than pretend."""
+    return FileLock(path, fallback_to_soft=False)
 
 
-def file_digests(files: Sequence[SourceFile], cache: Path, advance: Callable[[float], object]) -> list[str]:
-    """The SHA-256 of each file; files that did not change since the last time are not read again.
+def file_digests(files: Sequence[Path], cache: Path, advance: Callable[[float], object]) -> list[str]:
+    """Return the SHA-256 of each file; files that did not change since the last time are not read again.
 
-    `advance` is told the bytes read.
+    `advance` is called with the bytes read.
     """
     sidecar = cache / "digests.json"
     with lock(cache / "digests.lock"):  # of several processes one reads the files, and the others its result
         known: dict[str, list[Any]] = read_json(sidecar) or {}
         settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
 
-        def digest(file: SourceFile) -> tuple[str, list[Any]]:
-            path = str(file.path.resolve())
+        def digest(file: Path) -> tuple[str, list[Any]]:
+            path = str(file.resolve())
             stamp = stamp_of(file)
             if known.get(path, [])[:2] == stamp:
                 return path, known[path]
-            with file.path.open("rb") as stream:
-                value = hashlib.file_digest(stream, "sha256").hexdigest()
+            value = sha256(file)
             advance(stamp[0])
             return path, [*stamp, value]
 
@@ -86,28 +80,28 @@ def file_digests(files: Sequence[SourceFile], cache: Path, advance: Callable[[fl
             found = list(threads.map(digest, files))
         settled = {path: entry for path, entry in found if entry[1] < settled_before_ns}
         if any(known.get(path) != entry for path, entry in settled.items()):
-            write_json(sidecar, known | settled)
+            write_plain_json(sidecar, known | settled)
     return [entry[2] for _, entry in found]
 
 
-def stamp_of(file: SourceFile) -> list[int]:
-    """Size in bytes and time of change in nanoseconds."""
-    stat = file.path.stat()
+def stamp_of(file: Path) -> list[int]:
+    """Return a file's size in bytes and time of change in nanoseconds."""
+    stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
 
 def note_latest(cache: Path, recipe_digest: str, key: str) -> str | None:
-    """Remember the newest key of a recipe; the one before, if it was another."""
+    """Remember the newest key of a recipe; return the one before, if it was another."""
     path = cache / "latest" / recipe_digest
     path.parent.mkdir(exist_ok=True)
     before = path.read_text() if path.exists() else None
     if before != key:
-        _replace(path, key)
+        write_atomically(path, key.encode())
     return before if before != key else None
 
 
 def read_valid_meta(folder: Path) -> dict[str, Any] | None:
-    """What meta.json says, if every file it lists has the size that it says, and the digest unless it is large; else None."""
+    """Return the content of meta.json if each file has its listed size, and its digest unless it is large; else None."""
     meta = read_json(folder / "meta.json")
     if meta is None or "files" not in meta:
         return None
@@ -122,13 +116,13 @@ def read_valid_meta(folder: Path) -> dict[str, Any] | None:
 
 
 def digests_of_large_files(folder: Path, meta: Mapping[str, Any]) -> dict[Path, str]:
-    """The SHA-256 by path of the files that `read_valid_meta` does not read."""
+    """Return the SHA-256 by path of the files that `read_valid_meta` does not read."""
     sizes, digests = meta["files"], meta.get("sha256", {})
     return {folder / name: digest for name, digest in digests.items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
 
 
 class DigestCheck:
-    """Compares files with their digests in a thread of its own, while a run trains on them."""
+    """Compares files with their digests in a thread, while a run trains on them."""
 
     def __init__(self, digests: Mapping[Path, str]) -> None:
         self._digests, self._stopped = digests, threading.Event()
@@ -136,17 +130,17 @@ class DigestCheck:
         self._damage: str | None = None
 
     def start(self) -> None:
-        """Begin, unless it has begun."""
+        """Start the thread, unless it has started."""
         if self._thread.ident is None:
             self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether some file is not yet compared."""
+        """True while some file is not yet compared."""
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until all files are compared."""
+        """Wait until all files are compared."""
         self._thread.join()
 
     def stop(self) -> None:
@@ -154,10 +148,7 @@ class DigestCheck:
         self._stopped.set()
 
     def raise_if_damaged(self) -> None:
-        """
-        Raises:
-            DataError: a file differs from its digest.
-        """
+        """Raise a DataError if a file differs from its digest, or cannot be read."""
         if self._damage is not None:
             raise DataError(self._damage)
 
@@ -172,40 +163,21 @@ class DigestCheck:
                 self._damage = f"{path} cannot be read ({error.strerror}); remove {path.parent}, and run again"
 
 
-def publish(building: Path, folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Make a finished build visible, all of it or nothing; what stood there before is gone."""
-    files = sorted(path for path in building.rglob("*") if path.is_file())
-    names = {path.relative_to(building).as_posix(): path for path in files}
-    meta = {**meta, "files": {name: path.stat().st_size for name, path in names.items()}}
-    meta["sha256"] = {name: sha256(path) for name, path in names.items()}
-    write_json(building / "meta.json", meta)
-    for path in [*files, *(path for path in building.rglob("*") if path.is_dir()), building]:
+def complete(building: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Write meta.json for a finished build, with sizes and digests, and wait until all its files are on the disk."""
+    files = {path.relative_to(building).as_posix(): path for path in sorted(building.rglob("*")) if path.is_file()}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    meta = {**meta, "files": sizes, "sha256": {name: sha256(path) for name, path in files.items()}}
+    write_plain_json(building / "meta.json", meta)
+    for path in building.rglob("*"):
         sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    building.rename(folder)
-    sync(folder.parent)
     return meta
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none that can be read."""
+    """Return a JSON object, or None where there is none that can be read."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object so that a reader sees the old file or the new one."""
-    _replace(path, json.dumps(value, indent=1, allow_nan=False))
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

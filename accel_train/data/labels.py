@@ -1,126 +1,123 @@
-"""From the cells of a label column to what a model is trained on: ids of classes, sets of them, or numbers."""
+"""Turn the cells of a label column into what a model is trained on: ids of classes, sets of them, or numbers."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.data.lines import show_cell
+from accel_train.core.format import did_you_mean
+from accel_train.data.tables import show_cell
 
-UNKNOWN_LABEL = -100
-"""The id of a class that is not known; cross-entropy and scores leave such a sample out."""
+IGNORED_LABEL = -100  # the label of a position or sample that has none; cross-entropy and scores leave it out
+
+_NO_LABEL = "there is no label; fill it in, or drop the row"
 
 ProblemType = Literal["single_label", "multi_label", "regression"]
 
 
-class LabelCell(NamedTuple):
-    """What stands in the label column of one row."""
-
-    value: Any
-    where: str
-    """File and line or row."""
-
-
 @dataclass(frozen=True)
 class LabelScheme:
-    """What the labels of a data set mean."""
+    """The meaning of a data set's labels."""
 
     problem_type: ProblemType
     names: tuple[str, ...]
     """The classes in the order of their ids; for regression the one number's name."""
     column: str
     are_ids: bool
-    """Whether integers in the column are ids of `names`, and not names themselves."""
+    """Integers in the column are ids of `names`, and not names themselves."""
     reason: str
-    """Why this problem type."""
 
-    def encode(self, cells: Sequence[LabelCell]) -> NDArray[Any]:
-        """The labels of rows: (N,) int64 ids, (N, C) fp32 zeros and ones, or (N,) fp32 numbers.
+    def encode(self, values: Sequence[Any], where: Callable[[int], str]) -> NDArray[Any]:
+        """Return the labels of rows: (N,) int64 ids, (N, C) fp32 zeros and ones, or (N,) fp32 numbers.
+
+        Rows to predict (a scheme without a column) get -100, rows of -1, or NaN. `where` names a row.
 
         Raises:
-            ValueError: a label is of another type, or none of `names`; the text names row, column and value.
+            ValueError: a label is of another type, or none of `names`; the message names row, column and value.
         """
-        for cell in cells:
-            check_present(cell, self.column)
-        if self.problem_type == "regression":
-            return np.array([self._number(cell) for cell in cells], dtype=np.float32)
-        ids = {name: index for index, name in enumerate(self.names)}
-        if self.problem_type == "single_label":
-            return np.array([self._class_id(cell.value, cell.where, ids) for cell in cells], dtype=np.int64)
-        encoded = np.zeros((len(cells), len(self.names)), dtype=np.float32)
-        for row, cell in zip(encoded, cells, strict=True):
-            if not isinstance(cell.value, list | tuple):
-                raise self._error(cell, "is not a list of labels", "write [] for none, or set model.problem_type")
-            row[[self._class_id(value, cell.where, ids) for value in cell.value]] = 1.0
+        unknown, dtype = {
+            "single_label": (IGNORED_LABEL, np.int64),
+            "multi_label": (-1.0, np.float32),
+            "regression": (np.nan, np.float32),
+        }[self.problem_type]
+        shape = (len(values), len(self.names)) if self.problem_type == "multi_label" else len(values)
+        encoded: NDArray[Any] = np.full(shape, unknown, dtype)
+        for row, value in enumerate(values if self.column else ()):
+            try:
+                encoded[row] = self._encoded(value)
+            except ValueError as error:
+                raise ValueError(f"{where(row)}, column {self.column!r}: {error}") from None
         return encoded
 
-    def without_labels(self, num_rows: int) -> NDArray[Any]:
-        """What stands for labels that are not known: -100, rows of -1, or NaN."""
-        if self.problem_type == "regression":
-            return np.full(num_rows, np.nan, dtype=np.float32)
+    def _encoded(self, value: Any) -> Any:
+        if _is_missing(value):
+            raise ValueError(_NO_LABEL)
         if self.problem_type == "single_label":
-            return np.full(num_rows, UNKNOWN_LABEL, dtype=np.int64)
-        return np.full((num_rows, len(self.names)), -1.0, dtype=np.float32)
-
-    def renamed(self, names: tuple[str, ...]) -> "LabelScheme":
-        """The same classes in another order of ids; a scheme whose column holds ids keeps its own."""
-        return self if self.are_ids else replace(self, names=names)
-
-    def _number(self, cell: LabelCell) -> float:
-        number = _as_number(cell.value)
+            return self._class_id(value)
+        if self.problem_type == "multi_label":
+            if not isinstance(value, list | tuple):
+                raise _fault(value, "is not a list of labels", "write [] for none, or set model.problem_type")
+            return np.isin(np.arange(len(self.names)), [self._class_id(label) for label in value])
+        number = _as_number(value)
         if number is None or not math.isfinite(number):
-            raise self._error(cell, "is not a number", "repair or drop the row, or set model.problem_type")
+            raise _fault(value, "is not a number", "repair or drop the row, or set model.problem_type")
         return number
 
-    def _class_id(self, value: Any, where: str, ids: Mapping[str, int]) -> int:
+    def _class_id(self, value: Any) -> int:
         name = label_name(value)
+        remedy = "name every class in data.label_names, or drop the row"
         if name is None:
-            raise self._error(
-                LabelCell(value, where), "is not a label (a name or an integer)", "repair it, or set model.problem_type"
-            )
+            raise _fault(value, "is not a label (a name or an integer)", "repair it, or set model.problem_type")
         if not self.are_ids:
-            if name in ids:
-                return ids[name]
-            near = get_close_matches(name, self.names, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else "name every class in data.label_names, or drop the row"
+            if name in self._ids:
+                return self._ids[name]
             listed = ", ".join(self.names[:12]) + (" ..." if len(self.names) > 12 else "")
-            raise self._error(LabelCell(value, where), f"is none of the labels ({listed})", remedy)
-        number = _as_number(value)
-        if number is None or not 0 <= number < len(self.names):
-            raise self._error(
-                LabelCell(value, where),
-                f"is no id of the {len(self.names)} classes, 0 to {len(self.names) - 1}",
-                "name every class in data.label_names, or drop the row",
-            )
+            remedy = did_you_mean(name, self.names, remedy, show=repr)
+            raise _fault(value, f"is none of the labels ({listed})", remedy)
+        number, count = _as_number(value), len(self.names)
+        if number is None or not 0 <= number < count:
+            raise _fault(value, f"is no id of the {count} classes, 0 to {count - 1}", remedy)
         return int(number)
 
-    def _error(self, cell: LabelCell, fault: str, remedy: str) -> ValueError:
-        return ValueError(f"{cell.where}, column {self.column!r}: {show_cell(cell.value)} {fault}; {remedy}")
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
 
 
 def label_scheme(
-    cells: Sequence[LabelCell],
+    values: Sequence[Any],
+    where: Callable[[int], str],
     *,
-    column: str,
+    column: str | None,
     problem_type: str,
     label_names: Sequence[str] | None,
     feature_names: Sequence[str] | None,
+    known_names: Sequence[str] | None = None,
 ) -> LabelScheme:
-    """Decide what the labels of the training rows mean.
+    """Return what the labels of the training rows mean; `where` names a row.
 
     `problem_type` and `label_names` are the recipe's; `feature_names` are the names that a data set brings for its ids.
-    Without either the classes are the labels that occur, sorted (numbers by value).
+    Without either the classes are the labels that occur, sorted (numbers by value), or in the order of a pretrained
+    classifier's `known_names`, if those are just the same. Without a column there are rows to
+    predict, and the recipe says what the answers of the trained model mean.
 
     Raises:
         ValueError: a label is missing, the labels do not fit the problem type, or there is only one class.
     """
-    for cell in cells:
-        check_present(cell, column)
-    kind, reason = _problem_type(cells, problem_type, label_names, feature_names)
+    if column is None:
+        if label_names is None and problem_type != "regression":
+            raise ValueError("data.label_column: none is for rows to predict; then data.label_names says the classes")
+        asked: Any = problem_type if problem_type in ("multi_label", "regression") else "single_label"
+        return LabelScheme(asked, tuple(label_names or ("value",)), "", False, "as the recipe says")
+    missing = next((row for row, value in enumerate(values) if _is_missing(value)), None)
+    if missing is not None:
+        raise ValueError(f"{where(missing)}, column {column!r}: {_NO_LABEL}")
+    given = label_names if label_names is not None else feature_names
+    kind, reason = _problem_type(values, problem_type, given is not None)
     if kind == "regression":
         if label_names is not None and len(label_names) != 1:
             raise ValueError(
@@ -128,9 +125,10 @@ def label_scheme(
                 "or set model.problem_type: single_label"
             )
         return LabelScheme(kind, tuple(label_names or (column,)), column, False, reason)
-    values = _flat(cells) if kind == "multi_label" else [cell.value for cell in cells]
-    found = {name for value in values if (name := label_name(value)) is not None}
-    given = label_names if label_names is not None else feature_names
+    labels = values
+    if kind == "multi_label":
+        labels = [label for value in values if isinstance(value, list | tuple) for label in value]
+    found = {name for label in labels if (name := label_name(label)) is not None}
     if given is not None:
         if len(set(given)) != len(given):
             raise ValueError(f"data.label_names names a class twice: {', '.join(given)}; each has one id")
@@ -139,80 +137,51 @@ def label_scheme(
         scheme = LabelScheme(kind, tuple(given), column, are_ids, reason)
     else:
         ordered = sorted(found, key=int) if all(map(_is_integer, found)) else sorted(found)
+        if known_names is not None and sorted(known_names) == sorted(ordered):
+            ordered = list(known_names)
         scheme = LabelScheme(kind, tuple(ordered), column, False, reason)
     if len(scheme.names) < (2 if kind == "single_label" else 1):
-        scheme.encode(cells)  # a label of the wrong type is the better message
+        scheme.encode(values, where)  # a label of the wrong type is the better message
         raise ValueError(
-            f"column {column!r}: every row has the same label, {show_cell(cells[0].value)}, so there is nothing to learn; "
+            f"column {column!r}: every row has the same label, {show_cell(values[0])}, so there is nothing to learn; "
             "is data.label_column the right one?"
         )
     return scheme
 
 
-def check_present(cell: LabelCell, column: str) -> None:
-    """Refuse a row without a label.
-
-    Raises:
-        ValueError: the cell is empty.
-    """
-    if cell.value is None or cell.value == "":
-        raise ValueError(f"{cell.where}, column {column!r}: there is no label; fill it in, or drop the row")
-
-
-def scheme_without_labels(problem_type: str, label_names: Sequence[str] | None) -> LabelScheme:
-    """For rows that are to be predicted and have no label: what the recipe says of a trained model's answers.
-
-    Raises:
-        ValueError: nothing says what the classes are.
-    """
-    reason = "as the recipe says"
-    if problem_type == "regression":
-        return LabelScheme("regression", tuple(label_names or ("value",)), "", False, reason)
-    if label_names is None:
-        raise ValueError("data.label_column: none is for texts to predict; then data.label_names says the classes")
-    return LabelScheme(
-        "multi_label" if problem_type == "multi_label" else "single_label", tuple(label_names), "", False, reason
-    )
-
-
 def label_name(value: Any) -> str | None:
-    """A label as the name of a class: strings as they are, 3 and 3.0 as "3", true as "true"; None for anything else."""
+    """Return a label as the name of a class: strings as they are, 3 and 3.0 as "3", true as "true"; None for the rest."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
-    if isinstance(value, int | np.integer):
-        return str(int(value))
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return None
+    is_whole = isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer())
+    return str(int(value)) if is_whole else None
 
 
-def _problem_type(
-    cells: Sequence[LabelCell], asked: str, label_names: Sequence[str] | None, feature_names: Sequence[str] | None
-) -> tuple[ProblemType, str]:
+def _fault(value: Any, fault: str, remedy: str) -> ValueError:
+    return ValueError(f"{show_cell(value)} {fault}; {remedy}")
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == ""
+
+
+def _problem_type(values: Sequence[Any], asked: str, are_named: bool) -> tuple[ProblemType, str]:
     if asked in ("single_label", "multi_label", "regression"):
         return asked, "as the recipe says"  # type: ignore[return-value]
-    num_lists = sum(isinstance(cell.value, list | tuple) for cell in cells)
-    if num_lists == len(cells):
+    if all(isinstance(value, list | tuple) for value in values):
         return "multi_label", "the labels are lists"
-    if label_names is None and feature_names is None and not num_lists:
-        numbers = [_as_number(cell.value) for cell in cells]
-        are_floats = any(isinstance(cell.value, float) for cell in cells)
-        if all(number is not None for number in numbers) and (
-            are_floats
-            or any(number != int(number) for number in numbers if number is not None and math.isfinite(number))
-        ):
+    numbers = [_as_number(value) for value in values]
+    if not are_named and None not in numbers:
+        decimals = (number for number in numbers if number is not None and math.isfinite(number) and number % 1)
+        if any(isinstance(value, float) for value in values) or any(decimals):
             return "regression", "the labels are decimal numbers"
     return "single_label", "the labels are names or integers"
 
 
-def _flat(cells: Sequence[LabelCell]) -> list[Any]:
-    return [value for cell in cells if isinstance(cell.value, list | tuple) for value in cell.value]
-
-
 def _as_number(value: Any) -> float | None:
-    """The number that a cell holds; csv writes it as text."""
+    """The number in a cell; csv writes it as text."""
     if isinstance(value, bool | np.bool_ | list | tuple | dict) or value is None:
         return None
     try:

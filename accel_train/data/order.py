@@ -1,7 +1,7 @@
 """The data order: which samples make up a step, as a pure function of seed, epoch, step and global batch size.
 
 Nothing is stored and nothing is skipped by reading it: the order of an epoch is a keyed bijection, computed for the
-positions that are asked for. Position 9 x 10^8 of 10^9 costs what position 0 costs, and so does a resume.
+positions that are needed. Position 9 x 10^8 of 10^9 costs what position 0 costs, and so does a resume.
 World size, workers and history do not enter, so the same samples make the same step on any number of GPUs.
 """
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +17,15 @@ from numpy.typing import NDArray
 MAX_SAMPLES = 2**62
 BLOCK_SIZE = 4096
 """Positions computed at once: 32 KiB per buffer, which stays in the cache, and 16 blocks are kept: 512 KiB."""
-STEPS_PER_LENGTH_GROUP = 50
-"""As many batches as transformers sorts at once for `group_by_length`."""
+STEPS_PER_LENGTH_GROUP = 50  # as many batches as transformers sorts at once for `group_by_length`
 NUM_ROUNDS = 6
 """With 4 rounds the samples of neighbouring positions agree in low bits a little too often; with 6 it is not seen."""
 
 Indices = NDArray[np.int64]
-_Words = NDArray[np.uint64]
-
-_WORD = 2**64 - 1
-
-
-def _word(value: int) -> _Words:
-    """A 0-d array: numpy takes one as an operand in half the time of a scalar."""
-    return np.array(value & _WORD, dtype=np.uint64)
-
+_Words = NDArray[np.integer[Any]]
 
 # splitmix64: Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators", OOPSLA.
-_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_GAMMA_WORD, _MIX_1_WORD, _MIX_2_WORD, _27, _30, _31, _32 = map(_word, (_GAMMA, _MIX_1, _MIX_2, 27, 30, 31, 32))
-
+_WORD, _GAMMA, _MIX_1, _MIX_2 = 2**64 - 1, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 LastBatch = Literal["carry", "short", "drop"]
 
@@ -45,17 +34,17 @@ LastBatch = Literal["carry", "short", "drop"]
 class DataOrder:
     """The samples of every step of a run: epochs one after the other, each a permutation of all samples.
 
-    Where an epoch is no whole number of steps, its last step goes on with the next epoch (`carry`), has fewer samples
+    Where an epoch is no whole number of steps, its last step continues with the next epoch (`carry`), has fewer samples
     (`short`), or is left out (`drop`). Within an epoch no sample comes twice.
 
-    Samples travel as draws, epoch x num_samples + index: what seeds the augmentation of a sample.
+    A draw is epoch x num_samples + index; it seeds the augmentation of a sample.
     """
 
     num_samples: int
     global_batch_size: int
     seed: int
     shuffle: bool = True
-    """Off: every epoch in the order of the source."""
+    """False: every epoch in the order of the source."""
     last_batch: LastBatch = "carry"
     lengths: Indices | None = field(default=None, repr=False)
     """Of each sample: steps are then made of samples of like length, out of `STEPS_PER_LENGTH_GROUP` steps at a time."""
@@ -68,29 +57,26 @@ class DataOrder:
         return steps_per_epoch(self.num_samples, self.global_batch_size, self.last_batch)
 
     def step_samples(self, step: int) -> Indices:
-        """The samples of a 0-based step, in order. About 5 us for 16 samples, at any step."""
-        return self.step_draws(step) % self.num_samples
+        """Return the samples of a 0-based step, in order. About 5 us for 16 samples, at any step."""
+        return self._unsorted(step, 0).copy() if self.lengths is None else self.step_draws(step) % self.num_samples
 
     def step_draws(self, step: int) -> Indices:
-        """The same as draws: epoch x num_samples + index."""
+        """Return the samples of a 0-based step as draws."""
         if self.lengths is None:
-            return self._unsorted(step)
+            return self._unsorted(step, self.num_samples)
         group = self._length_group(step)
         return _sorted_by_length(self, group)[step - group.start]
 
-    def _unsorted(self, step: int) -> Indices:
+    def _unsorted(self, step: int, per_epoch: int) -> Indices:
+        """The step's samples, each plus epoch x `per_epoch`: 0 for indices, the number of samples for draws."""
         start, stop = self._span(step)
-        epoch, position = divmod(start, self.num_samples)
-        piece = self._epoch_from(epoch, position, stop - start)
-        if len(piece) == stop - start:  # nearly always
-            return piece + epoch * self.num_samples if epoch else piece
-        pieces = []
+        parts = []
         while start < stop:
             epoch, position = divmod(start, self.num_samples)
-            piece = self._epoch_from(epoch, position, stop - start)
-            pieces.append(piece + epoch * self.num_samples)
-            start += len(piece)
-        return np.concatenate(pieces)
+            part = self._epoch_from(epoch, position, stop - start)
+            parts.append(part + epoch * per_epoch if epoch * per_epoch else part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one part, nearly always
 
     def _epoch_from(self, epoch: int, position: int, count: int) -> Indices:
         """Up to `count` samples of an epoch from a position on: at least one, and none of the next epoch."""
@@ -119,7 +105,7 @@ class DataOrder:
         return range(epoch * per_epoch + start, epoch * per_epoch + stop)
 
     def epoch_at(self, step: int) -> float:
-        """Epochs read before a 0-based step: 1.5 is the middle of the second epoch."""
+        """Return the epochs read before a 0-based step: 1.5 is the middle of the second epoch."""
         if self.last_batch == "carry":
             return step * self.global_batch_size / self.num_samples
         return step / self.steps_per_epoch
@@ -127,7 +113,7 @@ class DataOrder:
     def rank_micro_batches(
         self, step: int, rank: int, world_size: int, per_device_batch_size: int, *, as_draws: bool = False
     ) -> list[list[int]]:
-        """What one process forwards in a step: its contiguous share of the step's samples, cut into micro-batches.
+        """Return one process's contiguous share of a step's samples, cut into micro-batches.
 
         Rank r of W reads positions r G / W up to (r + 1) G / W of the step's G samples. In a short step a share may be empty.
         """
@@ -139,7 +125,7 @@ class DataOrder:
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int, last_batch: LastBatch) -> float:
-    """Steps in an epoch: a whole number, unless the last one carries over into the next epoch."""
+    """Return the steps in an epoch: a whole number, unless the last one carries over into the next epoch."""
     if last_batch == "short":
         return -(-num_samples // global_batch_size)
     return num_samples // global_batch_size if last_batch == "drop" else num_samples / global_batch_size
@@ -152,7 +138,7 @@ def _sorted_by_length(order: DataOrder, steps: range) -> list[Indices]:
     Samples move within the group only, so in an epoch every sample still comes once.
     """
     assert order.lengths is not None
-    unsorted = [order._unsorted(step) for step in steps]
+    unsorted = [order._unsorted(step, order.num_samples) for step in steps]
     draws = np.concatenate(unsorted)
     by_length = draws[np.argsort(order.lengths[draws % order.num_samples], kind="stable")]
     cuts = np.cumsum([len(step) for step in unsorted])[:-1]
@@ -164,7 +150,7 @@ def _sorted_by_length(order: DataOrder, steps: range) -> list[Indices]:
 
 
 def evaluation_batches(num_samples: int, per_device_batch_size: int, rank: int, world_size: int) -> Iterator[list[int]]:
-    """One process's batches of an evaluation: over all ranks every sample comes exactly once, in no padding.
+    """Yield one process's batches of an evaluation: over all ranks every sample comes exactly once, without padding.
 
     The samples are cut into batches in order, the last one short, and dealt out in turn: no rank has more than one batch
     more than another, and the batches are the same for any world size.
@@ -175,29 +161,25 @@ def evaluation_batches(num_samples: int, per_device_batch_size: int, rank: int, 
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
-    """The samples at these positions of an epoch: a permutation of range(n), the same on every machine and for ever.
+    """Return the samples at these positions of an epoch: a permutation of range(n), the same on every machine and for ever.
 
     Up to 4096 samples are sorted by a keyed hash. More of them go through a Feistel network over left x right >= n,
     left a power of two and right = ceil(n / left); results outside range(n) go through it again until they are inside
     (cycle walking; Black & Rogaway 2002, "Ciphers with arbitrary finite domains", CT-RSA). Fewer than left <= sqrt(n)
     of the domain's elements are outside, so one pass is nearly always all.
 
-    Args:
-        positions: any shape, each in range(n); not modified.
-        n: samples in an epoch, 1 to 2^62.
-        seed, epoch: integers >= 0, taken modulo 2^64; each pair has an order of its own.
+    `positions` have any shape, each in range(n), 1 <= n <= 2^62; `seed` and `epoch`, integers >= 0, are taken modulo 2^64.
     """
     assert 1 <= n <= MAX_SAMPLES, n
     if n <= BLOCK_SIZE:
         return _block(n, seed, epoch, 0)[positions]
     flat = np.ascontiguousarray(positions, dtype=np.int64).reshape(-1)
-    chunks = [_feistel(flat[i : i + BLOCK_SIZE], n, seed, epoch) for i in range(0, flat.size, BLOCK_SIZE)]
-    return np.concatenate(chunks or [flat]).reshape(positions.shape)
+    return _feistel(flat, n, seed, epoch).reshape(positions.shape)
 
 
 @lru_cache(maxsize=16)
 def _block(n: int, seed: int, epoch: int, block_number: int) -> Indices:
-    """The samples at the next BLOCK_SIZE positions: what many small steps in a row share. Read-only."""
+    """The samples at the next BLOCK_SIZE positions, which many small steps in a row share. Read-only."""
     if n <= BLOCK_SIZE:
         block = _sorted_by_hash(n, seed, epoch)
     else:
@@ -209,75 +191,51 @@ def _block(n: int, seed: int, epoch: int, block_number: int) -> Indices:
 
 
 def _sorted_by_hash(n: int, seed: int, epoch: int) -> Indices:
-    """For few samples, where a Feistel network has too few keys; the hashes are distinct, so the order is well defined."""
-    state = np.arange(n, dtype=np.uint64) * _GAMMA_WORD + _word(_epoch_key(seed, epoch))
-    state = (state ^ state >> _30) * _MIX_1_WORD
-    state = (state ^ state >> _27) * _MIX_2_WORD
-    return np.argsort(state ^ state >> _31).astype(np.int64)
+    """Permute few samples, where a Feistel network has too few keys; the hashes are distinct, so the order is well defined."""
+    state: _Words = np.arange(n, dtype=np.uint64)
+    state = state * _GAMMA + _epoch_key(seed, epoch)
+    state = (state ^ state >> 30) * _MIX_1
+    state = (state ^ state >> 27) * _MIX_2
+    return np.argsort(state ^ state >> 31).astype(np.int64)
 
 
 def _feistel(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
-    network = _network(n, seed, epoch)
-    result = _encipher(positions.view(np.uint64), network)
+    keys = _round_keys(seed, epoch)
+    result = _encipher(positions.view(np.uint64), n, keys)
     while result.max(initial=0) >= n:
         outside = np.flatnonzero(result >= n)
-        result[outside] = _encipher(result[outside], network)
+        result[outside] = _encipher(result[outside], n, keys)
     return result.view(np.int64)
 
 
-@dataclass(frozen=True)
-class _Network:
-    """The constants of one epoch's order: the domain left x right with left = 2^left_bits, and a key per round."""
-
-    left_bits: _Words
-    left_mask: _Words
-    left_shift: _Words
-    right_size: _Words
-    keys: tuple[_Words, ...]
-
-
-@lru_cache(maxsize=4)  # an epoch's constants are used at each of its steps
-def _network(n: int, seed: int, epoch: int) -> _Network:
-    left_bits = (n.bit_length() - 1) // 2
+@lru_cache(maxsize=4)  # an epoch's keys are used at each of its steps
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     keys = [_epoch_key(seed, epoch)]
     while len(keys) < NUM_ROUNDS:
         keys.append(_splitmix64(keys[-1]))
-    return _Network(
-        left_bits=_word(left_bits),
-        left_mask=_word((1 << left_bits) - 1),
-        left_shift=_word(64 - left_bits),
-        right_size=_word(-(-n >> left_bits)),
-        keys=tuple(_word(key) for key in keys),
-    )
+    return tuple(keys)
 
 
-def _encipher(positions: _Words, network: _Network) -> _Words:
-    """One pass: left ^= F(right), then right = right + F(left) modulo right_size, NUM_ROUNDS rounds in all."""
-    left, right = positions & network.left_mask, positions >> network.left_bits
-    mixed, scratch = np.empty_like(left), np.empty_like(left)
-    for left_key, right_key in zip(network.keys[::2], network.keys[1::2], strict=True):
-        _mix(right, left_key, mixed, scratch)
-        np.right_shift(mixed, network.left_shift, mixed)
-        np.bitwise_xor(left, mixed, left)
+def _encipher(positions: _Words, n: int, keys: tuple[int, ...]) -> _Words:
+    """One pass over the domain left x right, left = 2^left_bits and right = ceil(n / left), NUM_ROUNDS rounds in all.
 
-        _mix(left, right_key, mixed, scratch)
-        np.right_shift(mixed, _32, mixed)
-        np.multiply(mixed, network.right_size, mixed)  # 32 random bits x size / 2^32: below size, without a division
-        np.right_shift(mixed, _32, mixed)
-        np.add(right, mixed, right)
-        np.subtract(right, network.right_size, mixed)
-        np.minimum(right, mixed, out=right)  # where right < right_size, mixed has wrapped round to a huge number
-    np.left_shift(right, network.left_bits, right)
-    return np.bitwise_or(right, left, right)
+    A round is left ^= F(right), or right = right + F(left) modulo the size of right.
+    """
+    left_bits = (n.bit_length() - 1) // 2
+    right_size = -(-n >> left_bits)
+    left, right = positions & ((1 << left_bits) - 1), positions >> left_bits
+    for left_key, right_key in zip(keys[::2], keys[1::2], strict=True):
+        left = left ^ _mix(right, left_key) >> (64 - left_bits)
+        # 32 random bits x size / 2^32: below size, without a division
+        right = right + ((_mix(left, right_key) >> 32) * right_size >> 32)
+        right = np.minimum(right, right - right_size)  # where right < right_size, the difference has wrapped round
+    return right << left_bits | left
 
 
-def _mix(half: _Words, key: _Words, mixed: _Words, scratch: _Words) -> None:
+def _mix(half: _Words, key: int) -> _Words:
     """The round function F: a 64-bit hash whose high bits are good (splitmix64's, less its outer shifts)."""
-    np.bitwise_xor(half, key, mixed)
-    np.multiply(mixed, _MIX_1_WORD, mixed)
-    np.right_shift(mixed, _32, scratch)
-    np.bitwise_xor(mixed, scratch, mixed)
-    np.multiply(mixed, _MIX_2_WORD, mixed)
+    mixed = (half ^ key) * _MIX_1
+    return (mixed ^ mixed >> 32) * _MIX_2
 
 
 def _epoch_key(seed: int, epoch: int) -> int:

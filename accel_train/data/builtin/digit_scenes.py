@@ -4,38 +4,38 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from accel_train.data.image_arrays import digits
-from accel_train.data.images import ArrayImages
+from accel_train.data.images.images import ArrayImages
 
 NAME = "digit-scenes"
+EMBEDDED_IMAGES = ("digits", NAME)
 LABEL_NAMES = ("background", *map(str, range(10)))
 
 NUM_TRAIN, NUM_EVAL = 600, 150
-EDGE = 64
-"""Pixels of a scene's edge."""
-DIGIT_EDGE = 24
-"""Pixels of a digit's edge: its 8 x 8 are enlarged, so that strokes are several pixels wide."""
+EDGE = 64  # pixels of a scene's edge
+DIGIT_EDGE = 24  # pixels of a digit's edge: its 8 x 8 are enlarged, so that strokes are several pixels wide
 
 _SEED = 20
-_EVAL_DIGITS = 5
-"""Each fifth digit is for evaluation scenes, and is in no training scene."""
-_INK = 96
-"""Above this, of 255, a digit's pixel belongs to the digit."""
-_TRIES = 8
-"""Places that are drawn for a digit, of which the one that covers the fewest pixels of others is taken."""
+_EVAL_DIGITS = 5  # each fifth digit is for evaluation scenes, and is in no training scene
+_INK = 96  # above this, of 255, a digit's pixel belongs to the digit
+_TRIES = 8  # places that are drawn for a digit, of which the one that covers the fewest pixels of others is taken
+
+
+def digits() -> tuple[ArrayImages, NDArray[np.int64]]:
+    """Return 1,797 handwritten digits of 8 x 8 pixels (UCI, in scikit-learn): images and labels."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    pixels = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
+    return ArrayImages(pixels, "digits"), bunch.target.astype(np.int64)
 
 
 def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages]:
-    """Images (n, 64, 64, 3) and masks (n, 64, 64): 600 training scenes, or 150 of other digits. Takes half a second.
-
-    Raises:
-        ValueError: scikit-learn, which brings the digits, is not installed.
-    """
+    """Return images (n, 64, 64, 3) and masks (n, 64, 64): 600 training scenes, or 150 of other digits (0.5 s)."""
     shapes, labels = digits()
     is_held_out = np.arange(len(labels)) % _EVAL_DIGITS == 0
     chosen = np.flatnonzero(is_held_out == held_out)
     scenes = [
-        scene(shapes.array[chosen], labels[chosen], np.random.default_rng((_SEED, held_out, index)))
+        _scene(shapes.array[chosen], labels[chosen], np.random.default_rng((_SEED, held_out, index)))
         for index in range(NUM_EVAL if held_out else NUM_TRAIN)
     ]
     name = f"{NAME} for {'evaluation' if held_out else 'training'}"
@@ -43,10 +43,10 @@ def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages]:
     return ArrayImages(images, name), ArrayImages(masks, f"{name}, mask")
 
 
-def scene(
+def _scene(
     shapes: NDArray[np.uint8], labels: NDArray[np.int64], generator: np.random.Generator
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """One scene (64, 64, 3) of 2 to 4 of the digits (n, 8, 8), drawn by the generator alone, and its mask (64, 64).
+    """A scene (64, 64, 3) of 2 to 4 of the digits (n, 8, 8), drawn by the generator alone, and its mask (64, 64).
 
     Ground and digits have colours of their own; a digit that is placed later covers earlier ones.
     """

@@ -1,63 +1,116 @@
-"""`stdlib-functions`: the functions of the running Python's own library, labelled by the package they come from.
-
-A data set for text classification that is there offline: code in, name of the package out.
-"""
+"""The running Python's own library as offline data: `python-stdlib`, `stdlib-docstrings`, `stdlib-functions`."""
 
 import ast
 import re
+import sysconfig
 import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.data.sources import python_stdlib_files, python_stdlib_root
+from accel_train.core.files import files_below
 
 if TYPE_CHECKING:
     import datasets
 
-NUM_PACKAGES = 10
-"""Classes: the packages with the most functions (a module counts as a package of its own)."""
+MAX_CHARACTERS = 600
+"""Longer functions are left out of stdlib-docstrings: two thirds of all stay, and fit into a few hundred tokens."""
 
+NUM_PACKAGES = 10
+"""Classes of stdlib-functions: the packages with the most functions (a module counts as a package of its own)."""
 MAX_PER_PACKAGE = 1000
 """Functions of a package at most, evenly spaced over its files, so that no class is most of the data."""
+MIN_LINES = 2  # shorter functions (`def close(self): pass`) are the same in every package
 
-MIN_LINES = 2
-"""Shorter functions (`def close(self): pass`) are the same in every package."""
-
+# Left out: other people's packages, tests (some are not UTF-8 on purpose), an editor, wheels.
+_NOT_STDLIB = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "idlelib", "_bundled")
+)
 _DEFINITION = re.compile(r"^\s*(?:async\s+)?def\s", re.MULTILINE)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_stdlib_files() -> tuple[Path, ...]:
+    """Return the files of the library, one document per `.py` file, sorted by relative name.
+
+    Raises:
+        ValueError: this Python carries no source files (an embedded or zipped one).
+    """
+    root = _root()
+    paths = files_below(root, skipped=_NOT_STDLIB)
+    files = tuple(path for path in paths if path.suffix == ".py" and path.is_file())
+    if not files:
+        raise ValueError(f"python-stdlib: {root} holds no .py files; name another corpus in data.train")
+    return files
+
+
+def stdlib_docstrings() -> "datasets.Dataset":
+    """Return columns `prompt`, `completion` and `id` (`file.py:line`), in the order of the files.
+
+    About 4,000 rows, in a few seconds. A prompt is a function's signature and docstring, moved to the left margin, without
+    its line end (which tokenizers join with the indentation that follows); the completion is the rest. Functions that stand
+    in the library several times are there once.
+    """
+    import datasets
+
+    rows = {(prompt, completion): where for prompt, completion, where in reversed(list(_prompts_and_bodies()))}
+    columns = [(prompt, completion, where) for (prompt, completion), where in reversed(rows.items())]
+    return datasets.Dataset.from_dict(dict(zip(("prompt", "completion", "id"), map(list, zip(*columns)))))
 
 
 def stdlib_functions() -> "datasets.Dataset":
-    """Columns `text`, `label` (a class label) and `id` (`package/file.py:line`), in the order of the files.
+    """Return columns `text`, `label` (the package) and `id` (`package/file.py:line`), in the order of the files.
 
     A text is a function or method as it stands in the file, decorators left out, moved to the left margin. Functions
     inside functions are part of the outer one's text, and not samples of their own: none is in training and evaluation
     at once. Docstrings are left out, because they name the package in plain words. A text that stands in several packages
     is left out, and one that stands in a package several times is there once. Takes about two seconds.
-
-    Raises:
-        ValueError: this Python carries no source files.
     """
     import datasets
 
-    rows = _distinct_rows()
-    names = sorted({package for package, _, _ in rows})
-    columns = {
-        "text": [text for _, text, _ in rows],
-        "label": [names.index(package) for package, _, _ in rows],
-        "id": [identity for _, _, identity in rows],
-    }
-    features = {
-        "text": datasets.Value("string"),
-        "label": datasets.ClassLabel(names=names),
-        "id": datasets.Value("string"),
-    }
-    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    packages, texts, ids = zip(*_distinct_functions())
+    names = sorted(set(packages))
+    string = datasets.Value("string")
+    features = datasets.Features({"text": string, "label": datasets.ClassLabel(names=names), "id": string})
+    columns = {"text": list(texts), "label": [names.index(package) for package in packages], "id": list(ids)}
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
-def _distinct_rows() -> list[tuple[str, str, str]]:
-    """(package, text, id) of every sample."""
+def _root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _parse(source: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        return ast.parse(source)
+
+
+def _prompts_and_bodies() -> Iterator[tuple[str, str, str]]:
+    for file in python_stdlib_files():
+        source = file.read_text(encoding="utf-8")
+        lines = source.split("\n")  # not splitlines: to Python's parser a form feed ends no line
+        for node in ast.walk(_parse(source)):
+            if not isinstance(node, Function) or len(node.body) == 1:
+                continue
+            end_of_docstring = node.body[0].end_lineno
+            # A body on the docstring's last line, after a semicolon, cannot be cut off by lines.
+            if ast.get_docstring(node, clean=False) is None or node.body[1].lineno == end_of_docstring:
+                continue
+            assert end_of_docstring is not None
+            margin = " " * node.col_offset
+            text = [line.removeprefix(margin) for line in lines[node.lineno - 1 : node.end_lineno]]
+            cut = end_of_docstring - node.lineno + 1
+            prompt, completion = "\n".join(text[:cut]), "\n" + "\n".join(text[cut:]).strip("\n") + "\n"
+            if len(prompt) + len(completion) <= MAX_CHARACTERS:
+                yield prompt, completion, f"{file.name}:{node.lineno}"
+
+
+def _distinct_functions() -> list[tuple[str, str, str]]:
+    """(package, text, id) of every sample of stdlib-functions."""
     found: dict[str, list[tuple[str, str]]] = {}
     packages_of: dict[str, set[str]] = {}
     for package, files in _largest_packages().items():
@@ -79,13 +132,12 @@ def _largest_packages() -> dict[str, list[tuple[str, str]]]:
 
     Counted by a pattern: parsing the whole library would take three times as long.
     """
-    root = python_stdlib_root()
     files: dict[str, list[tuple[str, str]]] = {}
     counts: Counter[str] = Counter()
     for file in python_stdlib_files():
-        name = file.path.relative_to(root)
+        name = file.relative_to(_root())
         package = name.parts[0].removesuffix(".py")
-        source = file.path.read_text(encoding="utf-8")
+        source = file.read_text(encoding="utf-8")
         files.setdefault(package, []).append((name.as_posix(), source))
         counts[package] += len(_DEFINITION.findall(source))
     largest = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
@@ -95,11 +147,9 @@ def _largest_packages() -> dict[str, list[tuple[str, str]]]:
 def _functions(source: str) -> Iterator[tuple[str, int]]:
     """Text and first line of each function and method of a file."""
     lines = source.splitlines(keepends=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        body: list[ast.AST] = list(ast.parse(source).body)
+    body: list[ast.AST] = list(_parse(source).body)
     for statement in body:  # grows by what classes and branches hold
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(statement, Function):
             text = _code_of(statement, lines)
             if text.count("\n") >= MIN_LINES:
                 yield text, statement.lineno
@@ -108,8 +158,8 @@ def _functions(source: str) -> Iterator[tuple[str, int]]:
                 body += getattr(statement, block, [])
 
 
-def _code_of(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
-    """The function without its docstring; of one that is nothing else, nothing."""
+def _code_of(function: Function, lines: list[str]) -> str:
+    """The function without its docstring; nothing for one that is a docstring only."""
     assert function.end_lineno is not None
     text = lines[function.lineno - 1 : function.end_lineno]
     if ast.get_docstring(function, clean=False) is not None:

@@ -1,4 +1,4 @@
-"""What a training image goes through: crops, flips, colours, RandAugment, mixup and CutMix, drawn from a generator handed in.
+"""Augmentation of training images: crops, flips, colours, RandAugment, mixup and CutMix, drawn from a given generator.
 
 Nothing here keeps a state, so the same image and generator give the same bits, in whichever process.
 """
@@ -11,20 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
-from accel_train.data.vision import Preprocessing, resize_and_crop
-from accel_train.recipe_data import Augment
+from accel_train.data.images.preprocessing import Preprocessing, resize_and_crop
+from accel_train.recipe.data import Augment
 
 Pixels = NDArray[np.uint8]
 
 MAX_MAGNITUDE = 30.0
-_GREY = 128
-"""What is laid bare by a shift or turn, as in the authors' code of RandAugment."""
+_GREY = 128  # the colour of pixels that a shift or turn uncovers, as in the authors' code of RandAugment
 _ASPECTS = (3 / 4, 4 / 3)
 _BILINEAR = Image.Resampling.BILINEAR
 
 
-def check_augment(settings: Augment) -> None:
-    """Refuse ranges that end before they begin.
+def check_augment(settings: Augment, *, masks: bool = False) -> None:
+    """Refuse ranges that end before they begin; for `masks`, also what is for whole images and their one label.
 
     Raises:
         ValueError: names the setting.
@@ -35,12 +34,18 @@ def check_augment(settings: Augment) -> None:
             raise ValueError(
                 f"data.augment.{name}={list(bounds)} is no range; the smaller number comes first, and both are above 0"
             )
+    for name in ("rand_augment_ops", "mixup_alpha", "cutmix_alpha") if masks else ():
+        if getattr(settings, name):
+            raise ValueError(
+                f"data.augment.{name}={getattr(settings, name)} is for image-classification; a mask would not follow it: "
+                "use scale_range, flips and color_jitter"
+            )
 
 
 def augment_image(
     image: Image.Image, settings: Augment, preprocessing: Preprocessing, generator: np.random.Generator
 ) -> Image.Image:
-    """A square of `preprocessing.image_size`, cut out, flipped, and changed in its colours; of an 8-bit RGB or L image."""
+    """Return a square of `preprocessing.image_size`, cut out of an 8-bit RGB or L image, flipped, its colours changed."""
     if settings.random_resized_crop is None:
         image = resize_and_crop(image, preprocessing)
     else:
@@ -57,7 +62,7 @@ def augment_image(
 def random_crop_box(
     width: float, height: float, area_range: tuple[float, float], generator: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a random part, in pixels (fractions of one too: small images have few whole ones).
+    """Return left, top, right, bottom of a random part, in pixels (with fractions: small images have few whole ones).
 
     Its share of the area is uniform in `area_range`, its aspect log-uniform in 3/4 to 4/3 (Szegedy et al. 2015, section 6;
     the numbers of torchvision's RandomResizedCrop); a part that does not fit is drawn again, ten times.
@@ -75,7 +80,7 @@ def random_crop_box(
 
 
 def color_jitter(image: Image.Image, strength: float, generator: np.random.Generator) -> Image.Image:
-    """Brightness, contrast and saturation, in random order, each by a factor uniform in [max(0, 1 - x), 1 + x]."""
+    """Change brightness, contrast and saturation, in random order, by a factor uniform in [max(0, 1 - x), 1 + x]."""
     if strength == 0:
         return image
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
@@ -85,7 +90,7 @@ def color_jitter(image: Image.Image, strength: float, generator: np.random.Gener
 
 
 def rand_augment(image: Image.Image, num_ops: int, magnitude: float, generator: np.random.Generator) -> Image.Image:
-    """RandAugment (Cubuk et al. 2020): `num_ops` of 14 operations, drawn with replacement, all at one magnitude of 30."""
+    """Apply RandAugment (Cubuk et al. 2020): `num_ops` of 14 operations, drawn with replacement, at one magnitude of 30."""
     for _ in range(num_ops):
         name = OPERATION_NAMES[generator.integers(len(OPERATION_NAMES))]
         sign = 1.0 if generator.random() < 0.5 else -1.0
@@ -101,12 +106,11 @@ def _shift(image: Image.Image, share: float, *, x: float = 0, y: float = 0) -> I
 
 def _affine(image: Image.Image, coefficients: tuple[float, ...]) -> Image.Image:
     """The pixel at (x, y) comes from (a x + b y + c, d x + e y + f)."""
-    grey = _GREY if image.mode == "L" else (_GREY,) * 3
-    return image.transform(image.size, Image.Transform.AFFINE, coefficients, _BILINEAR, fillcolor=grey)
+    return image.transform(image.size, Image.Transform.AFFINE, coefficients, _BILINEAR, fillcolor=_grey(image))
 
 
-def _rotate(image: Image.Image, degrees: float) -> Image.Image:
-    return image.rotate(degrees, _BILINEAR, fillcolor=_GREY if image.mode == "L" else (_GREY,) * 3)
+def _grey(image: Image.Image) -> int | tuple[int, ...]:
+    return _GREY if image.mode == "L" else (_GREY,) * 3
 
 
 Operation = Callable[[Image.Image, float, float], Image.Image]
@@ -118,7 +122,7 @@ OPERATIONS: dict[str, Operation] = {
     "shear_y": lambda image, share, sign: _affine(image, (1, 0, 0, sign * 0.3 * share, 1, 0)),
     "translate_x": lambda image, share, sign: _shift(image, share, x=sign),
     "translate_y": lambda image, share, sign: _shift(image, share, y=sign),
-    "rotate": lambda image, share, sign: _rotate(image, sign * 30 * share),
+    "rotate": lambda image, share, sign: image.rotate(sign * 30 * share, _BILINEAR, fillcolor=_grey(image)),
     "brightness": lambda image, share, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.9 * share),
     "color": lambda image, share, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.9 * share),
     "contrast": lambda image, share, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.9 * share),
@@ -133,18 +137,15 @@ OPERATION_NAMES = tuple(OPERATIONS)
 
 
 class Mix(NamedTuple):
-    """How a sample is mixed with another."""
+    """A sample's mixing (`mixup` or `cutmix`) with the sample of index `partner`; `share` of it is kept."""
 
     kind: str
-    """mixup or cutmix."""
     partner: int
-    """Index of the other sample."""
     share: float
-    """What the sample keeps."""
 
 
 def draw_mix(settings: Augment, num_samples: int, generator: np.random.Generator) -> Mix | None:
-    """Whether and how a sample is mixed; the partner is any sample, itself included."""
+    """Draw how a sample is mixed, None for not at all; the partner is any sample, itself included."""
     alphas = {"mixup": settings.mixup_alpha, "cutmix": settings.cutmix_alpha}
     kinds = [kind for kind, alpha in alphas.items() if alpha > 0]
     if not kinds:
@@ -154,13 +155,13 @@ def draw_mix(settings: Augment, num_samples: int, generator: np.random.Generator
 
 
 def mixup(image: Pixels, partner: Pixels, share: float) -> Pixels:
-    """share x image + (1 - share) x partner, rounded (Zhang et al. 2018, equation 1); both of one shape."""
+    """Return share x image + (1 - share) x partner, rounded (Zhang et al. 2018, equation 1); both of one shape."""
     mixed = share * image.astype(np.float32) + (1 - share) * partner.astype(np.float32)
     return np.rint(mixed).astype(np.uint8)
 
 
 def cutmix(image: Pixels, partner: Pixels, share: float, generator: np.random.Generator) -> tuple[Pixels, float]:
-    """An image with a box of its partner's, and the share of its pixels that are left.
+    """Return an image with a box of its partner's, and the share of its pixels that are left.
 
     The box has the image's aspect and (1 - share) of its area, around a uniform centre; what lies outside the image is
     cut off, so the share is counted again (Yun et al. 2019, section 3.1).

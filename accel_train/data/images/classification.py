@@ -9,47 +9,47 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from accel_train.data.augment import Pixels, augment_image, cutmix, draw_mix, mixup
-from accel_train.data.decoding import to_mode
-from accel_train.data.labelled_images import ImageSets, LabelledImages
-from accel_train.data.vision import Preprocessing, resize_and_crop
-from accel_train.recipe_data import Augment
+from accel_train.data.images.augment import Pixels, augment_image, cutmix, draw_mix, mixup
+from accel_train.data.images.decoding import to_mode
+from accel_train.data.images.labelled import ImageRows, ImageSets
+from accel_train.data.images.preprocessing import Preprocessing, resize_and_crop
+from accel_train.recipe.data import Augment
 
 
 class ImageSample(NamedTuple):
-    """One image, and what it shows."""
+    """One image and its class."""
 
     image: Pixels
     """(H, W, 3), or (H, W) where the model takes grey ones."""
     label: int
-    partner_label: int
-    """Mixup and CutMix: what the other image showed."""
-    share: float
+    partner_label: int = 0
+    """Mixup and CutMix: the class of the other image."""
+    share: float = 1.0
     """How much of the label is left; 1 for an image that was not mixed."""
 
 
 class ClassificationImages(Dataset[ImageSample]):
-    """Images as an evaluation sees them: resized, the centre cut out."""
+    """Images for evaluation: resized, the centre cut out."""
 
-    def __init__(self, labelled: LabelledImages, preprocessing: Preprocessing) -> None:
+    def __init__(self, labelled: ImageRows, preprocessing: Preprocessing) -> None:
         self.labelled, self.preprocessing = labelled, preprocessing
 
     def __len__(self) -> int:
         return len(self.labelled)
 
     def __getitem__(self, index: int) -> ImageSample:
-        label = int(self.labelled.labels[index])
-        return ImageSample(np.asarray(resize_and_crop(self.decoded(index), self.preprocessing)), label, label, 1.0)
+        pixels = np.asarray(resize_and_crop(self.decoded(index), self.preprocessing))
+        return ImageSample(pixels, int(self.labelled.labels[index]))
 
     def decoded(self, index: int) -> Image.Image:
-        """The whole image, in the colours that the model sees."""
+        """Return the whole image, in the colours that the model sees."""
         return to_mode(self.labelled.image(index), self.preprocessing.mode, self.labelled.where(index))
 
 
 def draw_sample(
     images: ClassificationImages, settings: Augment, index: int, generator: np.random.Generator
 ) -> ImageSample:
-    """A training image with its augmentation; mixed images take a partner, augmented as well, from the same generator."""
+    """Return a training image with its augmentation; a partner to mix with is augmented from the same generator."""
     label = int(images.labelled.labels[index])
 
     def augmented(which: int) -> Pixels:
@@ -58,7 +58,7 @@ def draw_sample(
     image = augmented(index)
     mix = draw_mix(settings, len(images), generator)
     if mix is None:
-        return ImageSample(image, label, label, 1.0)
+        return ImageSample(image, label)
     partner = augmented(mix.partner)
     partner_label = int(images.labelled.labels[mix.partner])
     if mix.kind == "mixup":
@@ -68,7 +68,7 @@ def draw_sample(
 
 
 def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessing, num_classes: int) -> dict[str, Any]:
-    """pixel_values (N, C, H, W) fp32 and labels (N,) int64; or, if one is mixed, soft_labels (N, classes) fp32."""
+    """Return pixel_values (N, C, H, W) fp32 and labels (N,) int64; or, if one is mixed, soft_labels (N, classes) fp32."""
     batch: dict[str, Any] = {
         "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
         "num_targets": len(samples),
@@ -86,7 +86,7 @@ def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessi
 
 @dataclass(frozen=True)
 class ImageSource:
-    """What a trained classifier needs to know of its data."""
+    """The images and their preprocessing, for prediction, evaluation and saving."""
 
     sets: ImageSets
     preprocessing: Preprocessing
@@ -96,7 +96,21 @@ class ImageSource:
         """The classes, in the order of their ids."""
         return self.sets.label_names
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the images for plan and report."""
+        sets, preprocessing = self.sets, self.preprocessing
+        return {
+            "sources": sets.description,
+            "num_train": len(sets.train),
+            "num_eval": 0 if sets.eval is None else len(sets.eval),
+            "label_names": list(sets.label_names),
+            "image_size": preprocessing.image_size,
+            "mean": list(preprocessing.mean),
+            "std": list(preprocessing.std),
+        }
+
     def row_ids(self, index: int) -> str:
-        """What names an evaluation image: its id column, else its file, or file and row."""
+        """Return the name of an evaluation image: its id column, else its file, or file and row."""
         assert self.sets.eval is not None
         return self.sets.eval.row_id(index)

@@ -1,29 +1,33 @@
-"""One image: from a file's bytes to pixels, and what can be said of it before that."""
+"""Decode one image, convert its mode, or look at its header and digest without decoding it."""
 
-import hashlib
 import io
 import os
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from accel_train.state import DataError
+from accel_train.core.errors import DataError
+from accel_train.core.files import digest64
 
 Mode = Literal["RGB", "L"]
+Content = Path | bytes | NDArray[np.uint8]
+"""An image as its source has it: a file, what a file would hold, or pixels (H, W) or (H, W, C)."""
 
 _END_BYTES = 1 << 16
 
 
-def open_image(source: Path | bytes, where: str) -> Image.Image:
-    """A decoded image in its own mode, turned upright as its EXIF orientation says; of several frames, the first.
+def open_image(source: Content, where: str) -> Image.Image:
+    """Return a decoded image in its own mode, turned upright as its EXIF orientation says; of several frames, the first.
 
     Raises:
-        DataError: it cannot be decoded; the text begins with `where`.
+        DataError: it cannot be decoded; the message begins with `where`.
     """
-    if isinstance(source, Path):
-        _refuse_pipe(source, where)
+    if isinstance(source, np.ndarray):
+        return Image.fromarray(np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source))
+    _refuse_pipe(source, where)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             image.load()
@@ -34,7 +38,7 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
 
 
 def to_mode(image: Image.Image, mode: Mode, where: str) -> Image.Image:
-    """An image as 8-bit colour or grey; 16 bits are scaled to 8, transparency is dropped (as transformers does).
+    """Return an image as 8-bit colour or grey; 16 bits are scaled to 8, transparency is dropped (as transformers does).
 
     Raises:
         DataError: pixels of 32 bits, for which no range is agreed.
@@ -52,50 +56,36 @@ def to_mode(image: Image.Image, mode: Mode, where: str) -> Image.Image:
     return image.convert(mode)
 
 
-def content_digest(data: bytes) -> int:
-    """64 bits of the size and of the first and last 64 KiB: copies have the same, whatever their names."""
-    ends = data if len(data) <= 2 * _END_BYTES else data[:_END_BYTES] + data[-_END_BYTES:]
-    return digest64(ends, len(data))
-
-
-def inspect_file(path: Path, where: str) -> int:
-    """`content_digest` of a file, after a look at its header; reads 128 KiB at most.
+def inspect_image(source: Content, where: str) -> int:
+    """Return 64 bits of the size and of the first and last 64 KiB, after a look at the header; copies have the same.
 
     Raises:
-        ValueError: it cannot be read, or is no image.
+        ValueError: it cannot be read, is empty, or is of no format that Pillow knows.
     """
-    _refuse_pipe(path, where)
+    if isinstance(source, np.ndarray):
+        return digest64(source.tobytes())
+    if isinstance(source, Path) and str(source) != where:
+        where = f"{where}: {source}"
+    _refuse_pipe(source, where)
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            ends = file.read(2 * _END_BYTES if size <= 2 * _END_BYTES else _END_BYTES)
-            if size > 2 * _END_BYTES:
-                file.seek(-_END_BYTES, os.SEEK_END)
-                ends += file.read()
-    except OSError as error:
-        raise ValueError(f"{where}: cannot be read ({error.strerror}); check the path") from error
-    try:
-        inspect_header(ends, where)
-    except ValueError:
-        inspect_header(path, where)  # a header may lie deeper in the file (TIFF, large profiles)
+        with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            ends = file.read(_END_BYTES)
+            file.seek(max(_END_BYTES, size - _END_BYTES))
+            ends += file.read()
+            file.seek(0)
+            Image.open(file)
+    except Exception as error:  # as in open_image
+        if isinstance(error, OSError) and error.errno is not None:  # the file system's, not Pillow's
+            raise ValueError(f"{where}: cannot be read ({error.strerror}); check the path") from error
+        raise ValueError(f"{where}: {_fault(source, error)}; repair or remove it") from error
     return digest64(ends, size)
 
 
-def inspect_header(source: Path | bytes, where: str) -> None:
-    """Refuse what does not begin like an image.
-
-    Raises:
-        ValueError: it is empty or of no format that Pillow knows.
-    """
-    try:
-        Image.open(io.BytesIO(source) if isinstance(source, bytes) else source).close()
-    except Exception as error:  # as in open_image
-        raise ValueError(f"{where}: {_fault(source, error)}; repair or remove it") from error
-
-
-def _refuse_pipe(path: Path, where: str) -> None:
-    """Opening a pipe would wait for whoever writes into it."""
-    if path.exists() and not path.is_file():
+def _refuse_pipe(source: Path | bytes, where: str) -> None:
+    """Opening a pipe would wait for its writer."""
+    if isinstance(source, Path) and source.exists() and not source.is_file():
         raise DataError(f"{where}: is no regular file; repair or remove it")
 
 
@@ -107,8 +97,3 @@ def _fault(source: Path | bytes, error: Exception) -> str:
         return "is empty, no image"
     reason = "unknown format" if isinstance(error, Image.UnidentifiedImageError) else str(error) or repr(error)
     return f"cannot be read as an image ({reason})"
-
-
-def digest64(data: bytes, size: int) -> int:
-    """64 bits of BLAKE2b over some bytes, and a size in bytes: the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=size.to_bytes(16, "big")).digest(), "big")

@@ -1,110 +1,98 @@
-"""Images in files, in the rows of a table, or in an array: found once, decoded one at a time when they are asked for."""
+"""Images in files, in the rows of a table, or in an array: found once, decoded one at a time on request."""
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from accel_train.data.decoding import content_digest, digest64, inspect_file, inspect_header, open_image
-from accel_train.data.sources import refuse_loops
-from accel_train.state import DataError
+from accel_train.core.errors import DataError
+from accel_train.core.files import refuse_link_loops
+from accel_train.data.images.decoding import Content, inspect_image, open_image
 
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .bmp .gif .tif .tiff .webp .ppm .pgm .pbm .pnm .jp2 .avif"
-IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
+IMAGE_SUFFIXES = tuple(_SUFFIXES.split())
 
 INSPECTED_LIMIT = 20_000
 """Up to this many images are looked at before training starts (4 s); a fault in more is found when one is read."""
 
 _NUM_HASHES = 2.0**64
 
+Result = TypeVar("Result")
 
-class Images(Protocol):
-    """Images by number; decoding waits until one is asked for."""
 
+class Images(ABC):
+    """Images by number, in files, rows or arrays; decoded when they are read."""
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Image.Image:
-        """The image in its file's own mode (palette, 16 bit, CMYK ...), turned upright; a DataError names what is broken."""
-        ...
+    @abstractmethod
+    def content(self, index: int) -> Content:
+        """Return an image as its source has it; a DataError names a row without one."""
 
+    @abstractmethod
     def where(self, index: int) -> str:
-        """The file, or the file and row, for messages."""
-        ...
+        """Return the file, or the file and row, for messages."""
+
+    @abstractmethod
+    def stamp(self) -> str:
+        """Return a digest of names and sizes, which tells this set from another without reading the images."""
+
+    def __getitem__(self, index: int) -> Image.Image:
+        """Return an upright image in its file's own mode (palette, 16 bit, CMYK ...); a DataError names a broken one."""
+        return open_image(self.content(index), self.where(index))
 
     def inspect(self, index: int) -> int:
-        """64 bits that stand for its contents, after a look at its header; a ValueError names what is no image."""
-        ...
-
-    def stamp(self) -> str:
-        """What tells this set from another without reading the images: names and sizes."""
-        ...
+        """Return a 64-bit digest of the contents, after a look at the header; a ValueError names what is no image."""
+        return inspect_image(self.content(index), self.where(index))
 
 
 @dataclass(frozen=True)
-class FileImages:
-    """Image files below a folder."""
+class FileImages(Images):
+    """Image files below a folder `root`, by their names relative to it."""
 
     root: Path
     names: tuple[str, ...]
-    """Relative to `root`."""
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, index: int) -> Image.Image:
-        return open_image(self.root / self.names[index], self.where(index))
+    def content(self, index: int) -> Path:
+        return self.root / self.names[index]
 
     def where(self, index: int) -> str:
         return str(self.root / self.names[index])
 
-    def inspect(self, index: int) -> int:
-        return inspect_file(self.root / self.names[index], self.where(index))
-
     def stamp(self) -> str:
-        sizes = (os.stat(self.root / name).st_size for name in self.names)
-        return text_digest(f"{name} {size}" for name, size in zip(self.names, sizes))
+        return text_digest(f"{name} {os.stat(self.root / name).st_size}" for name in self.names)
 
 
 @dataclass(frozen=True)
-class RowImages:
+class RowImages(Images):
     """Images in a column of a table: their bytes, paths, or what `datasets` keeps of an image ({bytes, path})."""
 
     values: Sequence[Any]
     folder: Path
     """Where relative paths begin."""
     column: str
-    name: str
-    """Of the table."""
+    table: str
     places: tuple[str, ...] | None = None
     """File and line of each row, where rows are lines."""
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, index: int) -> Image.Image:
-        return open_image(self._content(index), self.where(index))
-
-    def where(self, index: int) -> str:
-        return self.places[index] if self.places is not None else f"{self.name}, row {index + 1}"
-
-    def inspect(self, index: int) -> int:
-        content = self._content(index)
-        if isinstance(content, Path):
-            return inspect_file(content, f"{self.where(index)}: {content}")
-        inspect_header(content, self.where(index))
-        return content_digest(content)
-
-    def stamp(self) -> str:
-        return f"{Path(self.name).name} {len(self)}"
-
-    def _content(self, index: int) -> Path | bytes:
+    def content(self, index: int) -> Path | bytes:
         value = self.values[index]
         if isinstance(value, dict):
             value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
@@ -118,9 +106,15 @@ class RowImages:
             f"{self.folder}); repair the row, or name another column"
         )
 
+    def where(self, index: int) -> str:
+        return self.places[index] if self.places is not None else f"{self.table}, row {index + 1}"
+
+    def stamp(self) -> str:
+        return f"{Path(self.table).name} {len(self)}"
+
 
 @dataclass(frozen=True)
-class ArrayImages:
+class ArrayImages(Images):
     """Images in one array, in memory or memory-mapped: (N, H, W) or (N, H, W, 1, 3 or 4), uint8."""
 
     array: NDArray[np.uint8]
@@ -129,22 +123,18 @@ class ArrayImages:
     def __len__(self) -> int:
         return len(self.array)
 
-    def __getitem__(self, index: int) -> Image.Image:
-        pixels = self.array[index]
-        return Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1:] == (1,) else pixels))
+    def content(self, index: int) -> NDArray[np.uint8]:
+        return np.asarray(self.array[index])
 
     def where(self, index: int) -> str:
         return f"{self.name}:{index}"
-
-    def inspect(self, index: int) -> int:
-        return digest64(self.array[index].tobytes(), 0)
 
     def stamp(self) -> str:
         return f"{Path(self.name).name} {self.array.shape}"
 
 
 @dataclass(frozen=True)
-class JoinedImages:
+class JoinedImages(Images):
     """Several sets, one after the other."""
 
     parts: tuple[Images, ...]
@@ -153,39 +143,53 @@ class JoinedImages:
     def __len__(self) -> int:
         return self.stops[-1]
 
-    def __getitem__(self, index: int) -> Image.Image:
+    def content(self, index: int) -> Content:
         part, inner = self._find(index)
-        return part[inner]
+        return part.content(inner)
 
     def where(self, index: int) -> str:
         part, inner = self._find(index)
         return part.where(inner)
 
-    def inspect(self, index: int) -> int:
-        part, inner = self._find(index)
-        return part.inspect(inner)
-
     def stamp(self) -> str:
         return text_digest(part.stamp() for part in self.parts)
 
     def _find(self, index: int) -> tuple[Images, int]:
-        number = int(np.searchsorted(self.stops, index, side="right"))
+        number = bisect_right(self.stops, index)
         return self.parts[number], index - (self.stops[number - 1] if number else 0)
 
 
 def join_images(parts: Sequence[Images]) -> Images:
-    """Several sets as one."""
-    return parts[0] if len(parts) == 1 else JoinedImages(tuple(parts), tuple(np.cumsum([len(part) for part in parts])))
+    """Return several sets as one."""
+    return parts[0] if len(parts) == 1 else JoinedImages(tuple(parts), tuple(accumulate(map(len, parts))))
+
+
+@dataclass(frozen=True)
+class ImagePool:
+    """Everything that one key of the recipe names, before labels are numbers."""
+
+    images: Images
+    description: str
+    labels: list[Any] = field(default_factory=list)
+    """The label of each image as its source has it, a name or an integer; empty for masks and without `data.label_column`."""
+    masks: Images | None = None
+    """None for labels and without `data.mask_column`."""
+    names: tuple[str, ...] | None = None
+    """The data set's names for integer labels."""
+    ids: list[str] | None = None
+    notes: tuple[str, ...] = ()
+    class_ids: NDArray[np.int64] | None = None
+    """The labels as numbers, once the classes are known."""
 
 
 def list_images(folder: Path) -> tuple[list[str], int]:
-    """The image files below a folder, by relative name and sorted, and how many other files there are; hidden ones are left out."""
-    refuse_loops(folder)
+    """Return the image files below a folder, sorted by relative name, and the number of others; hidden ones are left out."""
+    refuse_link_loops(folder)
     names, num_others = [], 0
     for root, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         visible = [name for name in files if not name.startswith(".")]
-        images = [name for name in visible if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]
+        images = [name for name in visible if name.lower().endswith(IMAGE_SUFFIXES)]
         num_others += len(visible) - len(images)
         prefix = os.path.relpath(root, folder)
         names += images if prefix == "." else [f"{prefix}/{name}" for name in images]
@@ -193,10 +197,10 @@ def list_images(folder: Path) -> tuple[list[str], int]:
 
 
 def inspect_images(images: Images) -> NDArray[np.uint64]:
-    """The digest of each image's contents; all headers are looked at. 20,000 files of 40 kB cost 4 s of CPU.
+    """Return the digest of each image's contents, and look at all headers. 20,000 files of 40 kB cost 4 s of CPU.
 
     Raises:
-        ValueError: some are no images; the text names the first of them, and says how many there are.
+        ValueError: some are no images; the message names the first of them, and says how many there are.
     """
 
     def look(index: int) -> int | ValueError:
@@ -205,8 +209,7 @@ def inspect_images(images: Images) -> NDArray[np.uint64]:
         except ValueError as error:
             return error
 
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        found = list(threads.map(look, range(len(images))))
+    found = in_threads(look, range(len(images)))
     faults = [result for result in found if isinstance(result, ValueError)]
     if faults:
         more = f" (and {len(faults) - 1} more of {len(found)} images are broken)" if len(faults) > 1 else ""
@@ -215,7 +218,7 @@ def inspect_images(images: Images) -> NDArray[np.uint64]:
 
 
 def held_out(digests: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
-    """Which images are held out: those whose digest lies in the lowest `eval_fraction`, and at least one.
+    """Hold out the images whose digest lies in the lowest `eval_fraction`, and at least one.
 
     Decided by the contents alone: copies of an image are on one side, in any order of the files and whatever the seed.
     """
@@ -225,8 +228,20 @@ def held_out(digests: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bo
     return chosen if chosen.any() else digests == digests.min()
 
 
+def evenly_spaced(size: int, limit: int) -> list[int]:
+    """Return `limit` numbers below `size`, evenly spaced; all of them where there are no more."""
+    count = min(size, limit)
+    return [number * size // count for number in range(count)]
+
+
+def in_threads(work: Callable[[int], Result], indices: Iterable[int]) -> list[Result]:
+    """Return what `work` returns for each index; decoders and reads let other threads of Python run."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(work, indices))
+
+
 def text_digest(lines: Iterable[str]) -> str:
-    """128 bits of BLAKE2b over some lines, in hex."""
+    """Return 128 bits of BLAKE2b over some lines, in hex."""
     digest = hashlib.blake2b(digest_size=16)
     for line in lines:
         digest.update(line.encode("utf-8", "surrogateescape") + b"\n")

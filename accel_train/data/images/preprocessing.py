@@ -1,4 +1,4 @@
-"""How images become a model's input: size, colour channels, and normalisation, in memory and as preprocessor_config.json."""
+"""Preprocessing of images: size, colour channels and normalisation, in memory and as preprocessor_config.json."""
 
 import json
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from accel_train.data.decoding import Mode
-from accel_train.data.images import Images
-from accel_train.recipe import Recipe
+from accel_train.data.images.decoding import Mode
+from accel_train.data.images.images import Images, evenly_spaced
+from accel_train.recipe.schema import Recipe
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Of the training images of ImageNet, as fractions of 255: what most vision models are trained with."""
+"""Mean and standard deviation of ImageNet's training images, as fractions of 255: what most vision models are trained with."""
 
 
 _NUM_LOOKED_AT = 8
@@ -26,7 +26,7 @@ _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What every image goes through, in training and evaluation alike."""
+    """The preprocessing of every image, in training and evaluation alike."""
 
     image_size: int
     """Edge of the square, in pixels."""
@@ -40,27 +40,35 @@ class Preprocessing:
 
     @property
     def mode(self) -> Mode:
-        """Pillow's name for what the model sees."""
+        """Pillow's name for the colours that the model sees."""
         return "L" if len(self.mean) == 1 else "RGB"
 
     def normalise(self, images: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
-        """(pixels / 255 - mean) / std: uint8 images (H, W) or (H, W, C) to float32 (N, C, H, W)."""
+        """Return (pixels / 255 - mean) / std of uint8 images (H, W) or (H, W, C): float32 (N, C, H, W)."""
         stacked = torch.from_numpy(np.stack(images))
         channels_last = stacked[..., None] if stacked.ndim == 3 else stacked
         pixels = channels_last.permute(0, 3, 1, 2).contiguous().float()
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return pixels.div_(255).sub_(mean).div_(std)
 
-    def save(self, folder: Path) -> None:
-        """preprocessor_config.json, with which transformers' AutoImageProcessor repeats `resize_and_crop` and `normalise`."""
-        settings = {
+    def save(self, folder: Path, *, crops: bool) -> None:
+        """Write preprocessor_config.json, with which transformers' AutoImageProcessor does the same as an evaluation.
+
+        `crops`: `resize_and_crop` and `normalise`, as for classification; else the whole image is resized to a square.
+        """
+        square = {"height": self.image_size, "width": self.image_size}
+        cropping = {
             "image_processor_type": "BitImageProcessor",
             "do_convert_rgb": self.mode == "RGB",
-            "do_resize": True,
             "size": {"shortest_edge": round(self.image_size / self.crop_fraction)},
-            "resample": int(self.resample),
             "do_center_crop": True,
-            "crop_size": {"height": self.image_size, "width": self.image_size},
+            "crop_size": square,
+        }
+        whole = {"image_processor_type": "SegformerImageProcessor", "size": square, "do_reduce_labels": False}
+        settings = {
+            **(cropping if crops else whole),
+            "do_resize": True,
+            "resample": int(self.resample),
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
@@ -71,7 +79,7 @@ class Preprocessing:
 
 
 def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
-    """The centre of an image as a square of `image_size`: the short edge is resized, what is too long is cut off."""
+    """Return the centre of an image as a square of `image_size`: the short edge is resized, the long one cut."""
     size = preprocessing.image_size
     short = round(size / preprocessing.crop_fraction)
     width, height = image.size
@@ -86,7 +94,7 @@ def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.I
 
 
 def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tuple[str, ...]]:
-    """What the recipe's model expects of its images: what it was trained with, else ImageNet's figures; and notes on it.
+    """Return the preprocessing that the recipe's model was trained with, else ImageNet's; and notes on it.
 
     `config` is the model's transformers configuration.
 
@@ -111,9 +119,9 @@ def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tup
 
 
 def note_of_lost_colours(images: Images, preprocessing: Preprocessing) -> tuple[str, ...]:
-    """A note where the model takes grey images only, and one of eight that are looked at has colours."""
-    count = 0 if preprocessing.mode == "RGB" else min(len(images), _NUM_LOOKED_AT)
-    if all(images[number * len(images) // count].mode in _GREY_MODES for number in range(count)):
+    """Return a note where the model takes grey images only, and one of eight that are looked at has colours."""
+    looked_at = evenly_spaced(len(images), 0 if preprocessing.mode == "RGB" else _NUM_LOOKED_AT)
+    if all(images[index].mode in _GREY_MODES for index in looked_at):
         return ()
     return (
         "colours are lost: the model takes 1 channel (model.config.num_channels), so images are made grey; transformers' "
@@ -123,7 +131,7 @@ def note_of_lost_colours(images: Images, preprocessing: Preprocessing) -> tuple[
 
 
 def _from_settings(settings: dict[str, Any], default: Preprocessing) -> Preprocessing:
-    """What a preprocessor_config.json says, as far as this package does the same."""
+    """The settings of a preprocessor_config.json, as far as this package does the same."""
     mean, std = (tuple(settings.get(f"image_{which}") or ()) for which in ("mean", "std"))
     if not settings.get("do_normalize", True):
         mean, std = (0.0,) * len(default.mean), (1.0,) * len(default.mean)

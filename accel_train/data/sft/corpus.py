@@ -1,55 +1,27 @@
-"""`prepare_rows`: the fine-tuning rows of a recipe as tokens in memory, training and evaluation apart."""
+"""`prepare_rows`: the fine-tuning rows of a recipe, checked, as tokens in memory, training and evaluation apart."""
 
 import hashlib
 import json
-import platform
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from accel_train.data.chats import chat_encoder
-from accel_train.data.conversations import (
-    Encoder,
-    Example,
-    Oddities,
-    check_row,
-    columns_of,
-    completion_encoder,
-    texts_of,
-)
-from accel_train.data.documents import Document
-from accel_train.data.packing import TokenRows
-from accel_train.data.sources import Source, describe, resolve_sources
-from accel_train.data.split import choose_split, text_hash
-from accel_train.data.stdlib_docstrings import NAME as STDLIB_DOCSTRINGS
-from accel_train.data.stdlib_docstrings import stdlib_docstrings
-from accel_train.data.tables import read_rows
-from accel_train.data.tokenizers import TextTokenizer, prepare_tokenizer, pretrained_tokenizer, train_bpe
-from accel_train.recipe import Recipe
-from accel_train.recipe_data import Data, TrainedTokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from accel_train.data.sft import encoding
+from accel_train.data.sft.encoding import Encoder, Example, Messages
+from accel_train.data.sft.packing import TokenRows
+from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.tables import Row, check_text, read_rows, show_cell, text_cell
+from accel_train.data.text.corpus import Corpus
+from accel_train.data.text.documents import divide_rows
+from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe
+from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.schema import Recipe
 
 _ROWS_AT_ONCE = 1024
 
-
-@dataclass(frozen=True)
-class RowCorpus:
-    """Rows to fine-tune on, tokenised."""
-
-    train: TokenRows
-    eval: TokenRows | None
-    tokenizer: "PreTrainedTokenizerBase"
-    vocab_size: int
-    """Rows that an embedding needs; every id is below it."""
-    separator_id: int
-    fingerprint: str
-    """Hex; of the tokens, and of which of them are targets."""
-    facts: dict[str, Any]
+RowCorpus = Corpus[TokenRows]
 
 
 def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
@@ -59,22 +31,21 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         ValueError: a source, row, tokenizer or chat template is wrong, or nothing is left to train on.
     """
     data = recipe.data
-    sources = _sources(data.train, data, "data.train")
-    held_out_sources = () if data.eval is None else _sources(data.eval, data, "data.eval")
-    notes = [note for source in (*sources, *held_out_sources) for note in source.notes]
-    rows = _read(sources, data, progress)
-    if not rows:
-        raise ValueError(f"data.train holds no rows: {describe(sources)}")
-    if held_out_sources:
-        held_out = _read(held_out_sources, data, progress)
-        if not held_out:
-            raise ValueError(f"data.eval holds no rows: {describe(held_out_sources)}")
+    sources, eval_sources, notes = resolve_both(data)
+    rows = _read(sources, data, "data.train", progress)
+    if eval_sources:
+        held_out = _read(eval_sources, data, "data.eval", progress)
     else:
         rows, held_out = _hold_out(rows, data.eval_fraction, notes)
-    tokenizer = _tokenizer(recipe, rows)
-    oddities = Oddities()
-    make_encoder = chat_encoder if data.format == "chat" else completion_encoder
-    encode = make_encoder(tokenizer, data, oddities)
+    spec = recipe.tokenizer_in_use
+    if isinstance(spec, TrainedTokenizer):
+        tokenizer = prepare_tokenizer(train_bpe(texts_of(rows), spec.train_bpe.vocab_size))
+    else:
+        tokenizer = pretrained_tokenizer(spec, trust_remote_code=recipe.model.trust_remote_code)
+    warnings = encoding.Warnings(list)
+    encode = (encoding.chat_encoder if data.format == "chat" else encoding.completion_encoder)(
+        tokenizer, data, warnings
+    )
     train = _encode(rows, encode, "data.train", data.sequence_length, notes, progress)
     evaluation = _encode(held_out, encode, "data.eval", data.sequence_length, notes, progress)
     if not len(train):
@@ -82,7 +53,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
             f"no training row keeps a target: all {len(rows):,} are longer than data.sequence_length="
             f"{data.sequence_length} tokens before their completion begins; raise it"
         )
-    return RowCorpus(
+    return Corpus(
         train=train,
         eval=evaluation if len(evaluation) else None,
         tokenizer=tokenizer.tokenizer,
@@ -90,32 +61,84 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         separator_id=tokenizer.separator_id,
         fingerprint=_fingerprint(train, evaluation),
         facts={
-            "sources": describe(sources) + (f"; evaluation: {describe(held_out_sources)}" if held_out_sources else ""),
+            "sources": describe(sources, eval_sources),
             "num_train_rows": len(train),
             "num_eval_rows": len(evaluation),
             "train_targets": len(train.targets),
             "eval_targets": len(evaluation.targets),
             "unigram_perplexity": _unigram_perplexity(train, evaluation, tokenizer.vocab_size),
-            "notes": [*notes, *oddities.notes()],
+            "notes": [*notes, *(f"{len(at):,} {said.format(first=at[0])}" for said, at in warnings.items())],
         },
     )
 
 
-def _sources(names: str | tuple[str, ...], data: Data, leaf: str) -> tuple[Source, ...]:
-    found: list[Source] = []
-    for name in (names,) if isinstance(names, str) else names:
-        if name == STDLIB_DOCSTRINGS:
-            dataset = stdlib_docstrings()
-            shown = f"{name} of Python {platform.python_version()}: {len(dataset):,} rows"
-            found.append(Source(name, shown, dataset=dataset))
-        else:
-            found += resolve_sources(name, data, leaf=leaf)
-    return tuple(found)
-
-
-def _read(sources: Sequence[Source], data: Data, progress: bool) -> list[Example]:
+def _read(sources: Sequence[Source], data: Data, key: str, progress: bool) -> list[Example]:
     rows = (row for source in sources for row in read_rows(source, columns_of(data), data))
-    return [check_row(row, data) for row in _bar(rows, "reading rows", progress)]
+    examples = [check_row(row, data) for row in _bar(rows, "reading rows", progress)]
+    if not examples:
+        raise ValueError(f"{key} holds no rows: {describe(sources)}")
+    return examples
+
+
+def columns_of(data: Data) -> tuple[str, ...]:
+    """Return the columns that `data.format` reads."""
+    return (data.messages_column,) if data.format == "chat" else (data.prompt_column, data.completion_column)
+
+
+def check_row(row: Row, data: Data) -> Example:
+    """Return the example in a table's row, which has the cells of `columns_of`.
+
+    Raises:
+        ValueError: a cell is of another type, or has nothing to learn; the message names file, row and column.
+    """
+    if data.format == "chat":
+        return Example(_messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data), row.where)
+    prompt, completion = (text_cell(*cell, row.where, data) for cell in zip(row.cells, columns_of(data)))
+    if not completion:
+        raise ValueError(
+            f"{row.where}: column {data.completion_column!r} is empty, so there is nothing to learn; drop the row"
+        )
+    return Example((prompt, completion), row.where)
+
+
+def _messages(value: Any, at: str, data: Data) -> Messages:
+    shape = "a list of {role: ..., content: ...}"
+    if not isinstance(value, list | tuple) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{at} holds {show_cell(value)}, not {shape}; set data.messages_column, or write such lists")
+    if not value:
+        raise ValueError(f"{at} is an empty list, so there is nothing to learn; drop the row")
+    messages: Messages = []
+    for number, message in enumerate(value, start=1):
+        given = {name: item for name, item in message.items() if item is not None}  # Arrow fills absent keys with null
+        role, content = given.get("role"), given.get("content")
+        if not isinstance(role, str):
+            raise ValueError(
+                f"{at}, message {number}: role is {show_cell(role)}, not a string; each message is {shape}"
+            )
+        if not isinstance(content, str) and (content is not None or "tool_calls" not in given):
+            raise ValueError(
+                f"{at}, message {number}: content is {show_cell(content)}, not a string; each message is {shape}"
+            )
+        if role == "assistant" and not content and "tool_calls" not in given:
+            raise ValueError(f"{at}, message {number}: the assistant says nothing; drop the message or the row")
+        if isinstance(content, str):
+            given["content"] = check_text(content, f"{at}, message {number}", data)
+        messages.append(given)
+    if data.completion_only_loss and not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(
+            f"{at} has no message of role 'assistant', so there is nothing to learn; "
+            "drop the row, or set data.completion_only_loss: false"
+        )
+    return messages
+
+
+def texts_of(rows: Iterable[Example]) -> Iterator[str]:
+    """Yield all texts of the rows, on which a tokenizer is trained."""
+    for row in rows:
+        if isinstance(row.parts, tuple):
+            yield from row.parts
+        else:
+            yield from (message["content"] for message in row.parts if "content" in message)
 
 
 def _bar(items: Iterable[Any], title: str, shown: bool) -> Iterator[Any]:
@@ -124,39 +147,24 @@ def _bar(items: Iterable[Any], title: str, shown: bool) -> Iterator[Any]:
 
 def _hold_out(rows: list[Example], fraction: float, notes: list[str]) -> tuple[list[Example], list[Example]]:
     """Rows to train on and rows to evaluate on: the same row lands on the same side in every run."""
-
-    def document(row: Example) -> Document:
-        text = json.dumps(row.parts, sort_keys=True)
-        return Document(text, text.encode(), 0, row.where)
-
-    split = choose_split(map(document, rows), fraction)
+    texts = [json.dumps(row.parts, sort_keys=True) for row in rows]
+    train, evaluation, split = divide_rows(rows, texts, fraction)
     if split.cut_tail:
         notes.append("all rows are the same: none is held out for evaluation; name some in data.eval")
         return rows, []
-    if split.note:
-        notes.append(split.note)
-    sides: tuple[list[Example], list[Example]] = ([], [])
-    for row in rows:
-        sides[fraction > 0 and split.holds_out(text_hash(document(row)))].append(row)
-    return sides
-
-
-def _tokenizer(recipe: Recipe, rows: Sequence[Example]) -> TextTokenizer:
-    spec = recipe.tokenizer_in_use
-    if isinstance(spec, TrainedTokenizer):
-        return prepare_tokenizer(train_bpe(texts_of(rows), spec.train_bpe.vocab_size))
-    return pretrained_tokenizer(spec, trust_remote_code=recipe.model.trust_remote_code)
+    notes += [split.note] if split.note else []
+    return train, evaluation
 
 
 def _encode(
-    rows: Sequence[Example], encode: Encoder, leaf: str, sequence_length: int, notes: list[str], progress: bool
+    rows: Sequence[Example], encode: Encoder, key: str, sequence_length: int, notes: list[str], progress: bool
 ) -> TokenRows:
     """Tokens of all rows, cut at `sequence_length` targets; rows without a target in them are left out."""
     tokens, is_target, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], [0]
+    kept = slice(sequence_length + 1)
     num_cut = num_dropped = 0
-    for start in _bar(range(0, len(rows), _ROWS_AT_ONCE), f"tokenising {leaf}", progress):
+    for start in _bar(range(0, len(rows), _ROWS_AT_ONCE), f"tokenising {key}", progress):
         for row in encode(rows[start : start + _ROWS_AT_ONCE]):
-            kept = slice(sequence_length + 1)
             if not row.is_target[kept].any():
                 num_dropped += 1
                 continue
@@ -166,11 +174,11 @@ def _encode(
             lengths.append(len(tokens[-1]))
     if num_cut:
         notes.append(
-            f"{leaf}: {num_cut:,} of {len(rows):,} rows are cut at data.sequence_length={sequence_length} tokens"
+            f"{key}: {num_cut:,} of {len(rows):,} rows are cut at data.sequence_length={sequence_length} tokens"
         )
     if num_dropped:
         notes.append(
-            f"{leaf}: {num_dropped:,} of {len(rows):,} rows are left out, because nothing of their completion lies within "
+            f"{key}: {num_dropped:,} of {len(rows):,} rows are left out, because nothing of their completion lies within "
             f"data.sequence_length={sequence_length} tokens"
         )
     return TokenRows(np.concatenate(tokens), np.concatenate(is_target), np.cumsum(lengths))
@@ -185,7 +193,7 @@ def _fingerprint(*sides: TokenRows) -> str:
 
 
 def _unigram_perplexity(train: TokenRows, evaluation: TokenRows, vocab_size: int) -> float | None:
-    """Of the evaluation targets, given the training targets' frequencies (with 1 added to each) and no context at all."""
+    """Perplexity of the evaluation targets under the training targets' frequencies (with 1 added to each)."""
     if not len(evaluation):
         return None
     counts = np.bincount(train.targets, minlength=vocab_size) + 1

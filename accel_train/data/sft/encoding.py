@@ -1,25 +1,93 @@
-"""Chats as their template renders them, with the assistant's part found in the tokens."""
+"""Encode rows to fine-tune on: prompts with completions, and chats by their template, with a mask of what is learned."""
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.data.conversations import Encoded, Encoder, Example, Messages, Oddities, end_of
-from accel_train.data.tokenizers import TextTokenizer
-from accel_train.recipe_data import Data
+from accel_train.data.text.tokenizers import TextTokenizer
+from accel_train.recipe.data import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Messages = list[dict[str, Any]]
 
 
-def chat_encoder(tokenizer: TextTokenizer, data: Data, oddities: Oddities) -> Encoder:
-    """Chats as the tokenizer's template renders them; targets are what stands in `{% generation %}`.
+class Example(NamedTuple):
+    """Prompt and completion of one row, or the messages of a chat, checked; and its file and row."""
+
+    parts: tuple[str, str] | Messages
+    where: str
+
+
+class Encoded(NamedTuple):
+    """One row of tokens."""
+
+    ids: NDArray[np.int32]
+    is_target: NDArray[np.bool_]
+
+
+JOINED = "rows: a token would reach from prompt into completion; it was cut in two, as when generating"
+SPECIAL_TOKENS = "chats spell a special token in a message ({first}), which is read as that token: take such rows out unless you trust them"
+WITHOUT_END = "chats end without a special token; the end-of-sequence token was added as a target"
+END_NOT_LEARNED = (
+    "chats end in a token that the chat template leaves outside {{% generation %}}: the model does not learn to end its turn; "
+    "put it inside"
+)
+
+Warnings = defaultdict[str, list[str]]
+"""Places of the rows that a user should know of, by the sentence that says why; met while rows are encoded."""
+
+
+Encoder = Callable[[Sequence[Example]], list[Encoded]]
+
+
+def completion_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> Encoder:
+    """Return a function that encodes rows as beginning, prompt, completion, end.
+
+    The beginning is the token that `generate` begins with; the end is a target.
+
+    A token never reaches from the prompt into the completion, because there is no such token when the prompt is all that
+    is given. Special tokens inside the texts are encoded as the characters that they are.
+    """
+    bos = tokenizer.tokenizer.bos_token_id
+    begin = np.array([tokenizer.separator_id if bos is None else bos], np.int32)
+    end = np.array([end_of(tokenizer)], np.int32)
+
+    def encode(rows: Sequence[Example]) -> list[Encoded]:
+        pairs = [row.parts for row in rows if isinstance(row.parts, tuple)]
+        prompts = tokenizer.encode([prompt for prompt, _ in pairs])
+        wholes = tokenizer.encode([prompt + completion for prompt, completion in pairs])
+        encoded = []
+        for row, (_, text), prompt, whole in zip(rows, pairs, prompts, wholes):
+            completion = whole[len(prompt) :]
+            # Cut from the whole, so that a tokenizer which marks the beginning of a text puts no mark in the middle.
+            if not np.array_equal(whole[: len(prompt)], prompt) or not len(completion):
+                warnings[JOINED].append(row.where)
+                completion = tokenizer.encode([text])[0]
+            ids = np.concatenate((begin, prompt, completion, end)).astype(np.int32)
+            is_target = np.ones(len(ids), np.bool_)
+            is_target[: 1 + len(prompt) if data.completion_only_loss else 1] = False
+            encoded.append(Encoded(ids, is_target))
+        return encoded
+
+    return encode
+
+
+def end_of(tokenizer: TextTokenizer) -> int:
+    """Return the token that ends a completion."""
+    end = tokenizer.tokenizer.eos_token_id
+    return tokenizer.separator_id if end is None else int(end)
+
+
+def chat_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> Encoder:
+    """Return a function that encodes chats as the tokenizer's template renders them; targets are in `{% generation %}`.
 
     A template without that is rendered turn by turn, and an assistant's turn is what it adds to the turns before it and
     to its own generation prompt.
@@ -29,20 +97,16 @@ def chat_encoder(tokenizer: TextTokenizer, data: Data, oddities: Oddities) -> En
     """
     tool = tokenizer.tokenizer
     template = chat_template(tool, data)
-    tool.chat_template = template  # saved with the tokenizer, for whoever chats with the model
+    tool.chat_template = template  # saved with the tokenizer, for those who chat with the model
     marks_turns = _GENERATION.search(template) is not None
     special_ids = {*tool.all_special_ids, *tool.added_tokens_decoder}
     special_tokens = tool.convert_ids_to_tokens(sorted(special_ids))
-
-    def encode(rows: Sequence[Example]) -> list[Encoded]:
-        return [encode_row(row) for row in rows]
 
     def encode_row(row: Example) -> Encoded:
         assert isinstance(row.parts, list)
         at = f"{row.where}: column {data.messages_column!r}"
         if any(token in message.get("content", "") for message in row.parts for token in special_tokens):
-            oddities.num_spelled += 1
-            oddities.first_spelled = oddities.first_spelled or row.where
+            warnings[SPECIAL_TOKENS].append(row.where)
         if marks_turns and data.completion_only_loss:
             ids, is_target = _marked(tool, row.parts, at)
         else:
@@ -56,17 +120,17 @@ def chat_encoder(tokenizer: TextTokenizer, data: Data, oddities: Oddities) -> En
         if row.parts[-1]["role"] == "assistant":
             end = _end_of_turn(ids, special_ids, tool)
             if end is None:
-                oddities.num_unended += 1
+                warnings[WITHOUT_END].append(row.where)
                 ids, is_target = np.append(ids, np.int32(end_of(tokenizer))), np.append(is_target, True)
             elif not is_target[end]:
-                oddities.num_endless += 1
+                warnings[END_NOT_LEARNED].append(row.where)
         return Encoded(ids, is_target)
 
-    return encode
+    return lambda rows: [encode_row(row) for row in rows]
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerBase", data: Data) -> str:
-    """`data.chat_template` (Jinja, or a file with it), else the tokenizer's own.
+    """Return `data.chat_template` (Jinja, or a file with it), else the tokenizer's own.
 
     Raises:
         ValueError: there is neither, the file cannot be read, or the tokenizer is not one of the tokenizers library.
@@ -97,27 +161,17 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase", data: Data) -> str:
 
 
 def _end_of_turn(ids: NDArray[np.int32], special_ids: set[int], tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """Where the special token is that ends the text, white space behind it or not; None without one."""
-    for index in range(len(ids) - 1, -1, -1):
-        token = int(ids[index])
-        if token in special_ids:
-            return index
-        if tokenizer.decode([token]).strip():
-            return None
+    """The position of the special token that ends the text, white space behind it or not; None without one."""
+    for index, token in reversed(list(enumerate(ids.tolist()))):
+        if token in special_ids or tokenizer.decode([token]).strip():
+            return index if token in special_ids else None
     return None
 
 
 def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> tuple[NDArray[Any], NDArray[Any]]:
     options = {"verbose": False, "return_offsets_mapping": True}
-    encoding = _rendered(
-        tokenizer,
-        messages,
-        at,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs=options,
-    )
+    returned = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    encoding = _rendered(tokenizer, messages, at, **returned, tokenizer_kwargs=options)
     is_target = np.array(encoding["assistant_masks"], np.bool_)
     ends_before = 0
     for index, (start, end) in enumerate(encoding["offset_mapping"]):
@@ -146,7 +200,7 @@ def _by_prefixes(
         if not (after.startswith(before) and whole.startswith(after)):
             raise ValueError(
                 f"{at}, message {index + 1}: the chat template renders the turns before differently once this one follows, "
-                "so what the assistant adds cannot be told apart; put {% generation %} around what the assistant says in "
+                "so what the assistant adds cannot be found; put {% generation %} around what the assistant says in "
                 "data.chat_template, or set data.completion_only_loss: false"
             )
         is_target |= (starts >= len(before)) & (starts < len(after))

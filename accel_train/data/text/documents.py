@@ -1,21 +1,50 @@
-"""Which documents are held out for evaluation: decided by each document's text alone.
+"""Documents, one after the other, out of text files, tables and data sets; and which of them are held out.
 
-The same text lands on the same side in every run, on every machine, in any order and whatever the seed, so copies of a
-document are never on both sides.
+Memory holds one document, or one batch of rows, whatever the size of the source. Which side a document is on is decided by
+its text alone: the same in every run, on every machine, in any order and with any seed, so copies stay together.
 """
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
-from accel_train.data.documents import Document
+from accel_train.core.files import digest64
+from accel_train.data.sources import Source, file_kind
+from accel_train.data.tables import BOM, decode, read_rows, text_cell
+from accel_train.recipe.data import Data
 
 _NUM_HASHES = 1 << 64
 
 
+Row = TypeVar("Row")
+
+
+class Document(NamedTuple):
+    """One text, as a user would count them; it may be empty."""
+
+    text: str
+    num_source_bytes: float
+
+
+def read_documents(source: Source, data: Data) -> Iterator[Document]:
+    """Yield the documents of a source in its own order; line ends stay as they are, a byte order mark goes.
+
+    Raises:
+        ValueError: a row is broken, is not text, or is not UTF-8; the message names file, line or row, and byte.
+    """
+    for part in [replace(source, files=(file,)) for file in source.files] or [source]:
+        if part.files and file_kind(part.files[0]) == "text":
+            raw = part.files[0].read_bytes()
+            body = raw.removeprefix(BOM)
+            yield Document(decode(body, data, part.files[0], offset=len(raw) - len(body)), len(raw))
+            continue
+        for row in read_rows(part, (data.text_column,), data):
+            yield Document(text_cell(row.cells[0], data.text_column, row.where, data), row.num_source_bytes)
+
+
 @dataclass(frozen=True)
 class Split:
-    """How documents are held out."""
+    """The rule by which documents are held out for evaluation."""
 
     eval_fraction: float = 0.0
     """Documents whose hash lies in this lowest fraction of all hashes are held out."""
@@ -24,27 +53,22 @@ class Split:
     cut_tail: bool = False
     """Not whole documents, but the last `eval_fraction` of each document's characters."""
     note: str = ""
-    """What a user should know of this choice, if anything."""
+    """A note to the user about this choice, if any."""
 
-    def parts(self, document: Document) -> tuple[str, str]:
-        """The text to train on and the text held out; either may be empty."""
-        text = document.text
+    def divide(self, text: str) -> tuple[str, str]:
+        """Return the part of a document's text to train on and the part held out; either may be empty."""
         if self.cut_tail:
             num_kept = min(max(int(len(text) * (1 - self.eval_fraction)), 1), max(len(text) - 1, 1))
             return text[:num_kept], text[num_kept:]
-        return ("", text) if self.holds_out(text_hash(document)) else (text, "")
+        return ("", text) if self.holds_out(text) else (text, "")
 
-    def holds_out(self, value: int) -> bool:
-        """Whether the document with this hash is for evaluation."""
+    def holds_out(self, text: str) -> bool:
+        """Return whether a text is for evaluation."""
+        value = digest64(text.encode())
         return value < self.eval_fraction * _NUM_HASHES or value == self.moved_hash
 
 
-def text_hash(document: Document) -> int:
-    """64 bits of the text's BLAKE2b digest: the same in every process and version."""
-    return int.from_bytes(hashlib.blake2b(document.utf8, digest_size=8).digest(), "big")
-
-
-def choose_split(documents: Iterable[Document], eval_fraction: float) -> Split:
+def choose_split(texts: Iterable[str], eval_fraction: float) -> Split:
     """Hold out `eval_fraction` of the documents, and at least one; of a single document, its tail.
 
     Reads documents until both sides have one: all of a small corpus, about 1 / eval_fraction of a large one.
@@ -55,20 +79,19 @@ def choose_split(documents: Iterable[Document], eval_fraction: float) -> Split:
     split = Split(eval_fraction)
     if eval_fraction == 0:
         return split
-    first = last = None
-    one_text = True
-    num_held_out = num_trained = 0
-    for document in documents:
-        if not document.text:
-            continue
-        last = text_hash(document)
-        first = last if first is None else first
-        one_text = one_text and last == first
-        num_held_out += split.holds_out(last)
-        num_trained += not split.holds_out(last)
+    hashes: set[int] = set()
+    last = None
+    num_trained = num_held_out = 0
+    for text in filter(None, texts):
+        last = digest64(text.encode())
+        if len(hashes) < 2:
+            hashes.add(last)
+        is_held_out = split.holds_out(text)
+        num_held_out += is_held_out
+        num_trained += not is_held_out
         if num_held_out and num_trained:
             return split
-    if one_text:
+    if len(hashes) < 2:
         note = (
             f"the corpus is one document: its last {eval_fraction:.3g} is held out for evaluation (data.eval_fraction)"
         )
@@ -80,3 +103,12 @@ def choose_split(documents: Iterable[Document], eval_fraction: float) -> Split:
         )
     note = f"data.eval_fraction={eval_fraction} of {num_trained} documents is less than one: the last one is held out"
     return replace(split, moved_hash=last, note=note)
+
+
+def divide_rows(rows: Sequence[Row], texts: Sequence[str], eval_fraction: float) -> tuple[list[Row], list[Row], Split]:
+    """Return the rows to train on, those held out by their texts (equal ones are on one side), and the rule."""
+    split = choose_split(texts, eval_fraction)
+    sides: tuple[list[Row], list[Row]] = ([], [])
+    for row, text in zip(rows, texts):
+        sides[split.holds_out(text)].append(row)
+    return *sides, split

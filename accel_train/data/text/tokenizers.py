@@ -1,30 +1,29 @@
-"""Tokenizers: bytes, a BPE trained here, or a pretrained one; and how they read documents.
+"""Tokenizers: bytes, a BPE trained here, or a pretrained one; and their encoding of documents.
 
 Each has one separator token that begins every document. No document can spell it: special tokens inside a text are
 encoded as the ordinary characters that they are.
 """
 
-import hashlib
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.recipe import Model, Recipe
-from accel_train.recipe_data import TrainedTokenizer
-from accel_train.recipe_writing import show, who_set
+from accel_train.core.json_io import json_digest
+from accel_train.recipe.data import TrainedTokenizer
+from accel_train.recipe.schema import Model, Recipe
+from accel_train.recipe.writer import who_set
+from accel_train.recipe.yaml_core import show
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-SEPARATOR = "<|endoftext|>"
-"""The separator of the tokenizers made here."""
+SEPARATOR = "<|endoftext|>"  # the separator of the tokenizers made here
 
 BYTE_SEPARATOR_ID = 256
 
@@ -34,20 +33,20 @@ Encode = Callable[[Sequence[str]], list[NDArray[np.integer[Any]]]]
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, and how documents are read with it."""
+    """A tokenizer, and its encoding of documents."""
 
     tokenizer: "PreTrainedTokenizerBase"
     separator_id: int
-    """Begins every document."""
+    """The token that begins every document."""
     vocab_size: int
     """Rows that an embedding needs; every id is below it."""
     encode: Encode
     digest: str
-    """Hex; of everything that decides which ids a text gets."""
+    """Hex digest of everything that decides which ids a text gets."""
 
 
 def pretrained_tokenizer(name: str, *, trust_remote_code: bool) -> TextTokenizer:
-    """`bytes`, or the tokenizer of this name or folder.
+    """Return `bytes`, or the tokenizer of this name or folder.
 
     Raises:
         ValueError: it cannot be loaded, or has no token to separate documents.
@@ -58,17 +57,18 @@ def pretrained_tokenizer(name: str, *, trust_remote_code: bool) -> TextTokenizer
 
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", *, encode: Encode | None = None) -> TextTokenizer:
-    """A tokenizer with its separator, size, digest, and (unless given) the function that encodes texts."""
+    """Return a tokenizer with its separator, size, digest, and (unless given) the function that encodes texts."""
     separator_id = separator_of(tokenizer)
     encode = encode or document_encoder(tokenizer, separator_id)
     return TextTokenizer(tokenizer, separator_id, vocab_size_of(tokenizer), encode, tokenizer_digest(tokenizer))
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerFast":
-    """A tokenizer whose token ids 0 to 255 are the bytes of UTF-8, and 256 the separator; it round-trips any text."""
+    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 the separator; it round-trips any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -78,18 +78,18 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def encode_bytes(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-    """What `byte_tokenizer` gives, without the detour: the UTF-8 bytes (gigabytes a second)."""
+    """Return what `byte_tokenizer` gives, without the detour: the UTF-8 bytes (gigabytes a second)."""
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE (GPT-2's kind) trained on texts; the separator is token 0. The same texts give the same tokenizer.
+    """Train a byte-level BPE (GPT-2's kind) on texts; the separator is token 0. The same texts give the same tokenizer.
 
     A small corpus may support fewer than `vocab_size` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    _settle_rust_threads()
+    use_rust_threads()
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
@@ -104,7 +104,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """A pretrained tokenizer, from a folder or by its name on the hub.
+    """Return a pretrained tokenizer, from a folder or by its name on the hub.
 
     Raises:
         ValueError: nothing of that name can be loaded.
@@ -130,7 +130,7 @@ def check_tokenizer(recipe: Recipe) -> None:
     """Refuse a tokenizer whose ids mean other tokens than those that the pretrained weights were trained with.
 
     Raises:
-        ValueError: the tokenizer is trained anew, or its vocabulary is another, and nobody asked for that.
+        ValueError: the tokenizer is trained anew, or its vocabulary is another, and the recipe does not say so.
     """
     model, spec = recipe.model, recipe.tokenizer_in_use
     if model.pretrained is None or model.accept_new_tokenizer or spec == model.pretrained:
@@ -143,18 +143,15 @@ def check_tokenizer(recipe: Recipe) -> None:
             f"tokenizer={show(spec)} trains a new vocabulary, and the weights of model.pretrained={model.pretrained} know another; {remedy}"
         )
     own = _vocabulary_of_model(model)
-    new = (
-        byte_tokenizer() if spec == "bytes" else load_tokenizer(spec, trust_remote_code=model.trust_remote_code)
-    ).get_vocab()
+    tokenizer = byte_tokenizer() if spec == "bytes" else load_tokenizer(spec, trust_remote_code=model.trust_remote_code)
+    new = tokenizer.get_vocab()
     if own is None or own.items() <= new.items() or new.items() <= own.items():
         return
-    token, new_id = next(
-        (token, new[token]) for token in sorted(new, key=new.__getitem__) if own.get(token) != new[token]
-    )
+    token = next(token for token in sorted(new, key=new.__getitem__) if own.get(token) != new[token])
     meant = f"is {own[token]}" if token in own else "is not there"
     raise ValueError(
         f"tokenizer={show(spec)} ({who_set(recipe, 'tokenizer')}) has another vocabulary than model.pretrained={model.pretrained} was trained with: {token!r} is token "
-        f"{new_id}, and {meant} in the model's own; {remedy}"
+        f"{new[token]}, and {meant} in the model's own; {remedy}"
     )
 
 
@@ -171,7 +168,7 @@ def _vocabulary_of_model(model: Model) -> dict[str, int] | None:
 
 
 def separator_of(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The token that begins every document: end of text, else beginning, else a BERT's sep or cls.
+    """Return the token that begins every document: end of text, else beginning, else a BERT's sep or cls.
 
     Raises:
         ValueError: the tokenizer has none of them.
@@ -187,12 +184,12 @@ def separator_of(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def vocab_size_of(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Rows that an embedding needs: the number of tokens, or one more than the largest id where ids have gaps."""
+    """Return the rows that an embedding needs: the number of tokens, or the largest id + 1 where ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Hex digest of everything that decides which ids a text gets."""
+    """Return a hex digest of everything that decides which ids a text gets."""
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         for state in ("truncation", "padding", "post_processor"):  # not used on documents
@@ -203,14 +200,13 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
             "added": sorted(map(str, tokenizer.added_tokens_decoder.items())),
         }
     content = [content, sorted(tokenizer.get_vocab().items()), separator_of(tokenizer)]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json_digest(content)
 
 
 def document_encoder(tokenizer: "PreTrainedTokenizerBase", separator_id: int) -> Encode:
-    """The function that encodes texts with a tokenizer, on all cores where it is a fast one.
+    """Return the function that encodes texts with a tokenizer, on all cores where it is a fast one.
 
-    Raises (the returned function):
-        ValueError: the tokenizer gives the separator's id to ordinary text.
+    The function raises a ValueError where the tokenizer gives the separator's id to ordinary text.
     """
     encode_raw = _fast_encoder(tokenizer) if tokenizer.is_fast else _slow_encoder(tokenizer)
     separator = tokenizer.convert_ids_to_tokens(separator_id)
@@ -228,7 +224,7 @@ def document_encoder(tokenizer: "PreTrainedTokenizerBase", separator_id: int) ->
 def _fast_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
     from tokenizers import Tokenizer
 
-    _settle_rust_threads()
+    use_rust_threads()
     backend: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: the user's stays as it is
     backend.no_truncation()
     backend.no_padding()
@@ -250,24 +246,16 @@ def _slow_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
 
 def _encode_around(text: str, separator: str, separator_id: int, encode_raw: Encode) -> NDArray[np.integer[Any]]:
     """Encode a text whose vocabulary has the separator as an ordinary word: each occurrence is cut in two first."""
-    parts = list(_cut_inside(text, separator))
+    first, *others = text.split(separator)
+    heads = [first, *(separator[1:] + other for other in others)]
+    parts = [*(head + separator[:1] for head in heads[:-1]), heads[-1]]
     ids = np.concatenate(encode_raw(parts))
     if (ids == separator_id).any():
         raise ValueError(
             f"tokenizer: it gives ordinary text the id {separator_id} of its separator {separator!r} (for characters that "
-            "it does not know, perhaps); documents could not be told apart, so use another tokenizer, for example bytes"
+            "it does not know, perhaps); documents could not be separated, so use another tokenizer, for example bytes"
         )
     return ids
-
-
-def _cut_inside(text: str, separator: str) -> Iterator[str]:
-    first, *others = text.split(separator)
-    head, tail = separator[:1], separator[1:]
-    current = first
-    for other in others:
-        yield current + head
-        current = tail + other
-    yield current
 
 
 def _wrap(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
@@ -278,13 +266,6 @@ def _wrap(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
     )
 
 
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _settle_rust_threads() -> None:
+def use_rust_threads() -> None:
     """Say that the library's threads are wanted: undecided, it warns in each DataLoader worker forked afterwards."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

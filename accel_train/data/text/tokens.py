@@ -1,4 +1,4 @@
-"""Files of token ids: raw ones (nanoGPT) and those with llm.c's header are read, raw ones are written.
+"""Token ids on disk: raw files (nanoGPT) and those with llm.c's header are read, raw ones are written; and windows over them.
 
 A raw file is little-endian uint16 and nothing else. A header is 256 int32: magic number, version, token count, zeros.
 """
@@ -11,7 +11,13 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from accel_train.core.errors import DataError
+from accel_train.data.labels import IGNORED_LABEL
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -19,11 +25,12 @@ _HEADER_INTS = 256
 # llm.c, dev/data/data_common.py: magic number -> version, type of the tokens. modded-nanogpt writes the first.
 _HEADERS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 _CHUNK_TOKENS = 1 << 22
+PADDING = -1  # fills a short last window; never the id of a token
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Where the tokens of a file lie."""
+    """A file of tokens, and their place in it."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -31,19 +38,19 @@ class TokenFile:
     offset_bytes: int = 0
 
     def map(self) -> Tokens:
-        """The tokens as an array over the file's pages; nothing is read yet."""
+        """Return the tokens as an array over the file's pages; nothing is read yet."""
         return map_tokens(self.path, self.dtype, self.num_tokens, self.offset_bytes)
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any], num_tokens: int, offset_bytes: int = 0) -> Tokens:
-    """A file's tokens as a plain array over its pages (indexing an np.memmap costs twice as much: its subclass)."""
+    """Return a file's tokens as a plain array over its pages (indexing an np.memmap costs twice as much: its subclass)."""
     if num_tokens == 0:
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset_bytes, shape=(num_tokens,)))
 
 
 def inspect_token_file(path: Path) -> TokenFile:
-    """Find out which kind a `.bin` file is, by its first bytes.
+    """Return the kind and size of a `.bin` file, by its first bytes.
 
     Raises:
         ValueError: its size is not that of whole tokens, or not what its header says.
@@ -67,10 +74,10 @@ def inspect_token_file(path: Path) -> TokenFile:
 
 
 def token_chunks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[Tokens]:
-    """The tokens of all files in order, some millions at a time.
+    """Yield the tokens of all files in order, some millions at a time.
 
     Raises:
-        ValueError: a token is no id of the tokenizer; the text names file and position.
+        ValueError: a token is no id of the tokenizer; the message names file and position.
     """
     for file in files:
         tokens = file.map()
@@ -85,32 +92,29 @@ def token_chunks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[Tokens
             yield chunk
 
 
-def held_out_start(files: Sequence[TokenFile], separator_id: int, eval_fraction: float) -> tuple[int, bool]:
-    """Where the held-out tail of a token stream begins, and whether a document begins there.
+def tail_start(files: Sequence[TokenFile], separator_id: int, eval_fraction: float) -> tuple[int, bool]:
+    """Return where the held-out tail of a token stream begins, and whether a document begins there.
 
     The separator nearest to a tail of `eval_fraction` is taken, if the tail is then at most twice as long.
     """
     total = sum(file.num_tokens for file in files)
     target = int(total * (1 - eval_fraction))
-    nearest: int | None = None
-    file_start = 0
+    low, high, file_start = max(2 * target - total, 1), total - 1, 0
+    found = [np.zeros(0, np.int64)]
     for file in files:
-        tokens = file.map()
-        low = max(2 * target - total, 1) - file_start
-        high = min(total - 1 - file_start, file.num_tokens)
-        for start in range(max(low, 0), high, _CHUNK_TOKENS):
-            found = (
-                file_start + start + np.flatnonzero(tokens[start : min(start + _CHUNK_TOKENS, high)] == separator_id)
-            )
-            for position in found[np.argsort(np.abs(found - target))[:1]].tolist():
-                if nearest is None or abs(position - target) < abs(nearest - target):
-                    nearest = position
+        start, stop = max(low - file_start, 0), min(high - file_start, file.num_tokens)
+        for begin in range(start, stop, _CHUNK_TOKENS):
+            chunk = file.map()[begin : min(begin + _CHUNK_TOKENS, stop)]
+            found.append(file_start + begin + np.flatnonzero(chunk == separator_id))
         file_start += file.num_tokens
-    return (target, False) if nearest is None else (nearest, True)
+    separators = np.concatenate(found)
+    if not len(separators):
+        return target, False
+    return int(separators[np.abs(separators - target).argmin()]), True
 
 
 class ShardWriter:
-    """A raw token file being written, with what is counted on the way."""
+    """Writes a raw token file, and counts its tokens."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], vocab_size: int) -> None:
         self.num_tokens = 0
@@ -135,6 +139,84 @@ class ShardWriter:
         self._file.write(np.ascontiguousarray(tokens, self._dtype).data)
 
 
-def shard_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Two bytes a token where the vocabulary allows it, else four; little-endian."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+class WindowDataset(Dataset[NDArray[np.int64]]):
+    """A token stream in windows of `sequence_length` inputs and, one token further, their targets.
+
+    Window i holds tokens i*T to i*T + T, T + 1 of them, so that each token but the first is a target exactly once.
+    The file is mapped on first use, in each process: pickled to a DataLoader's worker, it is a path and three numbers.
+    """
+
+    def __init__(
+        self, path: Path, *, dtype: np.dtype[Any], num_tokens: int, sequence_length: int, vocab_size: int | None = None
+    ) -> None:
+        self.path, self.dtype, self.num_tokens = path, dtype, num_tokens
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        self._tokens: Tokens | None = None
+        self._whole: Tokens = np.zeros((0, 0), dtype)  # a view of the tokens: (windows that are whole, T + 1)
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.num_tokens - 1) // self.sequence_length))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokens": None, "_whole": None}
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return window `index`: (T + 1,) int64."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return windows in the order of `indices`: (B, T + 1) int64; a short last one ends in -1.
+
+        Raises:
+            IndexError: there is no such window.
+            DataError: a token is not below `vocab_size`.
+        """
+        last, length = max(indices, default=0), self.sequence_length
+        if indices and not (last < len(self) and min(indices) >= 0):
+            raise IndexError(f"windows {list(indices)} of {len(self)}")
+        if self._tokens is None:
+            self._tokens = tokens = map_tokens(self.path, self.dtype, self.num_tokens)
+            self._whole = sliding_window_view(tokens, length + 1)[::length] if len(tokens) > length else tokens[:0]
+        if last < len(self._whole):
+            rows = self._whole[indices].astype(np.int64)
+        else:
+            positions = np.asarray(indices, np.int64)[:, None] * length + np.arange(length + 1)
+            inside = np.minimum(positions, self.num_tokens - 1)
+            rows = np.where(positions == inside, self._tokens[inside].astype(np.int64), PADDING)
+        # An id that the embedding has no row for would be an assertion of the device, or a wrong loss.
+        if self.vocab_size is not None and rows.size and rows.max() >= self.vocab_size:
+            number, column = np.argwhere(rows >= self.vocab_size)[0]
+            raise DataError(
+                f"{self.path}: token {rows[number, column]} at position {indices[number] * length + column} is not below "
+                f"the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, and run again: it "
+                "is made anew"
+            )
+        return rows
+
+
+def collate_windows(
+    rows: NDArray[np.int64] | Sequence[NDArray[np.int64]], *, separator_id: int, mask_documents: bool
+) -> dict[str, Any]:
+    """Turn rows of T + 1 tokens into one batch of a language model.
+
+    `input_ids` (B, T) int64; `labels` (B, T) int64, where labels[:, t] is the token after input t, or -100 where there
+    is none; `num_targets`, the int number of labels that count. With `mask_documents` also `position_ids` (B, T), which
+    restart at each separator, and `document_ids` (B, T), which count the separators of the row up to there.
+    """
+    tokens = rows if isinstance(rows, np.ndarray) else np.stack(rows)
+    inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    num_targets = labels.size
+    is_start = inputs == separator_id if mask_documents else None
+    if tokens[:, -1].min() < 0:  # padding is at the end, if anywhere
+        if is_start is not None:  # it is one document of its own
+            is_start |= (inputs == PADDING) & (np.roll(inputs, 1, axis=1) != PADDING)
+        num_targets -= int(np.count_nonzero(labels == PADDING))
+        inputs[inputs == PADDING] = separator_id
+        labels[labels == PADDING] = IGNORED_LABEL
+    batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), "num_targets": num_targets}
+    if is_start is not None:
+        steps = np.arange(inputs.shape[1])
+        starts = np.maximum.accumulate(np.where(is_start, steps, 0), axis=1)
+        batch["position_ids"] = torch.from_numpy(steps - starts)
+        batch["document_ids"] = torch.from_numpy(np.cumsum(is_start, axis=1, dtype=np.int64))
+    return batch

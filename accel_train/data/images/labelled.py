@@ -1,0 +1,202 @@
+"""Divide the images that a recipe names into training and evaluation; and for classification read labels as numbers."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from accel_train.data.images.images import (
+    INSPECTED_LIMIT,
+    ArrayImages,
+    FileImages,
+    ImagePool,
+    Images,
+    held_out,
+    inspect_images,
+    text_digest,
+)
+from accel_train.data.images.pools import read_pools
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
+from accel_train.recipe.data import Data
+
+_EVAL_NAMES = ("val", "validation", "valid", "dev", "test")
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Some `rows` of a pool's images, in their order; `ids` (`data.id_column`) and `masks` are those of the whole pool."""
+
+    images: Images
+    rows: NDArray[np.int64]
+    ids: list[str] | None
+    labels: NDArray[np.int64]
+    """The number of each one's class; -100 where there is none."""
+    masks: Images | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def image(self, index: int) -> Image.Image:
+        """Return the image in its own mode, upright."""
+        return self.images[int(self.rows[index])]
+
+    def where(self, index: int) -> str:
+        """Return the image's file, or file and row."""
+        return self.images.where(int(self.rows[index]))
+
+    def row_id(self, index: int) -> str:
+        """Return the name of the image in predictions: its id column, else its file, or file and row."""
+        return self.where(index) if self.ids is None else self.ids[int(self.rows[index])]
+
+
+@dataclass(frozen=True)
+class ImageSets:
+    """The images of a recipe for training and evaluation."""
+
+    train: ImageRows
+    eval: ImageRows | None
+    description: str
+    contents: tuple[str, ...]
+    """Digests of the images with their labels or masks."""
+    notes: tuple[str, ...]
+    label_names: tuple[str, ...] = ()
+    """The classes in the order of their ids."""
+
+    @property
+    def identity(self) -> str:
+        """Return a digest that changes when images, labels, masks or names change."""
+        return text_digest([*self.contents, *self.label_names])
+
+    @property
+    def decoded(self) -> bool:
+        """Return whether all images are pixels of an array, so that nothing is left to decode."""
+        return all(isinstance(side.images, ArrayImages) for side in (self.train, self.eval) if side is not None)
+
+    def named(self, names: tuple[str, ...], notes: tuple[str, ...]) -> "ImageSets":
+        """Return the same images with the names of their classes, and further notes."""
+        return replace(self, label_names=names, notes=tuple(dict.fromkeys((*self.notes, *notes))))
+
+
+def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageSets:
+    """Divide the images of `data.train` into training and evaluation, unless `other` holds those of `data.eval`.
+
+    `other` may be `pool` itself, which is then both sides. The classes have no names yet.
+
+    Raises:
+        ValueError: an image is broken, or none is left to train on.
+    """
+    digests = _look_at(pool.images, needed=other is None and data.eval_fraction > 0)
+    description, contents, notes = pool.description, [_identity(pool, digests)], list(pool.notes)
+    train = _rows(pool, np.arange(len(pool.images)))
+    held: ImageRows | None = train
+    if other is None:
+        chosen = np.zeros(len(pool.images), dtype=bool) if digests is None else held_out(digests, data.eval_fraction)
+        if chosen.all():
+            raise ValueError(
+                f"no training images are left: all {len(chosen)} fall into data.eval_fraction={data.eval_fraction} (copies "
+                "stay together); lower it, or name others in data.eval"
+            )
+        train = _rows(pool, np.flatnonzero(~chosen))
+        held = _rows(pool, np.flatnonzero(chosen)) if chosen.any() else None
+    elif other is not pool:
+        other_digests = _look_at(other.images, needed=False)
+        held = _rows(other, np.arange(len(other.images)))
+        description += f"; evaluation: {other.description}"
+        contents.append(_identity(other, other_digests))
+        notes += other.notes
+        if digests is not None and other_digests is not None and data.eval != data.train:
+            num_shared = int(np.isin(other_digests, digests).sum())
+            note = f"{num_shared} of {len(other_digests)} evaluation images are training images as well"
+            notes += [note] if num_shared else []
+    return ImageSets(train, held, description, tuple(contents), tuple(notes))
+
+
+def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None) -> ImageSets:
+    """Read the images that a recipe names, with labels as numbers, and what is held out of them.
+
+    `known_names` are those of a pretrained classifier: if it has just these classes, its order is kept, and its head.
+
+    Raises:
+        ValueError: something is missing or broken; the message names file, row or column.
+    """
+    train_names, eval_names, notes = _eval_beside_train(data)
+    pool = read_pools(train_names, data, "data.train", masks=False)
+    if data.label_names is None and isinstance(pool.images, FileImages) and len(set(pool.labels)) == 1:
+        folder = pool.images.root / pool.labels[0]
+        raise ValueError(
+            f"data.train: the one class folder is {folder}, and a classifier needs two; is it one too high?"
+        )
+    scheme = label_scheme(
+        pool.labels,
+        pool.images.where,
+        column=data.label_column,
+        problem_type="single_label",
+        label_names=data.label_names,
+        feature_names=pool.names,
+        known_names=known_names,
+    )
+    pool = _numbered(pool, scheme)
+    other = None if eval_names is None else pool
+    if eval_names not in (None, train_names):  # the same: a trained model is shown other data, nothing is trained
+        other = _numbered(read_pools(eval_names, data, "data.eval", masks=False), scheme)
+    sets = divide_pools(pool, other, data)
+    return sets.named(scheme.names, (*notes, *_untrained_classes(sets, scheme.names, data)))
+
+
+def _numbered(pool: ImagePool, scheme: LabelScheme) -> ImagePool:
+    return replace(pool, class_ids=scheme.encode(pool.labels, pool.images.where)) if scheme.column else pool
+
+
+def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:
+    labels = np.full(len(rows), IGNORED_LABEL) if pool.class_ids is None else pool.class_ids[rows]
+    return ImageRows(pool.images, rows, pool.ids, labels, pool.masks)
+
+
+def _eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:
+    """The names to train and to evaluate on, and a note: in a folder with splits, `train` and the held-out one."""
+    train = (data.train,) if isinstance(data.train, str) else data.train
+    held = (data.eval,) if isinstance(data.eval, str) else data.eval
+    root = Path(train[0]).expanduser() if len(train) == 1 else None
+    if root is None or not root.is_dir():
+        return train, held, ()
+    folder = root if root.name == "train" else root / "train"
+    beside = next((found for name in _EVAL_NAMES if (found := folder.with_name(name)).is_dir()), None)
+    if beside is None or not folder.is_dir():
+        return train, held, ()
+    if held is None:
+        return (str(folder),), (str(beside),), (f"evaluation is on {beside}, found next to {folder}",)
+    if held == train and folder != root:  # a trained model is shown a folder with splits
+        return (str(beside),), (str(beside),), (f"of {root}, {beside.name} is read",)
+    return (str(folder),), held, ()
+
+
+def _look_at(images: Images, *, needed: bool) -> NDArray[np.uint64] | None:
+    """The digest of each image; above 20,000 of them only where the split needs it."""
+    return inspect_images(images) if needed or len(images) <= INSPECTED_LIMIT else None
+
+
+def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:
+    masks = () if pool.masks is None else (pool.masks,)
+    if digests is None:
+        return text_digest([*(images.stamp() for images in (pool.images, *masks)), *map(str, pool.labels)])
+    contents = (found.tobytes().hex() for found in (digests, *map(inspect_images, masks)))
+    return text_digest([*contents, *map(str, pool.labels)])
+
+
+def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: Data) -> tuple[str, ...]:
+    """Classes without a training image: an error where the evaluation has some, unless the recipe lists the classes."""
+    if data.label_column is None:
+        return ()
+    trained, evaluated = (set() if side is None else set(side.labels.tolist()) for side in (sets.train, sets.eval))
+    missing = [name for number, name in enumerate(names) if number not in trained]
+    if not missing:
+        return ()
+    asked = [name for number, name in enumerate(names) if number in evaluated - trained]
+    if asked and data.label_names is None:
+        raise ValueError(
+            f"no training image is of the class {asked[0]!r}, which the evaluation has; add some"
+            + (", or lower data.eval_fraction" if data.eval is None else ", or list all classes in data.label_names")
+        )
+    return (f"no training image is of {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}",)

@@ -1,0 +1,148 @@
+"""Resolve a name in `data.train` or `data.eval` to images, each with a label or a mask as its source has it."""
+
+import glob
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
+from accel_train.data.builtin.digit_scenes import digit_scenes, digits
+from accel_train.data.images.images import FileImages, ImagePool, join_images, list_images
+from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
+from accel_train.data.sources import resolve_sources
+from accel_train.recipe.data import Data
+
+
+def read_pools(names: str | Iterable[str], data: Data, key: str, *, masks: bool) -> ImagePool:
+    """Read everything that `key` (`data.train` or `data.eval`) names as one pool, with `masks` or with labels.
+
+    Raises:
+        ValueError: something is missing, of an unknown kind, or a row is broken; the message names it.
+    """
+    names = (names,) if isinstance(names, str) else names
+    data = data.model_copy(update={"label_column" if masks else "mask_column": None})
+    pools = [pool for name in names for pool in _read_pool(name, data, key, masks)]
+    if not pools:
+        known = f"with images/ and masks/, a table, an array, or {DIGIT_SCENES}"
+        known = known if masks else "of images, a table, an array, or digits"
+        raise ValueError(f"{key} is empty; name a folder {known}")
+    if len({pool.names for pool in pools}) > 1:
+        raise ValueError(f"{key}: its sources do not agree on the names of the classes; say data.label_names")
+    ids = [name for pool in pools for name in pool.ids or map(pool.images.where, range(len(pool.images)))]
+    all_masks = [pool.masks for pool in pools if pool.masks is not None]
+    return ImagePool(
+        join_images([pool.images for pool in pools]),
+        ", ".join(pool.description for pool in pools),
+        [label for pool in pools for label in pool.labels],
+        masks=join_images(all_masks) if all_masks else None,
+        names=pools[0].names,
+        ids=ids if any(pool.ids for pool in pools) else None,
+        notes=tuple(note for pool in pools for note in pool.notes),
+    )
+
+
+def scenes_pool(*, held_out: bool) -> ImagePool:
+    """Return the embedded scenes of digits with their masks: those to train on, or those to evaluate on."""
+    images, masks = digit_scenes(held_out=held_out)
+    return ImagePool(images, f"{images.name}: {len(images):,} images", masks=masks)
+
+
+def _read_pool(name: str, data: Data, key: str, masks: bool) -> list[ImagePool]:
+    if masks and name == DIGIT_SCENES:
+        return [scenes_pool(held_out=key == "data.eval")]
+    if not masks and name == "digits":
+        array, targets = digits()
+        return [ImagePool(array, f"digits of scikit-learn: {len(array):,} images", targets.tolist())]
+    path = Path(name).expanduser()
+    if path.suffix.lower() in ARRAY_SUFFIXES:
+        found = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
+        if not found:
+            raise ValueError(f"{key}: there is no file {name!r} (seen from {Path.cwd()}); check the path")
+        return [array_pool(Path(each), data) for each in found]
+    if path.is_dir() and (pool := _folder_pool(path, data, key, masks)) is not None:
+        return [pool]
+    (source,) = resolve_sources(name, data, key=key)
+    tables = [replace(source, files=(file,)) for file in source.files] or [source]
+    return [table_pool(table, data) for table in tables]
+
+
+def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | None:
+    """The images below a folder with what the folder says of them; None where it holds none (it may hold tables)."""
+    folders = _pair_of_folders(path) if masks else None
+    if folders is not None and data.mask_column is not None:
+        return _pairs_pool(*folders)
+    folder = path if folders is None else folders[0]
+    files, num_others = list_images(folder)
+    if not files and not masks and not num_others and any(entry.is_dir() for entry in path.iterdir()):
+        raise ValueError(f"{key}: there is no image below the folder {str(path)!r}; expected {path}/CLASS/*.png")
+    if not files:
+        return None
+    notes = (f"{folder}: left out {num_others} files that are no images",) if num_others else ()
+    pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {len(files):,} images", notes=notes)
+    if data.label_column is not None:
+        return _with_class_folders(pool, folder, files, key)
+    if data.mask_column is not None:
+        raise ValueError(
+            f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names"
+        )
+    return pool
+
+
+def _with_class_folders(pool: ImagePool, folder: Path, files: list[str], key: str) -> ImagePool:
+    """The pool with labels from root/CLASS/.../image: the first folder below the root is the class."""
+    classless = [file for file in files if "/" not in file]
+    if classless:
+        raise ValueError(
+            f"{key}: {folder / classless[0]} lies in no class folder; expected {folder}/CLASS/{classless[0]} (move or "
+            "remove it, or name a table with columns for image and label)"
+        )
+    labels = [file.split("/", 1)[0] for file in files]
+    folders = {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    empty = sorted(folders - set(labels))
+    if empty:
+        raise ValueError(
+            f"{key}: the class folder {folder / empty[0]} holds no image; add some, or remove the folder"
+            + (f" (and {len(empty) - 1} more)" if len(empty) > 1 else "")
+        )
+    return replace(pool, labels=labels, description=f"{pool.description} in {len(folders)} folders")
+
+
+def _pair_of_folders(path: Path) -> tuple[Path, Path] | None:
+    """`path/images` and `path/masks`; or, for a path that goes through a folder `images`, its twin through `masks`."""
+    if (path / "images").is_dir() and (path / "masks").is_dir():
+        return path / "images", path / "masks"
+    parts = path.parts
+    if "images" not in parts:
+        return None
+    last = len(parts) - 1 - parts[::-1].index("images")
+    twin = Path(*parts[:last], "masks", *parts[last + 1 :])
+    return (path, twin) if twin.is_dir() else None
+
+
+def _pairs_pool(images: Path, masks: Path) -> ImagePool:
+    """Images and masks of one relative name, whatever the ends (`a/b.jpg` and `a/b.png`)."""
+    image_names, mask_names = list_images(images)[0], list_images(masks)[0]
+    mask_of: dict[str, str] = {}
+    for name in mask_names:
+        stem = os.path.splitext(name)[0]
+        if stem in mask_of:
+            raise ValueError(f"{masks / mask_of[stem]} and {masks / name} are masks of one image; remove one of them")
+        mask_of[stem] = name
+    if not image_names:
+        raise ValueError(f"{images} holds no image; add some, or name another folder")
+    stems = [os.path.splitext(name)[0] for name in image_names]
+    alone = [name for name, stem in zip(image_names, stems) if stem not in mask_of]
+    if alone:
+        more = f" (and {len(alone) - 1} more images have none)" if len(alone) > 1 else ""
+        raise ValueError(
+            f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another image "
+            f"format){more}; add it, or remove the image"
+        )
+    left_out = len(mask_of) - len(set(stems))
+    return ImagePool(
+        FileImages(images, tuple(image_names)),
+        f"{images} and {masks}: {len(stems):,} pairs",
+        masks=FileImages(masks, tuple(mask_of[stem] for stem in stems)),
+        notes=(f"{masks}: left out {left_out} masks without an image",) if left_out else (),
+    )

@@ -1,0 +1,258 @@
+"""Images with masks, a class number for each pixel: found, divided, read in pairs, augmented in training, and batched.
+
+Augmentation keeps no state, so the same pair and generator give the same bits, in whichever process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.data import Dataset
+
+from accel_train.core.errors import DataError
+from accel_train.data.builtin.digit_scenes import LABEL_NAMES
+from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
+from accel_train.data.images.augment import Pixels, color_jitter
+from accel_train.data.images.decoding import Mode, to_mode
+from accel_train.data.images.images import evenly_spaced, in_threads
+from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
+from accel_train.data.images.pools import read_pools, scenes_pool
+from accel_train.data.images.preprocessing import Preprocessing
+from accel_train.recipe.data import Augment, Data
+
+Mask = NDArray[np.uint8]
+
+_LOSSY_FORMATS = ("JPEG", "MPO")
+
+
+def read_pair(
+    images: ImageRows, index: int, mode: Mode, num_classes: int, ignore_index: int
+) -> tuple[Image.Image, Mask]:
+    """Return an image in the colours that the model sees, and its mask (H, W), of one size; all ignored without masks.
+
+    Raises:
+        DataError: one of them cannot be read, they differ in size, or a pixel has no class; names both.
+    """
+    where = images.where(index)
+    mask_where = "not there" if images.masks is None else images.masks.where(int(images.rows[index]))
+    try:
+        image = to_mode(images.image(index), mode, where)
+    except DataError as error:
+        raise DataError(f"{error} (its mask is {mask_where})") from error
+    if images.masks is None:
+        return image, np.full((image.height, image.width), ignore_index, np.uint8)
+    mask = read_mask(images, index)
+    if mask.shape != image.size[::-1]:
+        raise DataError(
+            f"{where} has {image.width} x {image.height} pixels and its mask {mask_where} has {mask.shape[1]} x "
+            f"{mask.shape[0]}; a mask has one class number for each pixel of its image"
+        )
+    wrong = (mask >= num_classes) & (mask != ignore_index)
+    if wrong.any():
+        y, x = np.argwhere(wrong)[0].tolist()
+        raise DataError(
+            f"{mask_where}, the mask of {where}: the pixel at x={x}, y={y} is {mask[y, x]}, but there are {num_classes} "
+            f"classes (0 to {num_classes - 1}), and data.ignore_index is {ignore_index}; repair the mask, list all classes "
+            f"in data.label_names, or set data.ignore_index: {mask[y, x]} if such pixels are not to count"
+        )
+    return image, mask
+
+
+def read_mask(images: ImageRows, index: int) -> Mask:
+    """Return the class number of each pixel, (H, W), of an image that has a mask."""
+    assert images.masks is not None
+    row = int(images.rows[index])
+    try:
+        return mask_values(images.masks[row], images.masks.where(row))
+    except DataError as error:
+        raise DataError(f"{error} (it is the mask of {images.where(index)})") from error
+
+
+def count_pixels(images: ImageRows, limit: int | None = None) -> NDArray[np.int64]:
+    """Return how many pixels have each of the values 0 to 255, (256,), in `limit` masks, evenly spaced, or in all."""
+    chosen = [] if images.masks is None else evenly_spaced(len(images), limit or len(images))
+    found = in_threads(lambda index: np.bincount(read_mask(images, index).reshape(-1), minlength=256), chosen)
+    return np.sum([np.zeros(256, np.int64), *found], axis=0, dtype=np.int64)
+
+
+def mask_values(mask: Image.Image, where: str) -> Mask:
+    """Return the numbers in a mask's pixels: grey, palette (the index, not the colour), black and white (0, 1), or 16 bits.
+
+    Raises:
+        DataError: it is a JPEG or a colour image, or a number is above 255.
+    """
+    if mask.format in _LOSSY_FORMATS:
+        raise DataError(
+            f"{where}: a mask must not be a JPEG, which smears class numbers at every edge; write the masks again as PNG, from "
+            "what the JPEG was made of"
+        )
+    if mask.mode not in ("L", "P", "1", "I") and not mask.mode.startswith("I;16"):
+        raise DataError(
+            f"{where}: a mask of mode {mask.mode} holds colours; save it with one class number for each pixel (grey or palette)"
+        )
+    values = np.asarray(mask)
+    if values.size and (values.max() > 255 or values.min() < 0):
+        raise DataError(f"{where}: a pixel is {values.max()}; class numbers are 0 to 255")
+    return values.astype(np.uint8)
+
+
+def read_masked_images(data: Data, known_names: tuple[str, ...] | None = None) -> ImageSets:
+    """Read the images and masks that a recipe names, and what is held out of them.
+
+    `known_names` are the classes of a pretrained model: taken where the masks have as many and the recipe names none.
+
+    Raises:
+        ValueError: something is missing or broken; the text names both files.
+    """
+    pool = read_pools(data.train, data, "data.train", masks=True)
+    other = None if data.eval is None else read_pools(data.eval, data, "data.eval", masks=True)
+    if _are_scenes(data) and data.eval is None and data.eval_fraction > 0:
+        other = scenes_pool(held_out=True)
+    sets = divide_pools(pool, other, data)
+    return sets.named(*_label_names(sets.train, data, known_names))
+
+
+def _are_scenes(data: Data) -> bool:
+    return data.train in (DIGIT_SCENES, (DIGIT_SCENES,))
+
+
+def _label_names(
+    train: ImageRows, data: Data, known_names: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The classes in the order of their numbers, and notes; without names, all training masks are read for their numbers."""
+    if data.label_names is not None:
+        return data.label_names, ()
+    if _are_scenes(data):
+        return LABEL_NAMES, ()
+    if train.masks is None:
+        raise ValueError("data.mask_column: none is for images to predict; then data.label_names says the classes")
+    counts = count_pixels(train)
+    counts[data.ignore_index] = 0
+    if not counts.any():
+        raise ValueError(f"data.train: every pixel of the masks is data.ignore_index={data.ignore_index}")
+    num_classes = int(np.flatnonzero(counts)[-1]) + 1
+    note = f"the masks have the numbers 0 to {num_classes - 1}"
+    if known_names is not None and len(known_names) == num_classes:
+        return known_names, (f"{note}, which are taken for the pretrained model's classes",)
+    return tuple(map(str, range(num_classes))), (f"{note}; data.label_names gives them names",)
+
+
+@dataclass(frozen=True)
+class SegmentSettings:
+    """The settings of samples; `ignore_index` is a value of mask files, and of the labels of a batch."""
+
+    preprocessing: Preprocessing
+    crop_size: int
+    """Edge of a training sample."""
+    num_classes: int
+    ignore_index: int
+    augment: Augment
+
+
+class SegmentSample(NamedTuple):
+    """One image and its mask."""
+
+    image: Pixels
+    """(S, S, 3), or (S, S) where the model takes grey ones."""
+    mask: Mask
+    """(H, W): S x S in training, the mask's own size in evaluation."""
+
+
+class SegmentationImages(Dataset[SegmentSample]):
+    """Pairs for evaluation: the whole image, resized to a square, and the mask as it is."""
+
+    def __init__(self, pairs: ImageRows, settings: SegmentSettings) -> None:
+        self.pairs, self.settings = pairs, settings
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> SegmentSample:
+        image, mask = self.decoded(index)
+        preprocessing = self.settings.preprocessing
+        return SegmentSample(np.asarray(_resized(image, preprocessing.image_size, preprocessing.resample)), mask)
+
+    def decoded(self, index: int) -> tuple[Image.Image, Mask]:
+        """Return the whole image, in the colours that the model sees, and its mask."""
+        settings = self.settings
+        return read_pair(self.pairs, index, settings.preprocessing.mode, settings.num_classes, settings.ignore_index)
+
+
+class SegmentationCrops(SegmentationImages):
+    """Pairs for training: by index the crop in the middle, by `draw` one with its augmentation."""
+
+    def __getitem__(self, index: int) -> SegmentSample:
+        edge = self.settings.preprocessing.image_size
+        corner = (edge - self.settings.crop_size) // 2
+        image, mask = _crop_pair(*self.decoded(index), self.settings, edge, (corner, corner))
+        return SegmentSample(np.asarray(image), mask)
+
+    def draw(self, index: int, generator: np.random.Generator) -> SegmentSample:
+        """Return a training sample, drawn by the generator alone."""
+        return augment_pair(*self.decoded(index), self.settings, generator)
+
+
+def augment_pair(
+    image: Image.Image, mask: Mask, settings: SegmentSettings, generator: np.random.Generator
+) -> SegmentSample:
+    """Return a crop (crop_size, crop_size) at a random place of the pair, scaled by a random factor, flipped and coloured.
+
+    The factor is uniform in `scale_range` and relative to `image_size`. What a crop has beyond the image is mean colour, and
+    `ignore_index` in the mask.
+    """
+    augment = settings.augment
+    factor = 1.0 if augment.scale_range is None else generator.uniform(*augment.scale_range)
+    edge = max(1, round(settings.preprocessing.image_size * factor))
+    room = edge - settings.crop_size
+    left, top = generator.integers(min(room, 0), max(room, 0) + 1, 2).tolist()
+    image, cut = _crop_pair(image, mask, settings, edge, (left, top))
+    if generator.random() < augment.horizontal_flip:
+        image, cut = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT), cut[:, ::-1]
+    if generator.random() < augment.vertical_flip:
+        image, cut = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM), cut[::-1]
+    pixels = np.asarray(color_jitter(image, augment.color_jitter, generator))
+    return SegmentSample(pixels, np.ascontiguousarray(cut))
+
+
+def _crop_pair(
+    image: Image.Image, mask: Mask, settings: SegmentSettings, edge: int, corner: tuple[int, int]
+) -> tuple[Image.Image, Mask]:
+    """The square of `crop_size` from this corner (left, top; below 0 puts the image inside) of the pair, resized to one of `edge`."""
+    preprocessing, size = settings.preprocessing, (settings.crop_size, settings.crop_size)
+    place = (-corner[0], -corner[1])
+    mean = tuple(round(255 * channel) for channel in preprocessing.mean)
+    canvas = Image.new(image.mode, size, mean if len(mean) > 1 else mean[0])
+    canvas.paste(_resized(image, edge, preprocessing.resample), place)
+    ignored = Image.new("L", size, settings.ignore_index)
+    ignored.paste(_resized(Image.fromarray(mask), edge, Image.Resampling.NEAREST), place)
+    return canvas, np.asarray(ignored)
+
+
+def _resized(image: Image.Image, edge: int, resample: int) -> Image.Image:
+    return image if image.size == (edge, edge) else image.resize((edge, edge), resample)
+
+
+def collate_segments(
+    samples: Sequence[SegmentSample], *, preprocessing: Preprocessing, ignore_index: int
+) -> dict[str, Any]:
+    """Return pixel_values (N, C, S, S) fp32; labels (N, H, W) uint8, each in the corner of the largest, the rest ignored.
+
+    `num_targets` counts the pixels that are not ignored. Where sizes differ, `label_sizes` (N, 2) fp32 has each one's height
+    and width.
+    """
+    sizes = np.array([sample.mask.shape for sample in samples])
+    labels = np.full((len(samples), *sizes.max(axis=0)), ignore_index, np.uint8)
+    for label, sample in zip(labels, samples):
+        label[: sample.mask.shape[0], : sample.mask.shape[1]] = sample.mask
+    batch: dict[str, Any] = {
+        "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
+        "labels": torch.from_numpy(labels),
+        "num_targets": int(np.count_nonzero(labels != ignore_index)),
+    }
+    if (sizes != sizes[0]).any():
+        batch["label_sizes"] = torch.from_numpy(sizes.astype(np.float32))
+    return batch

@@ -1,0 +1,164 @@
+"""Images in tables (parquet, csv, jsonl, data sets), read on request, and in numpy's own files (.npz, .npy)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from accel_train.data.cache import cache_root
+from accel_train.data.images.images import ArrayImages, ImagePool, RowImages
+from accel_train.data.sources import Source, file_kind
+from accel_train.data.tables import check_columns, class_names, read_rows
+from accel_train.recipe.data import Data
+
+if TYPE_CHECKING:
+    import datasets
+
+ARRAY_SUFFIXES = frozenset((".npz", ".npy"))
+
+
+def table_pool(source: Source, data: Data) -> ImagePool:
+    """Return the images of one file or data set with their masks, or with their labels.
+
+    The bytes of parquet and data sets stay on disk, memory-mapped (`datasets` keeps its copy of a parquet file in
+    `data.cache_dir`); a csv or jsonl file holds paths, relative to itself.
+
+    Raises:
+        ValueError: it is no table, a column is missing, or a row is broken or there is none; the message names them.
+    """
+    image_columns = [column for column in (data.image_column, data.mask_column) if column is not None]
+    columns = [column for column in (data.label_column, data.id_column) if column is not None]
+    path = source.files[0] if source.files else None
+    name, folder = (source.name, Path.cwd()) if path is None else (str(path), path.parent)
+    dataset = source.dataset
+    if path is not None and file_kind(path) == "parquet":
+        dataset = _parquet(path, data)
+    if dataset is not None:
+        check_columns(name, dataset.column_names, image_columns, data)
+        source = replace(source, files=(), dataset=dataset, name=name)
+        cells = list(zip(*(row.cells for row in read_rows(source, columns, data)))) if columns else []
+        images = [RowImages(_undecoded(dataset, column), folder, column, name) for column in image_columns]
+    else:
+        rows = list(read_rows(source, (*image_columns, *columns), data))
+        places = tuple(row.where for row in rows)
+        cells = list(zip(*(row.cells for row in rows))) or [()]
+        images = [RowImages(values, folder, column, name, places) for values, column in zip(cells, image_columns)]
+        cells = cells[len(image_columns) :]
+    if not len(images[0]):
+        raise ValueError(f"{name}: there are no rows; take the file out")
+    values = dict(zip(columns, map(list, cells)))
+    return ImagePool(
+        images[0],
+        f"{name}: {len(images[0]):,} rows",
+        [] if data.label_column is None else values[data.label_column],
+        masks=images[1] if len(images) > 1 else None,
+        names=class_names(source, data.label_column),
+        ids=None if data.id_column is None else [str(value) for value in values[data.id_column]],
+        notes=source.notes,
+    )
+
+
+def _parquet(path: Path, data: Data) -> "datasets.Dataset":
+    import datasets
+
+    has_bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()  # they would be drawn into ours
+    try:
+        return datasets.Dataset.from_parquet(str(path), cache_dir=str(cache_root(data) / "images"))
+    except Exception as error:  # whatever pyarrow or datasets raise for a damaged file
+        reason = (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
+        raise ValueError(f"{path}: not a parquet file ({reason}); is it complete?") from error
+    finally:
+        if has_bars:
+            datasets.enable_progress_bars()
+
+
+def _undecoded(dataset: "datasets.Dataset", column: str) -> Sequence[Any]:
+    """A column, read cell by cell. Images stay bytes and path: we decode, and know the row that is broken."""
+    import datasets
+
+    alone = dataset.select_columns([column]).with_format(None)
+    if isinstance(alone.features[column], datasets.Image):
+        alone = alone.cast_column(column, datasets.Image(decode=False))
+    cells: Sequence[Any] = alone[column]
+    return cells
+
+
+def array_pool(path: Path, data: Data) -> ImagePool:
+    """Return the images of an array file with their masks, or with their labels.
+
+    `.npz`: arrays named as the columns are, or with an s (`images`, `labels`). `.npy`: the images alone, memory-mapped;
+    the rest lies next to it, with the name in place of `images` (`train_images.npy`, `train_labels.npy`).
+
+    Raises:
+        ValueError: an array is missing, or of a shape or type that does not fit.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file (a pipe, a device or a folder); name an array file")
+    array = _read(path, data.image_column, data.image_column)
+    _check_images(path, array)
+    images = ArrayImages(array, str(path))
+    description = f"{path}: {len(images):,} images"
+    column = data.mask_column or data.label_column
+    if column is None:
+        return ImagePool(images, description)
+    found, shape = _read(path, column, data.image_column), array.shape[:3]
+    if found.shape[:1] != shape[:1]:
+        raise ValueError(
+            f"{path}: {len(images)} images, but {column!r} has the shape {found.shape}; one each is needed"
+        )
+    if data.mask_column is not None:
+        if found.shape != shape or found.dtype != np.uint8:
+            raise ValueError(f"{path}: masks are {found.dtype} of shape {found.shape}, not uint8 of shape {shape}")
+        return ImagePool(images, description, masks=ArrayImages(found, f"{path}, mask"))
+    if found.ndim != 1 or found.dtype.kind not in "iuUS":
+        raise ValueError(
+            f"{path}: labels are {found.dtype} of shape {found.shape}, not ({len(images)},) integers or names"
+        )
+    labels = [value.decode() if isinstance(value, bytes) else value for value in found.tolist()]
+    return ImagePool(images, description, labels)
+
+
+def _read(path: Path, name: str, image_column: str) -> NDArray[Any]:
+    try:
+        if path.suffix.lower() == ".npz":
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+                for spelling in (name, f"{name}s"):
+                    if spelling in file.files:
+                        return np.asarray(file[spelling])
+                available = ", ".join(file.files)
+            raise KeyError(f"there is no array {name!r} or '{name}s'; available: {available}")
+        if name != image_column:
+            path = _next_to(path, name, image_column)
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except KeyError as error:
+        raise ValueError(
+            f"{path}: {error.args[0]}; set data.{'image' if name == image_column else name}_column"
+        ) from None
+    except Exception as error:  # zipfile, pickle and numpy each have their own
+        raise ValueError(
+            f"{path}: cannot be read as an array ({str(error).splitlines()[0]}); is it complete?"
+        ) from error
+
+
+def _next_to(path: Path, name: str, image_column: str) -> Path:
+    """The file of labels or masks: the images' name with another word in place of theirs."""
+    for old in (f"{image_column}s", image_column):
+        if old in path.stem:
+            several, one = (path.with_stem(path.stem.replace(old, new)) for new in (f"{name}s", name))
+            return one if one.is_file() and not several.is_file() else several
+    raise KeyError(f"its name has no '{image_column}s' to find the file with '{name}s' by; rename it, or use .npz")
+
+
+def _check_images(path: Path, images: NDArray[Any]) -> None:
+    shape = images.shape
+    if images.dtype != np.uint8:
+        raise ValueError(f"{path}: images are {images.dtype}; whole numbers 0 to 255 are needed: save them as uint8")
+    if all(shape) and (len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3, 4))):
+        return
+    channels_first = len(shape) == 4 and shape[1] in (1, 3, 4)
+    hint = "it seems to have channels first: transpose it" if channels_first else "reshape it"
+    raise ValueError(f"{path}: images of shape {shape} are not N x H x W or N x H x W x 1, 3 or 4; {hint}")

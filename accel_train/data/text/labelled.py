@@ -1,0 +1,271 @@
+"""Labelled texts: rows of tables with one text or a pair and their labels, as samples of token ids, and batches of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
+from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.tables import class_names, read_rows, text_cell
+from accel_train.data.text.documents import divide_rows
+from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe, use_rust_threads
+from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXTS_PER_CALL = 1000
+_BETWEEN_TEXTS = "\x1e"  # a pair is hashed as one text; ASCII's record separator stands in no text that people write
+
+
+class TextRow(NamedTuple):
+    """One text or pair, and its label."""
+
+    texts: tuple[str, ...]
+    label: Any
+    """None without `data.label_column`."""
+    where: str
+    """File and line or row."""
+    id: str
+    """The row's name in predictions: its id column, else `where`."""
+
+
+def joined(rows: Iterable[TextRow]) -> list[str]:
+    """Return each row's texts as one, which is hashed, and whose words a bag of words counts."""
+    return [_BETWEEN_TEXTS.join(row.texts) for row in rows]
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts in memory with their labels as `LabelScheme.encode` gives them."""
+
+    scheme: LabelScheme
+    train: list[TextRow]
+    train_labels: NDArray[Any]
+    eval: list[TextRow] | None
+    eval_labels: NDArray[Any]
+    description: str
+    notes: list[str]
+    """Notes to the user: sentences."""
+
+    @property
+    def num_train_of_label(self) -> dict[str, int]:
+        """Training texts of each class; empty for a regression."""
+        if self.scheme.problem_type == "regression":
+            return {}
+        labels, names = self.train_labels, self.scheme.names
+        per_class = (labels > 0).sum(0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(names))
+        return {name: int(count) for name, count in zip(names, per_class, strict=True)}
+
+
+def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> LabelledTexts:
+    """Read `data.train` and `data.eval`, or hold out a part of the first; `known_names` as in `label_scheme`.
+
+    Raises:
+        ValueError: a row cannot be read, or has no label or an unknown one; the message names file, row and column.
+    """
+    data = recipe.data
+    sources, eval_sources, notes = resolve_both(data)
+    rows = read_text_rows(sources, data, key="data.train")
+    scheme = label_scheme(
+        [row.label for row in rows],
+        lambda index: rows[index].where,
+        column=data.label_column,
+        problem_type=recipe.model.problem_type,
+        label_names=data.label_names,
+        feature_names=class_names(sources[0], data.label_column),
+        known_names=known_names,
+    )
+    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    notes += split_notes
+    if eval_sources:
+        evaluation = read_text_rows(eval_sources, data, key="data.eval")
+        notes += repeated_texts(train, evaluation) if data.label_column is not None else []
+
+    def labels_of(some: list[TextRow]) -> NDArray[Any]:
+        return scheme.encode([row.label for row in some], lambda index: some[index].where)
+
+    texts = LabelledTexts(
+        scheme=scheme,
+        train=train,
+        train_labels=labels_of(train),
+        eval=evaluation,
+        eval_labels=labels_of(evaluation or []),
+        description=describe(sources, eval_sources),
+        notes=notes,
+    )
+    missing = [name for name, count in texts.num_train_of_label.items() if count == 0]
+    if missing and data.label_column is not None:
+        notes.append(f"no training text has the label {', '.join(missing)}: it cannot be learned")
+    return texts
+
+
+def read_text_rows(sources: Sequence[Source], data: Data, *, key: str) -> list[TextRow]:
+    """Read the rows of sources, all of them into memory.
+
+    Raises:
+        ValueError: there are none, a column is missing, or a cell is no text; the message names file, row and column.
+    """
+    num_texts = len(data.text_columns)
+    if num_texts not in (1, 2):
+        raise ValueError(
+            f"data.text_columns={list(data.text_columns)} has {num_texts} columns; give one text, or two as a pair"
+        )
+    further = [column for column in (data.label_column, data.id_column) if column is not None]
+    rows = []
+    for source in sources:
+        for row in read_rows(source, (*data.text_columns, *further), data):
+            cells = zip(row.cells, data.text_columns)
+            texts = tuple(text_cell(cell, column, row.where, data) for cell, column in cells)
+            label = None if data.label_column is None else row.cells[num_texts]
+            rows.append(TextRow(texts, label, row.where, row.where if data.id_column is None else str(row.cells[-1])))
+    if not rows:
+        raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table that has some")
+    return rows
+
+
+def hold_out(rows: list[TextRow], eval_fraction: float) -> tuple[list[TextRow], list[TextRow] | None, list[str]]:
+    """Return training rows, evaluation rows (None where the fraction is 0), and notes; equal texts are on the same side.
+
+    Raises:
+        ValueError: one side would be empty.
+    """
+    train, evaluation, split = divide_rows(rows, joined(rows), eval_fraction)
+    if split.cut_tail:
+        raise ValueError(
+            "data.train has one text only (repeated, perhaps), so none can be held out for evaluation; give more, or set "
+            "data.eval, or data.eval_fraction: 0"
+        )
+    return train, evaluation or None, [split.note.replace("documents", "texts")] if split.note else []
+
+
+def repeated_texts(train: list[TextRow], evaluation: list[TextRow]) -> list[str]:
+    """Return a note where evaluation texts are trained on as well."""
+    trained = {row.texts for row in train}
+    count = sum(row.texts in trained for row in evaluation)
+    if not count:
+        return []
+    return [f"{count:,} of {len(evaluation):,} evaluation texts are in data.train too, so their score says little"]
+
+
+class Sample(NamedTuple):
+    """One text, or pair, and its label."""
+
+    ids: NDArray[np.int32]
+    second_from: int
+    """The first token of a pair's second text; the number of tokens where there is none."""
+    label: Any
+    """An id, a number, or a row of zeros and ones."""
+
+
+def collate_texts(
+    samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
+) -> dict[str, Any]:
+    """Pad samples on the right to the longest: `input_ids`, `attention_mask`, perhaps `token_type_ids`, (N, T) int64.
+
+    T is a multiple of `multiple`, and never more than `max_length`, which is what the model can take. `with_types` tells
+    the model which tokens are of the second text. Also `labels` (N, ...), and `num_targets`: N, less the texts whose class
+    is not known.
+    """
+    longest = max(len(sample.ids) for sample in samples)
+    shape = len(samples), min(-(-longest // multiple) * multiple, max_length)
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    attention_mask, types = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    for row, sample in enumerate(samples):
+        length = len(sample.ids)
+        input_ids[row, :length] = sample.ids
+        attention_mask[row, :length] = 1
+        types[row, sample.second_from : length] = 1
+    batch = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+    if with_types:
+        batch["token_type_ids"] = torch.from_numpy(types)
+    labels = np.stack([np.asarray(sample.label) for sample in samples])
+    num_targets = int((labels != IGNORED_LABEL).sum()) if labels.ndim == 1 else len(samples)
+    return {**batch, "labels": torch.from_numpy(labels), "num_targets": num_targets}
+
+
+def tokenize_rows(
+    rows: Sequence[TextRow],
+    labels: NDArray[Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    *,
+    progress: bool,
+) -> list[Sample]:
+    """Return rows as token ids with the tokenizer's special tokens; longer ones are cut, of a pair the longer text first.
+
+    What looks like a special token inside a text is read as the characters that it is.
+
+    Raises:
+        ValueError: a text has no token at all.
+    """
+    use_rust_threads()
+    samples: list[Sample] = []
+    hidden = None if progress else True
+    with tqdm(total=len(rows), desc="tokenising", unit=" texts", disable=hidden, leave=False, delay=1) as bar:
+        for start in range(0, len(rows), _TEXTS_PER_CALL):
+            texts = [row.texts for row in rows[start : start + _TEXTS_PER_CALL]]
+            encoded = tokenizer(
+                [text[0] for text in texts],
+                [text[1] for text in texts] if len(texts[0]) == 2 else None,
+                truncation=True,
+                max_length=max_length,
+                split_special_tokens=True,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            for row, (ids, types) in enumerate(zip(encoded["input_ids"], encoded["token_type_ids"]), start=start):
+                if not ids:
+                    raise ValueError(
+                        f"{rows[row].where}: the text is empty, and the tokenizer adds no token of its own; drop the row"
+                    )
+                second_from = types.index(1) if 1 in types else len(ids)
+                samples.append(Sample(np.array(ids, dtype=np.int32), second_from, labels[row]))
+            bar.update(len(texts))
+    return samples
+
+
+def classifier_tokenizer(recipe: Recipe, train: Sequence[TextRow]) -> tuple["PreTrainedTokenizerBase", list[str]]:
+    """Return the recipe's tokenizer with a padding token, and notes on what was decided.
+
+    `bytes` and a BPE trained here get [CLS], [SEP] and [PAD], and read a text as [CLS] text [SEP], a pair as
+    [CLS] first [SEP] second [SEP]. `auto` is the tokenizer of `model.pretrained`, else bytes.
+    """
+    choice = recipe.tokenizer_in_use
+    notes: list[str] = []
+    if isinstance(choice, TrainedTokenizer):
+        wanted = choice.train_bpe.vocab_size
+        trained = train_bpe((text for row in train for text in row.texts), wanted)
+        if len(trained) < wanted:
+            notes.append(
+                f"the training texts support {len(trained)} tokens, not tokenizer.train_bpe.vocab_size={wanted}"
+            )
+        return _with_frame(trained), notes
+    if choice == "bytes":
+        return _with_frame(byte_tokenizer()), notes
+    if recipe.tokenizer == "auto":
+        notes.append(f"tokenizer: that of {choice}, which the model was trained with")
+    tokenizer = load_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        notes.append(f"the tokenizer {choice} has no padding token: [PAD] was added, as id {tokenizer.pad_token_id}")
+    return tokenizer, notes
+
+
+def _with_frame(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)],
+    )
+    return tokenizer
