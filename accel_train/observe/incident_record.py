@@ -1,43 +1,42 @@
-"""What is known of an incident, as plain values: what kind it is, in one sentence, and what to do."""
+"""The record of an incident, as plain values: its classification, its summary in one sentence, and what to do."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_train.observe.ledger import read_json
-from accel_train.state import JsonRecord
+from accel_train.core.json_io import read_json
+from accel_train.core.state import JsonRecord
 
 INCIDENTS = "incidents"
 RECORD, TEXT, WEIGHTS = "incident.json", "incident.md", "weights.safetensors"
 FORMAT = 1
 SAME_SPIKE, SAME_SPIKE_AFTER_UPDATE = 0.98, 0.5
 """A spike happens again where loss and gradient norm, computed again, reach this part of it; less where the update was applied."""
-
 Classification = Literal["deterministic", "transient", "unknown"]
 
 
 def batch_file(rank: int) -> str:
-    """The name of a process's micro-batches in an incident's folder."""
+    """Return the name of a process's micro-batches in an incident's folder."""
     return f"batch-rank-{rank}.safetensors"
 
 
 def incident_folders(run_folder: Path) -> list[Path]:
-    """The incidents of a run, in the order of their names, which is that of their steps."""
+    """Return the incidents of a run, in the order of their steps."""
     root = run_folder / INCIDENTS
     return sorted(path.parent for path in root.glob(f"step-*/{RECORD}")) if root.is_dir() else []
 
 
 def read_incident(folder: Path) -> JsonRecord:
-    """An incident's record.
+    """Return an incident's record.
 
     Raises:
         ValueError: the folder holds none, or it is damaged.
     """
     path = folder / RECORD
     if not path.is_file():
-        what = f"it has no {RECORD}" if folder.is_dir() else "there is no such folder"
-        raise ValueError(f"{folder} is no incident: {what}; give a folder of RUN/{INCIDENTS}")
+        problem = f"it has no {RECORD}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is no incident: {problem}; give a folder of RUN/{INCIDENTS}")
     try:
         record = read_json(path)
         if record["format"] != FORMAT:
@@ -48,17 +47,12 @@ def read_incident(folder: Path) -> JsonRecord:
 
 
 def classify(record: Mapping[str, Any]) -> Classification:
-    """Whether the fault comes with the samples and weights, or came once and went."""
+    """Return whether the fault comes with the samples and weights (deterministic), or happened once (transient)."""
     findings = record["processes"]
-    if record["kind"] == "spike":
-        return _classify_spike(record)
-    if any(finding["happens_again"] for finding in findings):
-        return "deterministic"
-    return "transient" if all(finding["happens_again"] is False for finding in findings) else "unknown"
-
-
-def _classify_spike(record: Mapping[str, Any]) -> Classification:
-    findings = record["processes"]
+    if record["kind"] != "spike":
+        if any(finding["happens_again"] for finding in findings):
+            return "deterministic"
+        return "transient" if all(finding["happens_again"] is False for finding in findings) else "unknown"
     if any(finding["error"] or finding["loss_sum"] is None for finding in findings):
         return "unknown"
     loss = sum(finding["loss_sum"] for finding in findings) / max(record["num_targets"], 1)
@@ -69,13 +63,17 @@ def _classify_spike(record: Mapping[str, Any]) -> Classification:
 
 
 def summarise_incident(record: Mapping[str, Any]) -> str:
-    """One sentence: whether it happens again, which samples on which process, and in which module."""
+    """Return one sentence: whether it happens again, which samples on which process, and in which module."""
+    if record.get("not_diagnosed") is not None:
+        return f"Not diagnosed in the run: {record['not_diagnosed']}"
     findings, kind = record["processes"], record["classification"]
     failed = [f"process {finding['rank']} ({finding['error']})" for finding in findings if finding["error"]]
     if kind == "unknown":
-        return f"Unknown: the step could not be computed again on {_listed(failed)}"
+        return f"Unknown: the step could not be computed again on {' and '.join(failed)}"
     if record["kind"] == "spike":
-        return _summarise_spike(record)
+        if kind == "transient":
+            return "Transient: computed again, loss and gradients are nothing out of the ordinary"
+        return f"Deterministic: computed again it is as large; {describe_heaviest(record)}"
     if kind == "deterministic":
         bad = [finding for finding in findings if finding["happens_again"]]
         blamed = [_blame(finding) for finding in bad[:3]]
@@ -83,7 +81,7 @@ def summarise_incident(record: Mapping[str, Any]) -> str:
         return f"Deterministic: {'; '.join(blamed)}{more}"
     there = not_finite_then(findings)
     if there:
-        where = _listed([f"process {each['rank']} ({each['device']}, host {each['host']})" for each in there])
+        where = " and ".join(f"process {each['rank']} ({each['device']}, host {each['host']})" for each in there)
         had_loss = all(math.isfinite(each["loss_sum_then"]) for each in there)
         what = "every loss was, too, and gradients were not" if had_loss else "its loss was not finite"
         return f"Transient: computed again the step is finite; {what} on {where}"
@@ -94,13 +92,13 @@ def summarise_incident(record: Mapping[str, Any]) -> str:
 
 
 def not_finite_then(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of the processes of a bad step, those whose own loss was not finite in it; or, where every loss was, whose gradients."""
+    """Return the processes of a bad step whose own loss was not finite in it; or, where every loss was, whose gradients."""
     losses = [each for each in findings if not math.isfinite(each["loss_sum_then"])]
     return losses or [each for each in findings if not each.get("gradients_finite_then", True)]
 
 
 def _blame(finding: Mapping[str, Any]) -> str:
-    """`sample 1234 on process 1 makes transformer.h.3.mlp not finite`."""
+    """Return `sample 1234 on process 1 makes transformer.h.3.mlp not finite`."""
     who = f"{_samples(finding)} on process {finding['rank']}"
     module = "the model" if finding["module"] == "" else finding["module"]
     place = finding["place"]
@@ -120,80 +118,93 @@ def _blame(finding: Mapping[str, Any]) -> str:
 
 
 def _samples(finding: Mapping[str, Any]) -> str:
-    what, samples, number = finding["unit"], finding["samples"], finding["num_samples"]
+    unit, samples, number = finding["unit"], finding["samples"], finding["num_samples"]
     if number == 1:
-        return f"{what} {samples[0]}"
+        return f"{unit} {samples[0]}"
     if number == 0:
-        return f"{what}s {named(finding['suspects'])} together"
-    return f"each of {number} {what}s ({named(samples, number)})"
+        return f"{unit}s {named(finding['suspects'])} together"
+    return f"each of {number} {unit}s ({named(samples, number)})"
 
 
-def _summarise_spike(record: Mapping[str, Any]) -> str:
+def describe_heaviest(record: Mapping[str, Any]) -> str:
+    """Name the sample of a spike that contributes most, with its loss and gradient norm alone."""
     heaviest = heaviest_sample(record)
-    if record["classification"] == "transient":
-        return "Transient: computed again, loss and gradients are nothing out of the ordinary"
     if heaviest is None:
-        return "Deterministic: computed again it is as large; no sample of it could be looked at alone"
+        return "no sample of it could be looked at alone"
     finding, sample = heaviest
     return (
-        f"Deterministic: computed again it is as large; the most comes from {finding['unit']} {sample['sample']} on "
-        f"process {finding['rank']} (loss {sample['loss']:.4g}, gradient norm {sample['gradient_norm']:.4g} alone)"
+        f"the most comes from {finding['unit']} {sample['sample']} on process {finding['rank']} "
+        f"(loss {sample['loss']:.4g}, gradient norm {sample['gradient_norm']:.4g} alone)"
     )
 
 
 def heaviest_sample(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Of a spike: the process and the sample with the largest gradient norm."""
+    """Return the process and the sample of a spike with the largest gradient norm."""
     pairs = [(finding, each) for finding in record["processes"] for each in finding["heaviest"]]
-    return max(pairs, key=lambda pair: _with_nan_on_top(pair[1]["gradient_norm"]), default=None)
+    # NaN counts as the largest.
+    return max(pairs, key=lambda pair: (math.isnan(norm := pair[1]["gradient_norm"]), norm), default=None)
 
 
-def next_actions(record: Mapping[str, Any]) -> list[str]:
-    """What to do about it, the likeliest first."""
-    replay = f"accel-train replay {INCIDENTS}/{record['folder']} (from the run folder) computes it again, module by module; --debug stops where it breaks"
+def next_actions(record: Mapping[str, Any], *, is_replayed: bool = False) -> list[str]:
+    """Return what to do about it, the likeliest first; without the replay where that has been done."""
+    if record.get("not_diagnosed") is not None:
+        return _next_replay(record)
+    command = f"accel-train replay {INCIDENTS}/{record['folder']} (from the run folder)"
+    replay = [] if is_replayed else [f"{command} computes it again, module by module; --debug stops where it breaks."]
     places = {finding["place"] for finding in record["processes"] if finding["happens_again"]}
     if record["classification"] == "transient":
+        clipped = "" if record["skipped"] else " or clipped"
         return [
-            "Nothing, if it stays the only one: the update was not applied"
-            + _unless_spike(record)
-            + ", and training goes on.",
+            f"Nothing, if it stays the only one: the update was not applied{clipped}, and training continues.",
             "If it comes again on the same device or host, take that device out of use, and let its memory be tested.",
         ]
     if "weights" in places:
         return [
-            "The weights are damaged: go back to a checkpoint from before. The guard does so after max_consecutive_skips."
+            "The weights are damaged: roll back to a checkpoint before. The guard does so after max_consecutive_skips."
         ]
     if "batch" in places:
         return [
-            "Mend these samples or leave them out of the data; they are skipped each time they are read.",
-            replay + ".",
+            "Correct these samples or leave them out of the data; they are skipped each time they are read.",
+            *replay,
         ]
     hints = [
         "Look at the samples named above: are they what they should be? They are skipped each time they are read.",
-        replay + ".",
+        *replay,
     ]
     if record["loss_scale"] is not None:
         hints.append("fp16 holds nothing above 65504: precision.mixed_precision bf16 has no such limit.")
     elif record["precision"] == "bf16":
         hints.append(
-            "precision.mixed_precision no computes the same in fp32, which tells whether precision is the cause."
+            "precision.mixed_precision no computes the same in fp32, which shows whether precision is the cause."
         )
     hints.append("If other samples follow, the run diverges: lower optimizer.learning_rate, or warm up for longer.")
     return hints
 
 
-def _unless_spike(record: Mapping[str, Any]) -> str:
-    return "" if record["skipped"] else " or clipped"
+def can_replay(record: Mapping[str, Any]) -> bool:
+    """Return whether batches were kept, and weights to compute them with."""
+    weights = record["weights"]
+    return bool(record["batches"]) and (weights["file"] or weights["checkpoint"]) is not None
+
+
+def _next_replay(record: Mapping[str, Any]) -> list[str]:
+    if not can_replay(record):
+        return [
+            "Neither sample nor module can be named: batches or weights were too large to be kept, and there was no checkpoint "
+            "before. Set checkpoint.every_steps lower."
+        ]
+    replay = [
+        f"Run accel-train replay {INCIDENTS}/{record['folder']} (from the run folder): it names sample and module."
+    ]
+    kept = record["weights"]["checkpoint"]
+    if kept is not None:
+        replay.append(
+            f"Do so before {kept} is removed (checkpoint.keep): the weights of the step were too large to be kept."
+        )
+    return replay
 
 
 def named(names: Sequence[Any], number: int | None = None, most: int = 3) -> str:
-    """`a, b, c and 9 more`."""
+    """Return `a, b, c and 9 more`."""
     more = (len(names) if number is None else number) - len(names[:most])
     return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(names)
-
-
-def _with_nan_on_top(value: float) -> float:
-    return math.inf if math.isnan(value) else value

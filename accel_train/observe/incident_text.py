@@ -7,13 +7,14 @@ from accel_train.observe.incident_record import named
 
 
 def format_incident(record: Mapping[str, Any]) -> str:
-    """The record as Markdown, for somebody who has never seen the run."""
+    """Return the record as Markdown."""
+    title = "a spike" if record["kind"] == "spike" else "a loss or gradient that is not finite"
     lines = [
-        f"# Step {record['step']} of {record['run']}: {_title(record)}",
+        f"# Step {record['step']} of {record['run']}: {title}",
         "",
         f"**{record['sentence']}.**",
         "",
-        f"{record['reason']}. Written {record['time']}, after {record['seconds']:.1f} s of looking into it.",
+        f"{record['reason']}. Written {record['time']}, after {record['seconds']:.1f} s of diagnosis.",
         "",
         "## What to do",
         "",
@@ -21,21 +22,25 @@ def format_incident(record: Mapping[str, Any]) -> str:
         "",
         "## The step",
         "",
-        *_table(_step_facts(record)),
+        *_rows(("", ""), _step_facts(record)),
     ]
     for finding in record["processes"]:
         lines += _process_lines(finding)
     if record["last_losses"]:
         losses = [(step, _number(loss)) for step, loss in record["last_losses"]]
         lines += ["", "## The losses before", "", *_rows(("step", "loss"), losses)]
-    lines += ["", "## Versions", "", *_table(list(record["environment"].items()))]
+    lines += ["", "## Versions", "", *_rows(("", ""), list(record["environment"].items()))]
     return "\n".join(lines) + "\n"
 
 
 def _process_lines(finding: Mapping[str, Any]) -> list[str]:
-    lines = ["", f"## Process {finding['rank']}", "", *_table(_finding_facts(finding))]
+    lines = ["", f"## Process {finding['rank']}", "", *_rows(("", ""), _finding_facts(finding))]
     if finding["columns"]:
-        lines += ["", *_columns_table(finding["columns"])]
+        columns = [
+            (f"`{name}`", str(c["shape"]), c["dtype"], _number(c.get("min")), _number(c.get("max")), c["not_finite"])
+            for name, c in finding["columns"].items()
+        ]
+        lines += ["", *_rows(("column", "shape", "kind", "smallest", "largest", "not finite"), columns)]
     if finding["heaviest"]:
         alone = [(each["sample"], *map(_number, (each["loss"], each["gradient_norm"]))) for each in finding["heaviest"]]
         lines += ["", *_rows((finding["unit"], "loss, alone", "gradient norm, alone"), alone)]
@@ -43,10 +48,6 @@ def _process_lines(finding: Mapping[str, Any]) -> list[str]:
         norms = [(f"`{name}`", _number(norm)) for name, norm in finding["largest_gradients"]]
         lines += ["", *_rows(("largest gradients", "norm"), norms)]
     return lines
-
-
-def _title(record: Mapping[str, Any]) -> str:
-    return "a spike" if record["kind"] == "spike" else "a loss or gradient that is not finite"
 
 
 def _step_facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -68,20 +69,26 @@ def _step_facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def main_facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The step, and of each process that had a part in it what it found, a line each."""
+    """Return the facts of the step, and a line for each process that had a part in it."""
     facts = _step_facts(record)
     for finding in record["processes"]:
         if finding["happens_again"] or finding["error"] or finding["heaviest"]:
-            said = "; ".join(f"{name.lower()} {value}" for name, value in _finding_facts(finding)[1:])
-            facts.append((f"Process {finding['rank']}", said.replace("`", "")))
+            facts.append((f"Process {finding['rank']}", describe_finding(finding)))
     return facts
+
+
+def describe_finding(finding: Mapping[str, Any]) -> str:
+    """Return the facts of one process's share of a step in one line, without its device."""
+    return "; ".join(f"{name.lower()} {value}" for name, value in _finding_facts(finding)[1:]).replace("`", "")
 
 
 def _finding_facts(finding: Mapping[str, Any]) -> list[tuple[str, Any]]:
     gradients = named(finding["gradients_not_finite"], finding["num_gradients_not_finite"])
+    then_and_again = f"{_number(finding['loss_sum_then'])}, {_number(finding['loss_sum']) or 'not computed'}"
+    again = {True: "yes", False: "no", None: "not computed" if finding["loss_sum"] is None else "see above"}
     facts = [
         ("Device", f"{finding['device']}, host {finding['host']}"),
-        ("Happens again here", {True: "yes", False: "no", None: "see above"}[finding["happens_again"]]),
+        ("Happens again here", again[finding["happens_again"]]),
         ("Could not be finished", finding["error"]),
         ("Micro-batch", finding["micro_batch"]),
         (f"Bad {finding['unit']}s", named(finding["samples"], finding["num_samples"])),
@@ -90,22 +97,10 @@ def _finding_facts(finding: Mapping[str, Any]) -> list[tuple[str, Any]]:
         ("First in", finding["module"] and f"`{finding['module']}` ({finding['module_kind']})"),
         ("Weights not finite", named(finding["weights_not_finite"])),
         ("Gradients not finite", gradients),
-        ("Loss sum then, and again", f"{_number(finding['loss_sum_then'])}, {_number(finding['loss_sum'])}"),
+        ("Loss sum then, and again", then_and_again),
         ("Gradient norm again", _number(finding["gradient_norm"])),
     ]
     return [(name, value) for name, value in facts if value not in (None, "", [])]
-
-
-def _columns_table(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    rows = [
-        (f"`{name}`", str(c["shape"]), c["dtype"], _number(c.get("min")), _number(c.get("max")), c["not_finite"])
-        for name, c in columns.items()
-    ]
-    return _rows(("column", "shape", "kind", "smallest", "largest", "not finite"), rows)
-
-
-def _table(facts: Sequence[tuple[str, Any]]) -> list[str]:
-    return _rows(("", ""), facts)
 
 
 def _rows(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

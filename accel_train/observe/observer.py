@@ -1,143 +1,176 @@
-"""The one read-only observer of a run: it is told what happened, and passes it to ledger, screen and trackers."""
+"""Read-only observers of a run: their base, the main process's own (run folder, screen, trackers), and a list of them."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
 
-from accel_train.observe.ledger import RunFolder, utc_event
-from accel_train.observe.progress import Progress, format_seconds
+from accel_train.core.format import format_seconds
+from accel_train.core.json_io import utc_event
+from accel_train.core.state import JsonRecord, StepResult
+from accel_train.observe.progress import Progress
+from accel_train.observe.run_folder import RunFolder
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
-from accel_train.state import JsonRecord, StepResult
 from accel_train.task import rate_name
 
 MOST_UNWRITTEN_LINES = 100_000
-"""Of metrics.jsonl, 50 MB of memory: with more of them the oldest are lost."""
-# Routine: in the ledger and the report, but not worth a line on the screen.
+"""Lines of metrics.jsonl, 50 MB of memory: with more of them the oldest are lost."""
 SILENT_EVENTS = frozenset({"checkpoint", "evaluation"})
-BEGINNINGS = frozenset({"start", "resume"})
+"""Routine events: in events.jsonl and the report, but not on the screen."""
 
 
-class Observer(Protocol):
-    """What the loop tells, on every process; only the main process's observer does anything with it."""
-
-    @property
-    def train_seconds(self) -> float: ...
-
-    def on_step(self, result: StepResult, learning_rate: float) -> None: ...
-
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None: ...
-
-    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def pause(self) -> AbstractContextManager[None]: ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class RunObserver:
-    """The main process's observer: `with RunObserver(...) as observer:` opens the trackers and closes the display.
-
-    Args:
-        folder: opened; it is closed by whoever opened it.
-        samples_per_step: the global batch size.
-        num_samples_per_epoch: global batches in one pass over the training data, as samples.
-        targets: what `num_targets` counts: tokens, images, ...
-    """
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        progress: Progress,
-        trackers: Trackers,
-        meter: Meter,
-        *,
-        log_every_steps: int,
-        total_steps: int,
-        samples_per_step: int,
-        num_samples_per_epoch: float,
-        targets: str = "tokens",
-    ) -> None:
-        self._folder = folder
-        self._progress = progress
-        self._trackers = trackers
-        self._meter = meter
-        self._log_every_steps = log_every_steps
-        self._total_steps = total_steps
-        self._samples_per_step = samples_per_step
-        self._num_samples_per_epoch = num_samples_per_epoch
-        self._rate_name = rate_name(targets)
-        self._loss_sum, self._num_losses = 0.0, 0
-        self._step = 0
-        self._unwritten: deque[JsonRecord] = deque(maxlen=MOST_UNWRITTEN_LINES)
-        self._is_told = False
+class Observer:
+    """An observer of a run, on every process: subclasses override what they want to see; everything else does nothing."""
 
     @property
     def train_seconds(self) -> float:
-        """Training time over all sittings, evaluation and checkpoints left out: for the checkpoint."""
+        """Training time so far, which a checkpoint keeps; 0 for an observer that keeps no time."""
+        return 0.0
+
+    def on_step(self, result: StepResult, learning_rate: float) -> None:
+        """Called after each step, applied or skipped."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
+        """Called after each evaluation."""
+
+    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
+        """Called for each event of events.jsonl; `rank` is None where it concerns all processes."""
+
+    def note(self, text: str) -> None:
+        """Called with a line for the screen that is not kept."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Return a context for time that is not training: an evaluation, a save."""
+        return nullcontext()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Called once, when training has ended."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+def _of_all(method: str) -> Callable[..., None]:
+    def call(self: "Observers", *args: Any, **kwargs: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, method)(*args, **kwargs)
+
+    return call
+
+
+class Observers(Observer):
+    """A list of observers as one; the first keeps the time."""
+
+    on_step, on_evaluation, on_event = _of_all("on_step"), _of_all("on_evaluation"), _of_all("on_event")
+    note, finish = _of_all("note"), _of_all("finish")
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+        self._open = ExitStack()
+
+    @property
+    def train_seconds(self) -> float:
+        return self.observers[0].train_seconds
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observer.pause())
+            yield
+
+    def __enter__(self) -> Self:
+        for observer in self.observers:
+            self._open.enter_context(observer)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+
+@dataclass(frozen=True)
+class LogPlan:
+    """The numbers of a run that decide when a line is due, and that lines of metrics.jsonl follow from."""
+
+    log_every_steps: int
+    total_steps: int
+    samples_per_step: int
+    """The global batch size."""
+    num_samples_per_epoch: float
+    """Global batches in one pass over the training data, as samples."""
+    targets: str = "tokens"
+    """Unit of `num_targets`: tokens, images, ..."""
+
+
+class RunObserver(Observer):
+    """The main process's observer: `with RunObserver(...) as observer:` opens the trackers and closes the display.
+
+    `folder` is open, and stays so.
+    """
+
+    def __init__(self, folder: RunFolder, progress: Progress, trackers: Trackers, meter: Meter, plan: LogPlan) -> None:
+        self._folder, self._progress, self._trackers, self._meter = folder, progress, trackers, meter
+        self._plan, self._rate_name = plan, rate_name(plan.targets)
+        self._loss_sum, self._num_losses = 0.0, 0
+        self._step = 0
+        self._unwritten: deque[JsonRecord] = deque(maxlen=MOST_UNWRITTEN_LINES)
+        self._is_failing = False
+
+    @property
+    def train_seconds(self) -> float:
+        """Training time over all launches, without evaluation and checkpoints."""
         return self._meter.train_seconds
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Take note of a step; it is written down if it is due, the last, or skipped."""
-        step = self._step = result.step
-        self._meter.add(result.num_targets, self._samples_per_step)
+        """Count a step, and write its line if one is due, if it is the last, or if it was skipped."""
+        step, plan = result.step, self._plan
+        self._step = step
+        self._meter.add(result.num_targets, plan.samples_per_step)
         if not result.skipped:
             self._loss_sum += result.loss
             self._num_losses += 1
-        due = step % self._log_every_steps == 0 or step == self._total_steps
+        due = step % plan.log_every_steps == 0 or step == plan.total_steps
         if due or result.skipped:
             self._log_step(result, learning_rate, due=due)
         self._progress.advance(step)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
-        """Write down what an evaluation found: its loss, and whatever else the task measures.
-
-        The split `eval_final` is that of the weights kept at the end, on all samples: another curve than `eval`.
-        """
+        """Write an evaluation's loss and metrics; the split `eval_final` is that of the weights kept at the end, on all samples."""
         self._write({"step": step, "split": split, **metrics})
         self._trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, step)
-        self._progress.note(
-            f"step {step}: {'evaluation' if split == 'eval' else 'final evaluation'}: {_describe_metrics(metrics)}"
-        )
+        kind = "evaluation" if split == "eval" else "final evaluation"
+        self._progress.note(f"step {step}: {kind}: {_describe_metrics(metrics)}")
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Write down that something happened: when, on which process (None: all), and why, in one sentence."""
+        """Write an event: when, on which process (None: all), and why, in one sentence."""
         try:
             if kind == "rollback":
-                done_again = [line for line in self._unwritten if line["step"] > facts["to_step"]]
-                for line in done_again:
-                    self._unwritten.remove(line)
+                kept = [line for line in self._unwritten if line["step"] <= facts["to_step"]]
+                self._unwritten = deque(kept, maxlen=MOST_UNWRITTEN_LINES)
                 self._folder.rewind(facts["to_step"])
                 self._loss_sum, self._num_losses = 0.0, 0
             self._folder.append_event(utc_event(kind, step, message, rank, facts))
-        except OSError as error:  # an event often tells of a failure; it must not become a second one
+        except OSError as error:  # an event often reports a failure; it must not become a second one
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")
         if kind not in SILENT_EVENTS:
-            # The guard's sentences stand alone in the report, and begin with their step.
+            # The guard's sentences begin with their step.
             self._progress.note(message if message.startswith(f"step {step}:") else f"step {step}: {message}")
-        if kind in BEGINNINGS:
+        if kind in ("start", "resume"):
             self._progress.begin()
 
     def note(self, text: str) -> None:
-        """Print a line for whoever watches; it is not kept."""
         self._progress.note(text)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Time within (evaluation, saving) is not training time."""
         return self._meter.paused()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, with this sitting's rates beside what the loop knows, and close trackers and display.
+        """Write summary.json with this launch's rates, and close trackers and display.
 
         Raises:
             OSError: summary.json could not be written.
@@ -156,9 +189,7 @@ class RunObserver:
         self._trackers.start(lambda message: self.on_event("tracker_failed", self._step, message))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -166,29 +197,28 @@ class RunObserver:
         self._progress.close()
 
     def _write(self, line: JsonRecord) -> None:
-        """Add a line to metrics.jsonl; on a full disk lines wait for room, and training goes on."""
+        """Add a line to metrics.jsonl; on a full disk lines wait for room, and training continues."""
         self._unwritten.append(line)
         try:
             while self._unwritten:
                 self._folder.append_metrics(self._unwritten[0])
                 self._unwritten.popleft()
         except OSError as error:
-            if not self._is_told:
-                self._progress.note(
-                    f"metrics.jsonl cannot be written ({error.strerror}); its lines wait, training goes on"
-                )
-            self._is_told = True
+            if not self._is_failing:
+                message = f"metrics.jsonl cannot be written ({error.strerror}); its lines wait, training continues"
+                self._progress.note(message)
+            self._is_failing = True
         else:
-            self._is_told = False
+            self._is_failing = False
 
     def _log_step(self, result: StepResult, learning_rate: float, *, due: bool) -> None:
-        """Write a line: when one is due, of the steps since the line before; for a skipped step in between, of that step alone."""
+        """Write a line: when one is due, for the steps since the line before; for a skipped step in between, for that step alone."""
         loss, num_averaged = result.loss, self._num_losses if due else 0
         if num_averaged:
             loss = self._loss_sum / num_averaged
         if due:
             self._loss_sum, self._num_losses = 0.0, 0
-        # Not to now: the host hears of a step while the next one runs, but of the one before a pause at once.
+        # Not to now: the host reads a step's result while the next one runs, but that of the one before a pause at once.
         rates = self._meter.window(restart=due, until=result.ended)
         line: JsonRecord = {
             "step": result.step,
@@ -204,7 +234,7 @@ class RunObserver:
             self._rate_name: rates.tokens_per_second,
             "samples_per_second": rates.samples_per_second,
             "mfu": rates.mfu,
-            "epoch": round(result.step * self._samples_per_step / self._num_samples_per_epoch, 6),
+            "epoch": round(result.step * self._plan.samples_per_step / self._plan.num_samples_per_epoch, 6),
             "train_seconds": round(self._meter.train_seconds_at(result.ended), 3),
         }
         self._write(line)
@@ -218,46 +248,8 @@ class RunObserver:
         )
 
 
-class NoObserver:
-    """The observer of every process but the main one: it listens, and does nothing; or hands on steps, and nothing else."""
-
-    train_seconds = 0.0
-
-    def __init__(self, on_step: Callable[[StepResult, float], None] | None = None) -> None:
-        self._on_step = on_step
-
-    def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Hand it on, where somebody asked for it."""
-        if self._on_step is not None:
-            self._on_step(result, learning_rate)
-
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
-        """Nothing."""
-
-    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def pause(self) -> AbstractContextManager[None]:
-        """Nothing: there is no clock to stop."""
-        return nullcontext()
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
-
-
 def _describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """`loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`."""
+    """Return `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`."""
     numbers = [
         f"{name} {value:.4f}"
         for name, value in metrics.items()

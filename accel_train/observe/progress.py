@@ -1,14 +1,13 @@
-"""What a person watching the run sees: a bar in a terminal or notebook, plain lines elsewhere."""
+"""Progress on the screen: a bar in a terminal or notebook, plain lines elsewhere."""
 
-import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
-from accel_train.redaction import redact_text
-from accel_train.state import Choice
+from accel_train.core.format import format_seconds
+from accel_train.core.redaction import redact_text
 
 Style = Literal["bar", "lines", "off"]
 
@@ -16,21 +15,15 @@ REFRESH_SECONDS = 0.5
 """A bar is drawn at most this often: a redraw costs about 0.1 ms, and a slow terminal much more."""
 
 
-def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Choice[Style]:
-    """How progress is shown: `Recipe.log.progress`, resolved for this terminal, notebook or log file."""
-    if setting is False:
-        return Choice("off", "log.progress is false")
-    if setting is True:
-        return Choice("bar", "log.progress is true")
-    if "ipykernel.zmqshell" in sys.modules:
-        return Choice("bar", "running in a notebook")
-    if stream is None or stream.closed or not stream.isatty():
-        return Choice("lines", "the output is not a terminal")
-    if os.environ.get("TERM") == "dumb":
-        return Choice("lines", "TERM=dumb cannot redraw a line")
-    if _width_of(stream) == 0:  # a job scheduler's, or a container's: a bar would be empty
-        return Choice("lines", "the terminal has no width")
-    return Choice("bar", "the output is a terminal")
+def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Style:
+    """Resolve `Recipe.log.progress` for this terminal, notebook or log file."""
+    if setting != "auto":
+        return "bar" if setting else "off"
+    if "ipykernel.zmqshell" in sys.modules:  # a notebook
+        return "bar"
+    if stream is None or stream.closed or not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return "lines"
+    return "bar" if _width_of(stream) else "lines"  # a job scheduler's terminal may have no width: a bar would be empty
 
 
 def _width_of(stream: TextIO) -> int:
@@ -41,14 +34,13 @@ def _width_of(stream: TextIO) -> int:
 
 
 class Progress:
-    """Shows how far the run is, how it does, and how long it will take; a broken output never stops the run.
+    """Shows the step, the numbers of its line, and the time left; a broken output never stops the run.
 
     Args:
         setting: `Recipe.log.progress`.
-        total_steps: the last step of the run.
-        initial_step: steps done in earlier sittings; the time left is judged from this sitting alone.
-        targets: what is counted per second: tokens, images, ...
-        stream: where it is written; none: standard output.
+        initial_step: steps done in earlier launches; the time left is estimated from this launch alone.
+        targets: unit of the rate: tokens, images, ...
+        stream: none: standard output.
     """
 
     def __init__(
@@ -63,43 +55,32 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._speed_unit = "tok/s" if targets == "tokens" else f"{targets}/s"
         self.style = choose_style(setting, self._stream)
-        self._total_steps = total_steps
-        self._initial_step = initial_step
+        self._total_steps, self._initial_step = total_steps, initial_step
         self._begin = time.monotonic()
         self._bar: Any = None
         self._broken = self._stream is None
 
     def begin(self) -> None:
-        """Say that steps are made from now on: a bar is drawn below what was noted before."""
+        """Start the clock of the steps; a bar is drawn below the notes before."""
         self._begin = time.monotonic()
-        if self.style.value == "bar":
+        if self.style == "bar":
             self._guarded(self._open_bar)
 
     def advance(self, step: int) -> None:
-        """Say that a step is done: cheap enough for every step."""
-        if self._bar is None:
-            return
-        try:
-            self._bar.update(step - self._bar.n)
-        except (OSError, ValueError):
-            self._switch_off()
+        """Move the bar to a step: cheap enough for every step."""
+        if self._bar is not None:
+            self._guarded(lambda: self._bar.update(step - self._bar.n))
 
     def show(
-        self,
-        step: int,
-        *,
-        loss: float,
-        learning_rate: float,
-        tokens_per_second: float | None,
-        skipped: bool = False,
+        self, step: int, *, loss: float, learning_rate: float, tokens_per_second: float | None, skipped: bool = False
     ) -> None:
-        """Show the numbers of a logged step: beside the bar, or as one aligned line."""
+        """Show the numbers of a logged step beside the bar, or as one aligned line."""
         speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} {self._speed_unit}"
         mark = "  skipped" if skipped else ""
         if self._bar is not None:
             text = f"loss {loss:.4f}, lr {learning_rate:.2e}, {speed}{mark}"
             self._guarded(lambda: self._bar.set_postfix_str(text, refresh=False))
-        elif self.style.value == "lines":
+        elif self.style == "lines":
             width = len(str(self._total_steps))
             self._write_line(
                 f"step {step:>{width}}/{self._total_steps} {100 * step / self._total_steps:5.1f}%"
@@ -136,18 +117,14 @@ class Progress:
         )
 
     def _time_left(self, step: int) -> str:
-        """Wall time to the end at the pace of this sitting, evaluation and checkpoints included."""
+        """Return the wall time to the end at the pace of this launch, evaluation and checkpoints included."""
         done = step - self._initial_step
         if done <= 0:
             return "?"
         return format_seconds((time.monotonic() - self._begin) / done * (self._total_steps - step))
 
     def _write_line(self, text: str) -> None:
-        def write() -> None:
-            self._stream.write(text + "\n")
-            self._stream.flush()
-
-        self._guarded(write)
+        self._guarded(lambda: print(text, file=self._stream, flush=True))
 
     def _guarded(self, draw: Callable[[], object]) -> None:
         """Draw; when the output is gone (closed pipe, closed file, full disk), draw nothing from now on."""
@@ -156,36 +133,19 @@ class Progress:
         try:
             draw()
         except (OSError, ValueError):  # BrokenPipeError is an OSError; a closed file raises ValueError
-            self._switch_off()
-
-    def _switch_off(self) -> None:
-        self._broken = True
-        if self._stream is sys.stdout:
-            _discard_stdout()
-        if self._bar is not None:
-            self._bar.disable = True  # its close() would draw once more
-            self._bar = None
+            self._broken = True
+            if self._stream is sys.stdout:
+                _discard_stdout()
+            if self._bar is not None:
+                self._bar.disable = True  # its close() would draw once more
+                self._bar = None
 
 
 def _discard_stdout() -> None:
-    """Send what is left in standard output's buffer nowhere: flushing it at exit would turn exit code 0 into 120."""
+    """Discard the rest of standard output's buffer: flushing it at exit would turn exit code 0 into 120."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
     except (OSError, ValueError):  # closed, or not a real file: nothing will be flushed
         return
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration as a person reads it: `42s`, `3m 07s`, `2h 05m`, `3d 04h`."""
-    if not math.isfinite(seconds):
-        return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02}h"

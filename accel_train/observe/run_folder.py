@@ -2,34 +2,26 @@
 
 import errno
 import json
-import math
-import numbers
 import os
-import re
 import secrets
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from accel_train.files import make_folders, write_atomically
-from accel_train.ownership import RESOLVED_RECIPE, check_claim, claim, write_file
-from accel_train.redaction import redact_text
-from accel_train.state import Choice, JsonRecord
+from accel_train.core.files import make_folders, write_atomically
+from accel_train.core.json_io import from_json, json_text, read_json, to_json, utc_now
+from accel_train.core.ownership import RESOLVED_RECIPE, check_claim, claim, write_file
+from accel_train.core.state import Choice, JsonRecord
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 RECIPE_FILE = RESOLVED_RECIPE
-
-# JSON has no NaN: these strings stand for the three floats it lacks, in both directions.
-NONFINITE_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class RunFolder:
@@ -44,21 +36,22 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.lock = Choice(False, "not opened")
-        """Whether a second run in this folder is kept out, and why not."""
+        """A second run in this folder is kept out; the reason says why not."""
         self._filelock: FileLock | None = None
         self._holder_path = self.path / ".lock.holder"
-        self._metrics_fd = -1
-        self._events_fd = -1
+        self._open_files: dict[str, int] = {}
 
     def open(self) -> Self:
-        """Create the folder, take its lock, claim it, and mend lines that a kill has torn."""
+        """Create the folder, take its lock, claim it, and cut off lines that a kill has torn."""
         _create_writable_folder(self.path)
         try:
             check_claim(self.path)
             self._take_lock()
             claim(self.path)
-            self._sign()
-            self._open_files()
+            if self._filelock is not None:
+                holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": utc_now()}
+                write_atomically(self._holder_path, json.dumps(holder).encode())
+            self._reopen_files()
         except BaseException:
             self.close()
             raise
@@ -68,12 +61,12 @@ class RunFolder:
         """Find what is wrong with the folder before anything is created.
 
         Raises:
-            ValueError: as of the class.
+            ValueError: as for the class.
         """
         above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not above.is_dir():
-            of_what = "" if above == self.path else f": {above}"
-            raise ValueError(f"output_dir={self.path}{of_what} is a file; give a folder")
+            parent = "" if above == self.path else f": {above}"
+            raise ValueError(f"output_dir={self.path}{parent} is a file; give a folder")
         if not os.access(above, os.W_OK):
             raise ValueError(f"output_dir={self.path}: {above} cannot be written; give a folder you can write")
         check_claim(self.path)
@@ -81,7 +74,7 @@ class RunFolder:
             try:
                 self._take_lock()
             finally:
-                self._free_lock()
+                self._release_lock()
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Add one line to metrics.jsonl; it survives a kill of this process from the moment this returns.
@@ -89,14 +82,13 @@ class RunFolder:
         Raises:
             OSError: the line could not be written (disk full); the file ends with the line before it.
         """
-        _append_line(self._metrics_fd, record)
+        _append_line(self._open_files[METRICS_FILE], record)
 
     def append_event(self, record: Mapping[str, Any]) -> None:
         """Add one line to events.jsonl; as `append_metrics`."""
-        _append_line(self._events_fd, record)
+        _append_line(self._open_files[EVENTS_FILE], record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, whole or not at all."""
         self.write_text(SUMMARY_FILE, json_text(summary))
 
     def write_text(self, name: str, text: str) -> Path:
@@ -104,7 +96,7 @@ class RunFolder:
         return write_file(self.path / name, text.encode(), self.path)
 
     def rewind(self, step: int, *, evaluated: bool = True) -> None:
-        """Forget the metrics after `step`, because a resume computes them again; events are history and stay.
+        """Remove the metrics after `step`, because a resume computes them again; events stay.
 
         Not `evaluated`: the evaluation of that step is made again as well. Files that were moved away since `open` begin anew.
         """
@@ -117,17 +109,16 @@ class RunFolder:
         if path.exists():
             lines = _complete_lines(path, [])  # a damaged line stays where it is: it may be the user's
             write_atomically(path, b"".join(line for line, record in lines if record is None or is_kept(record)))
-        self._close_files()
-        self._open_files()
+        self._reopen_files()
 
     def close(self) -> None:
-        """Let the folder go; closing twice is fine."""
+        """Close the files and release the lock; closing twice is fine."""
         self._close_files()
         if self._filelock is not None:
             self._holder_path.unlink(missing_ok=True)
-        self._free_lock()
+        self._release_lock()
 
-    def _free_lock(self) -> None:
+    def _release_lock(self) -> None:
         if self._filelock is not None:
             self._filelock.release()
             self._filelock = None
@@ -136,20 +127,16 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_files(self) -> None:
-        self._metrics_fd = _open_mended(self.path / METRICS_FILE)
-        self._events_fd = _open_mended(self.path / EVENTS_FILE)
+    def _reopen_files(self) -> None:
+        self._close_files()
+        self._open_files = {name: _open_mended(self.path / name) for name in (METRICS_FILE, EVENTS_FILE)}
 
     def _close_files(self) -> None:
-        for fd in (self._metrics_fd, self._events_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._metrics_fd = self._events_fd = -1
+        while self._open_files:
+            os.close(self._open_files.popitem()[1])
 
     def _take_lock(self) -> None:
         """Take the kernel's lock without waiting: it is free again as soon as its holder is gone, however it went."""
@@ -170,16 +157,9 @@ class RunFolder:
         self._filelock = lock
         self.lock = Choice(True, "held by the kernel, freed when this process ends")
 
-    def _sign(self) -> None:
-        """Say who holds the lock."""
-        if self._filelock is None:
-            return
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": _utc_now()}
-        write_atomically(self._holder_path, json.dumps(holder).encode())
-
 
 def read_metrics(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
-    """All lines of a run's metrics.jsonl, NaN and Infinity as floats; a line torn by a kill is left out.
+    """Return all lines of a run's metrics.jsonl, NaN and Infinity as floats; a line torn by a kill is left out.
 
     A damaged line is skipped, which a line on stderr says once; `damage` gets the same sentence.
 
@@ -190,12 +170,12 @@ def read_metrics(run_folder: Path, damage: list[str] | None = None) -> list[Json
 
 
 def read_events(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
-    """All lines of a run's events.jsonl; as `read_metrics`."""
+    """Return all lines of a run's events.jsonl; as `read_metrics`."""
     return _sound_lines(Path(run_folder) / EVENTS_FILE, damage)
 
 
 def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
-    """A JSON object that a run wrote (summary.json, say); empty where there is none, or where it is damaged, which is said."""
+    """Return a JSON object that a run wrote (summary.json, say); empty where there is none, or where damage is reported."""
     try:
         record = read_json(path)
         if not isinstance(record, dict):
@@ -218,52 +198,23 @@ def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
 
 
 def _note_damage(message: str, damage: list[str] | None) -> None:
-    _say_once(message)
+    _print_once(message)
     if damage is not None:
         damage.append(message)
 
 
 @cache
-def _say_once(message: str) -> None:
+def _print_once(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def write_json(path: Path, value: object) -> Path:
-    """Write `json_text` of a value to a file, whole or not at all."""
-    return write_atomically(path, json_text(value).encode())
-
-
-def json_text(value: object) -> str:
-    """Return values as JSON; NaN and Infinity become strings, as in metrics.jsonl."""
-    text = json.dumps(_to_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    return _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)  # a row of a matrix on a line
-
-
-_NUMBERS = re.compile(r"\[\s+-?\d[\d.e+-]*(?:,\s+-?\d[\d.e+-]*)*\s+\]")
-
-
-def read_json(path: Path) -> JsonRecord:
-    """What `write_json` wrote, NaN and Infinity as floats."""
-    value: JsonRecord = _from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    return value
-
-
 def read_summary(run_folder: Path) -> JsonRecord:
-    """A run's summary.json, NaN and Infinity as floats; FileNotFoundError if the run has not ended."""
+    """Return a run's summary.json, NaN and Infinity as floats; FileNotFoundError if the run has not ended."""
     return read_json(Path(run_folder) / SUMMARY_FILE)
 
 
-def utc_event(kind: str, step: int, message: str, rank: int | None, facts: Mapping[str, Any]) -> JsonRecord:
-    """One line of events.jsonl, stamped with the time now."""
-    return {"time": _utc_now(), "step": step, "event": kind, "rank": rank, "message": message, **facts}
-
-
-def _utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _create_writable_folder(path: Path) -> None:
-    """Create the folder and its missing parents, and prove that a file can be written and renamed in it."""
+    """Create the folder and its missing parents, and check that a file can be written and renamed in it."""
     try:
         make_folders(path)
         if not path.is_dir():
@@ -285,27 +236,16 @@ def _describe_holder(holder_path: Path) -> str:
 
 def _open_mended(path: Path) -> int:
     """Open for appending, after cutting off a last line without an end: the next line must not be glued to it."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    end = os.fstat(fd).st_size
-    position = end
-    while position > 0:  # backwards by blocks: a torn line is short, the file may not be
-        start = max(0, position - 65536)
-        newline = os.pread(fd, position - start, start).rfind(b"\n")
-        if newline >= 0:
-            position = start + newline + 1
-            break
-        position = start
-    if position < end:
-        os.ftruncate(fd, position)
-    return fd
+    content = path.read_bytes() if path.is_file() else b""  # a device has no end
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
 def _append_line(fd: int, record: Mapping[str, Any]) -> None:
     """One write() of one line: a kill tears at most this one."""
-    assert fd >= 0, "the run folder is not open"
-    line = json.dumps(_to_json(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
-    size_before = os.fstat(fd).st_size
-    written = 0
+    line = json.dumps(to_json(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+    size_before, written = os.fstat(fd).st_size, 0
     try:
         while written < len(line):  # a full disk first takes a part of the line, and then raises
             written += os.write(fd, line[written:])
@@ -316,7 +256,7 @@ def _append_line(fd: int, record: Mapping[str, Any]) -> None:
 
 
 def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, JsonRecord | None]]:
-    """Each line that has an end, as bytes and as a record; None where it is damaged, and then `faults` gets where and why."""
+    """Yield each line that has an end, as bytes and as a record; None where it is damaged, and then `faults` gets where and why."""
     kind = "split" if path.name == METRICS_FILE else "event"
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -324,7 +264,7 @@ def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, Json
                 return  # torn by a kill: it was never a line
             record: Any = None
             try:
-                record = _from_json(json.loads(line))
+                record = from_json(json.loads(line))
                 fault = _fault_of(record, kind)
             except (ValueError, RecursionError) as error:
                 fault = str(error)
@@ -334,7 +274,7 @@ def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, Json
 
 
 def _fault_of(record: Any, kind: str) -> str:
-    """What a line lacks that every reader needs; empty where it is sound."""
+    """Return why a line is not what every reader needs; empty where it is sound."""
     if not isinstance(record, dict):
         return f"it holds a {type(record).__name__}, not an object"
     step, loss = record.get("step"), record.get("loss")
@@ -345,33 +285,3 @@ def _fault_of(record: Any, kind: str) -> str:
     if any(type(value) is int and abs(value) >= 2**63 for value in record.values()):
         return "it has a number of more than 64 bits"
     return "" if loss is None or type(loss) in (int, float) else f"its loss is {loss!r:.40}"
-
-
-def _to_json(value: Any) -> Any:
-    """The value with what JSON lacks in a form it has: NaN and Infinity as strings, numpy numbers as plain ones; no secrets."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return redact_text(value)
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        number = float(value)
-        return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"a {type(value).__name__} cannot be written to the run folder: {value!r}")
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, str):
-        return NONFINITE_NAMES.get(value, value)
-    if isinstance(value, dict):
-        return {key: _from_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_json(item) for item in value]
-    return value

@@ -1,14 +1,15 @@
 """Experiment trackers (TensorBoard, Weights & Biases, ...) through Accelerate; a broken one never stops training."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_train.core.format import did_you_mean
+from accel_train.core.json_io import dotted_items
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# What to install for each name that Accelerate knows and whose package can be missing.
 PACKAGES = {
     "tensorboard": "accel-train[tensorboard]",
     "wandb": "accel-train[wandb]",
@@ -20,6 +21,15 @@ PACKAGES = {
     "dvclive": "dvclive",
     "swanlab": "swanlab",
 }
+"""Packages to install for the trackers that Accelerate knows, where they can be missing."""
+RUN_NAME_OF = {
+    "wandb": "name",
+    "trackio": "name",
+    "mlflow": "run_name",
+    "clearml": "task_name",
+    "swanlab": "experiment_name",
+}
+"""Each tracker's own argument for the run's name: Accelerate passes the project's name only."""
 
 
 def check_tracker_names(names: Sequence[str]) -> None:
@@ -38,9 +48,10 @@ def check_tracker_names(names: Sequence[str]) -> None:
     installed = {str(name) for name in get_available_trackers()}
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(known))}"
-            raise ValueError(f"log.trackers: {name!r} is not a tracker; {hint}")
+            hint = did_you_mean(name, known, f"known are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"log.trackers: {name!r} is not a tracker; {hint}; import your own where your task is defined"
+            )
         if name in PACKAGES and name not in installed:
             raise ValueError(
                 f"log.trackers: {name} needs a package that is not installed; pip install '{PACKAGES[name]}', "
@@ -49,19 +60,17 @@ def check_tracker_names(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run; each that fails is switched off and reported once, and the others go on.
+    """The trackers of one run; each that fails is switched off and reported once, and the others continue.
 
     Only the main process uses them. The accelerator's `trackers` are those that still work, so `accelerator.log` and
     `accelerator.get_tracker` stay usable.
 
     Args:
-        accelerator: whose `trackers` these become.
         names: `Recipe.log.trackers`.
         project: project name; for TensorBoard a folder under `logging_dir`.
-        run_name: name of this run within the project.
         config: settings of the run, nested; trackers get them flat (`optimizer.learning_rate`).
-        logging_dir: where trackers that write files write them.
-        initial_step: resumed runs: TensorBoard forgets what it knew after this step.
+        logging_dir: for trackers that write files.
+        initial_step: resumed runs: TensorBoard removes its values after this step.
 
     Raises:
         ValueError: as `check_tracker_names`.
@@ -79,25 +88,23 @@ class Trackers:
         initial_step: int = 0,
     ) -> None:
         check_tracker_names(names)
-        self._accelerator = accelerator
-        self._names = tuple(names)
-        self._project = project
-        self._config = flatten(config)
-        self._logging_dir = logging_dir
-        self._init_kwargs = _init_kwargs(run_name, initial_step)
+        self._accelerator, self._names = accelerator, tuple(names)
+        self._project, self._config, self._logging_dir = project, flatten(config), logging_dir
+        self._init_kwargs: dict[str, dict[str, Any]] = {name: {key: run_name} for name, key in RUN_NAME_OF.items()}
+        if initial_step:
+            self._init_kwargs["tensorboard"] = {"purge_step": initial_step + 1}
         self._on_failure: Callable[[str], None] = lambda message: None
 
     def start(self, on_failure: Callable[[str], None]) -> None:
-        """Open them one by one; `on_failure(message)` hears once of each that had to be switched off."""
+        """Open them one by one; `on_failure(message)` is called once for each that had to be switched off."""
         if not self._names:
             return
         from accelerate.tracking import filter_trackers
 
         self._on_failure = on_failure
-        accelerator = self._accelerator
+        accelerator, working = self._accelerator, []
         accelerator.project_configuration.logging_dir = str(self._logging_dir)
         chosen = filter_trackers(list(self._names), self._logging_dir)
-        working = []
         for tracker in chosen:
             # init_trackers stops at the first that raises, so each is opened alone.
             accelerator.log_with, accelerator.trackers = [tracker], []
@@ -132,29 +139,15 @@ class Trackers:
 
     def _report(self, name: str, failure: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        self._on_failure(f"tracker {name} {failure} and is switched off; training goes on ({reason})")
+        self._on_failure(f"tracker {name} {failure} and is switched off; training continues ({reason})")
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested settings as one level with dotted names; lists as text, None left out: the form every tracker takes."""
+def flatten(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Return nested settings as one level with dotted names; lists as text, None left out: the form every tracker takes."""
     flat: dict[str, bool | int | float | str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, bool | int | float | str):
-            flat[prefix + name] = value
+    for name, value in dotted_items(config):
+        if isinstance(value, bool | int | float | str):
+            flat[name] = value
         elif value is not None:
-            flat[prefix + name] = str(list(value)) if isinstance(value, tuple) else str(value)
+            flat[name] = str(list(value)) if isinstance(value, tuple) else str(value)
     return flat
-
-
-def _init_kwargs(run_name: str, initial_step: int) -> dict[str, dict[str, Any]]:
-    """The run's name in each tracker's own words (Accelerate passes the project's name only)."""
-    return {
-        "tensorboard": {"purge_step": initial_step + 1} if initial_step else {},
-        "wandb": {"name": run_name},
-        "trackio": {"name": run_name},
-        "mlflow": {"run_name": run_name},
-        "clearml": {"task_name": run_name},
-        "swanlab": {"experiment_name": run_name},
-    }
