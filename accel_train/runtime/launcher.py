@@ -1,47 +1,54 @@
-"""The launcher that started this process: it must not be outlived for long, and it may have started others before."""
+"""The launcher that started this process: end with it, check its variables, and ask it for a restart."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+MAY_RESTART = "accel_train_may_restart"
 LAUNCH_REMEDY = "start with torchrun or `accelerate launch`, which set it, or unset WORLD_SIZE and the RANKs to train on one process"
 
 
-def stop_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the parent dies, however it dies: a run then saves, and ends."""
-    _ask_for_signal_at_death_of_parent("SIGTERM")
+def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel for a signal when the parent dies, or its thread that started this process: SIGTERM lets a run save.
 
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when the parent dies, or the thread of it that began this process."""
-    _ask_for_signal_at_death_of_parent("SIGKILL")
-
-
-def _ask_for_signal_at_death_of_parent(name: str) -> None:
-    """prctl(2); Linux only, elsewhere nothing is done."""
+    Linux only (prctl(2)).
+    """
     if sys.platform == "linux":
-        with suppress(AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, getattr(signal, name))
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def allow_restart(reason: str) -> None:
+    """Allow the launcher a restart (`--max-restarts`) for this process's exit code 75, which else means a preemption.
+
+    `python -m accel_train.torchrun` reads this from the file in which torch's processes report their error.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        facts = {"timestamp": str(int(time.time())), MAY_RESTART: True}
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": reason, "extraInfo": facts}}, file)
 
 
 def stop_with_launcher() -> None:
-    """`stop_with_parent`, where that is torchrun or `accelerate launch`.
+    """Call `stop_with_parent` under torchrun and `accelerate launch`.
 
-    Killed, they leave processes behind that train on, hold their GPUs and keep the run folder locked. Other launchers
-    (slurmd, an MPI daemon) see to their processes, and may start them from a thread that ends, which counts as a death.
+    Killed, they leave processes behind that continue to train, hold their GPUs and lock the run folder. Other launchers
+    (slurmd, an MPI daemon) end their processes, and may start them from a thread that ends, which counts as a death.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()
 
 
 def launch_mistake(environment: Mapping[str, str]) -> str | None:
-    """Return what is impossible in the variables that a launcher sets, so that this process would wait for ever; None if nothing is."""
+    """Return what is wrong with a launcher's variables, so that this process would wait for ever; None if nothing is."""
     numbers = {}
     for name, least in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
         text = environment.get(name)
@@ -55,9 +62,8 @@ def launch_mistake(environment: Mapping[str, str]) -> str | None:
             return f"{rank}={numbers[rank]} with {size}={numbers.get(size, 1)}: ranks count from 0 to {size} - 1; {LAUNCH_REMEDY}"
     if numbers.get("LOCAL_WORLD_SIZE", 1) > world_size:
         return f"LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']} is more than WORLD_SIZE={world_size}; {LAUNCH_REMEDY}"
-    is_mpi = any(
-        name.startswith(("PMI_", "OMPI_", "MV2_")) for name in environment
-    )  # Accelerate reads ranks from there
+    # Accelerate reads ranks from MPI's variables, too.
+    is_mpi = any(name.startswith(("PMI_", "OMPI_", "MV2_")) for name in environment)
     for name in ("RANK", "MASTER_ADDR") if world_size > 1 and not is_mpi else ():
         if not environment.get(name):
             return f"WORLD_SIZE={world_size}, but {name} is not set, so that the processes cannot meet; {LAUNCH_REMEDY}"
@@ -65,10 +71,10 @@ def launch_mistake(environment: Mapping[str, str]) -> str | None:
 
 
 def store_of_this_start(timeout: timedelta) -> dict[str, Any]:
-    """Arguments of `init_process_group` for processes that torchrun has started again; none for others.
+    """Return arguments of `init_process_group` for processes that torchrun has started again; none for others.
 
-    torchrun's store outlives the processes, and in it what those of before have said: the addresses where gloo and NCCL
-    would look for them, and that one of them failed (torch 2.13 gives each start the same names in it).
+    torchrun's store outlives the processes with what earlier ones have written: the addresses where gloo and NCCL would look
+    for them, and that one of them failed (torch 2.13 uses the same names at each start).
     """
     environment = os.environ
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")

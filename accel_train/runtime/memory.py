@@ -11,7 +11,7 @@ import torch
 
 GARBAGE_EVERY_STEPS = 1000
 EMPTY_CACHE_ABOVE = 0.2
-"""Part of the GPU's memory that must lie idle in torch's cache before emptying it is worth the allocations it costs."""
+"""Share of the GPU's memory that is idle in torch's cache before emptying it is worth the allocations it costs."""
 
 
 def keep_freed_memory() -> bool:
@@ -28,7 +28,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def garbage_collected_at_steps() -> Iterator[None]:
-    """Inside, garbage is collected only by `collect_garbage`: one process that stalls for it makes all others wait."""
+    """Inside, collect garbage only by `collect_garbage`: one process that stalls for it makes all others wait."""
     gc.collect()
     gc.freeze()  # what lives now lives to the end, so no collection needs to look at it
     gc.disable()
@@ -46,13 +46,11 @@ def collect_garbage(step: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the host; torch says so in several kinds of error."""
+    """Return whether an allocation failed, on a GPU or on the host; torch says so in several kinds of error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "out of memory" in text or "DefaultCPUAllocator: can't allocate" in text
-    )
+    is_of_torch, text = isinstance(error, RuntimeError), str(error)
+    return is_of_torch and ("out of memory" in text or "DefaultCPUAllocator: can't allocate" in text)
 
 
 class PeakMemory:
@@ -68,35 +66,29 @@ class PeakMemory:
 
     @property
     def current_phase(self) -> str:
-        """What is counted now; nothing where no phase has begun."""
-        return "".join(self._phases[-1:])
+        """Return the innermost phase; "" outside of any."""
+        return self._phases[-1] if self._phases else ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside as `name`; an inner phase is not counted to the outer one."""
-        self._close_stretch()
+        """Count what happens inside as `name`; an inner phase does not count for the outer one."""
+        self._note_peak()
         self._phases.append(name)
         try:
             yield
         finally:
-            self._close_stretch()
+            self._note_peak()
             self._phases.pop()
 
-    def _close_stretch(self) -> None:
-        if self._phases:
-            name = self._phases[-1]
-            self.peaks[name] = max(self.peaks.get(name, 0), self._peak_bytes())
-        if self.device.type == "cuda":
-            self._empty_idle_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _peak_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-    def _empty_idle_cache(self) -> None:
+    def _note_peak(self) -> None:
+        is_cuda = self.device.type == "cuda"
+        if name := self.current_phase:
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else resident
+            self.peaks[name] = max(self.peaks.get(name, 0), peak)
+        if not is_cuda:
+            return
         idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if idle > EMPTY_CACHE_ABOVE * torch.cuda.get_device_properties(self.device).total_memory:
             torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)

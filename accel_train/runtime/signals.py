@@ -1,46 +1,33 @@
-"""Being asked to stop: SIGTERM, SIGUSR1, Ctrl-C and a closed terminal (SIGHUP) set a flag; the loop saves at the next step that all processes agree on."""
+"""Stop requests: SIGTERM, SIGUSR1, Ctrl-C and a closed terminal (SIGHUP) set a flag; then the loop saves after a step, the same on all processes."""
 
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-from accel_train.state import Preempted
+from accel_train.core.errors import Preempted
 
-SIGNALS = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-    if getattr(signal, name, None) is not None
-)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HANDLER_SECONDS = 1.0
-"""How long Python's own handler of a signal has, before it counts as one that cannot run."""
-BEFORE_THE_FIRST_STEP = "asked to stop before the first step of this sitting; run the same command again to go on"
-
-
-def is_ignored(number: int) -> bool:
-    """Whether a signal is not to be heard: SIGHUP under `nohup`, which has it ignored from the start.
-
-    Not under torchrun: its processes have sessions of their own, so a SIGHUP comes from torchrun, which ends.
-    """
-    is_hangup = number == getattr(signal, "SIGHUP", None)
-    return is_hangup and signal.getsignal(number) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
+"""Time for Python's handler of a signal to begin, before it counts as one that cannot run."""
+BEFORE_THE_FIRST_STEP = "asked to stop before the first step; run the same command again to resume"
+INTERRUPTED_MESSAGE = "interrupted; run the same command again to resume from the last checkpoint"
 
 
 class StopRequest:
-    """Catches signals while it is open: `with StopRequest() as stop: ... stop.requested`.
+    """A flag that signals set while it is open: `with StopRequest() as stop: ... stop.requested`.
 
-    The handler only sets a flag, since a signal arrives in the middle of anything, a collective included; while a run is
-    only being prepared there is nothing to save, and it raises Preempted. A second Ctrl-C interrupts at once. Outside the
-    main thread (some notebooks) signals cannot be caught, and the flag stays down. Opened again, it stays as it is.
+    The handler only sets the flag, since a signal arrives in the middle of anything, a collective included. While a run is
+    prepared there is nothing to save, and the handler raises Preempted. A second Ctrl-C interrupts at once. Outside the
+    main thread (some notebooks) signals cannot be caught, and the flag stays false. It can be opened several times.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self.insisted = False
-        """Ctrl-C came twice."""
+        self.insisted = False  # Ctrl-C came twice
         self.is_preparing = False
         self._previous: dict[int, Any] = {}
         self._times_open = 0
@@ -48,16 +35,16 @@ class StopRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether signals are caught."""
+        """Return whether signals are caught."""
         return bool(self._previous)
 
     def __enter__(self) -> "StopRequest":
         self._times_open += 1
         if self._times_open == 1 and threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if is_ignored(number):
-                    continue
-                self._previous[number] = signal.signal(number, self._handle)
+            # `nohup` ignores SIGHUP from the start. Torchrun's processes have sessions of their own: theirs comes from torchrun.
+            is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
+            caught = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
+            self._previous = {number: signal.signal(number, self._handle) for number in caught}
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -76,7 +63,7 @@ class StopRequest:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Inside, nothing has been trained yet, so a signal ends it where it is; what fails because of that is no failure.
+        """Inside, where nothing is trained yet, a signal raises Preempted; an error that follows from it becomes Preempted.
 
         Raises:
             Preempted: a signal came.
@@ -95,9 +82,7 @@ class StopRequest:
         if self.requested:  # raised where it was caught: libraries try one thing after another
             raise Preempted(BEFORE_THE_FIRST_STEP)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._times_open -= 1
         if self._times_open == 0:
             for number, handler in self._previous.items():
@@ -106,12 +91,12 @@ class StopRequest:
 
 
 @contextmanager
-def heard_while_waiting() -> Iterator[None]:
-    """Inside, a signal ends this process, with exit code 75, even where the main thread waits in foreign code for others.
+def stopped_while_joining() -> Iterator[None]:
+    """Inside, a signal ends this process with exit code 75, even where the main thread waits for others in native code.
 
     Python's handlers run in the main thread, between two of its instructions, and there may be none for half an hour: while
-    processes join, those that have come wait for one that was killed. The byte that C's handler writes
-    (`signal.set_wakeup_fd`) is read by a thread; a handler that can run has its time to.
+    processes join, they wait for one that was killed. So a thread reads the byte that C's handler writes
+    (`signal.set_wakeup_fd`), and ends the process where Python's handler does not run soon.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -138,7 +123,7 @@ def heard_while_waiting() -> Iterator[None]:
 
 @contextmanager
 def signals_put_back() -> Iterator[None]:
-    """Afterwards, signals do what they did before."""
+    """Restore the handlers of signals at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

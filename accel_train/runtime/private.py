@@ -1,0 +1,81 @@
+"""All private names of torch, Accelerate and DeepSpeed that this program uses, a function each.
+
+Each says the version it was seen in and what it is for; `tests/runtime/test_private.py` says what to do when it is gone.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def norms_of(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
+    """Return the norm of each tensor, all in a few kernels; `torch._foreach_norm`, torch 2.13.
+
+    `torch.nn.utils.get_total_norm` groups by device and dtype first: 40 us a step on a small model.
+    """
+    return list(torch._foreach_norm(tensors, order))
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, all in one kernel; `torch._foreach_copy_`, torch 2.13."""
+    torch._foreach_copy_(targets, sources)
+
+
+def move_towards(tensors: list[Tensor], others: list[Tensor], share: Tensor) -> None:
+    """Move each tensor by a `share` (0-dim, on the device) of its distance to the other; `torch._foreach_add_`, torch 2.13."""
+    torch._foreach_add_(tensors, torch._foreach_mul(torch._foreach_sub(others, tensors), share))
+
+
+def fake_tensors() -> Any:
+    """Return a mode in which tensors have a shape and no storage; `torch._subclasses`, torch 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def watch_operators(see: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
+    """Call `see(arguments, result)` after each operator of forward and backward inside; `TorchDispatchMode`, torch 2.13."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            see((args, kwargs or {}), result)
+            return result
+
+    return Watch()
+
+
+def set_activation_memory_budget(share: float) -> None:
+    """Let what is compiled from now on keep this share of its activations; `torch._functorch.config`, torch 2.13."""
+    import torch._functorch.config as settings
+
+    settings.activation_memory_budget = share
+
+
+def end_failed_backward(module: DistributedDataParallel) -> None:
+    """Let DDP begin another forward after a backward pass that did not end; `Reducer._reset_state`, torch 2.13."""
+    reducer: Any = module.reducer
+    reducer._reset_state()
+
+
+def flatten_mesh(tensor: Any) -> None:
+    """Let a reduction over all dimensions of a DTensor's mesh be one collective; `DeviceMesh._flatten`, torch 2.13."""
+    tensor.device_mesh._flatten()
+
+
+def forget_accelerator() -> None:
+    """Let the next Accelerator of this process have another precision; `AcceleratorState._reset_state`, Accelerate 1.15."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+
+
+def set_gradient_norm(zero: Any, norm: Tensor) -> None:
+    """Let DeepSpeed's optimizer clip by this norm, and skip its step where that is not finite; DeepSpeed 0.19."""
+    zero.scaled_global_norm = lambda: norm  # stages 1 and 2
+    zero._get_norm_groups = lambda: [norm]  # stage 3

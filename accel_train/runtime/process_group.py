@@ -1,0 +1,87 @@
+"""Start and limit the process group."""
+
+import atexit
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, broadcast_object_list
+
+from accel_train.runtime.launch_environment import launched_with
+from accel_train.runtime.launcher import stop_with_launcher, store_of_this_start
+from accel_train.runtime.signals import stopped_while_joining
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT_SECONDS = 1800
+"""Limit of a collective while a run begins or ends: one process may tokenise, or write, for all of them."""
+THREADS_OF_GLOO_SECONDS = 0.2
+"""Much longer than a thread waits for its turn, even on a busy machine."""
+
+
+def start_processes(*, offloads: bool = False) -> PartialState:
+    """Join the other processes of the launcher, if any: the world size is known after this and not before.
+
+    A run that `offloads` its weights to the host has collectives there as well as on the GPUs.
+    """
+    stop_with_launcher()
+    launched_with()  # before anything here changes a variable
+    if offloads:  # how Accelerate learns of it; `start_accelerator` removes them
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = (
+        "false"  # the launch's choice is in the recipe; this package starts DeepSpeed
+    )
+    # Without cpu=True Accelerate ignores LOCAL_RANK on a machine that has no accelerator, and each process trains alone.
+    with stopped_while_joining():
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+        processes = PartialState(cpu=not has_accelerator(), timeout=timeout, **store_of_this_start(timeout))
+    if processes.distributed_type == DistributedType.FSDP:  # as an earlier run in this process (a notebook) left it
+        kind = DistributedType.MULTI_CPU if processes.device.type == "cpu" else DistributedType.MULTI_GPU
+        processes.distributed_type = kind
+    if processes.num_processes > 1:
+        limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the watchdog of an earlier run in this process has lowered it
+        atexit.unregister(_let_threads_of_gloo_finish)
+        atexit.register(_let_threads_of_gloo_finish)
+    return processes
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Return on all processes what `function` returns on the main one, or raise on all what it raises there."""
+    processes = PartialState()
+    outcome: list[Any] = [None, None]
+    if processes.is_main_process:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    if processes.num_processes > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def _let_threads_of_gloo_finish() -> None:
+    """Wait when the interpreter is about to end, after the last line of the program that called `train`.
+
+    After a collective a thread of gloo takes the interpreter's lock to release its tensors; if the interpreter is ending by
+    then, the process aborts ("terminate called without an active exception", torch 2.13, before Python 3.14).
+    """
+    time.sleep(THREADS_OF_GLOO_SECONDS)
+
+
+def limit_collectives(seconds: float) -> None:
+    """Set the timeout of collectives of all processes: one that waits for longer raises (gloo), or ends the process (NCCL)."""
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=seconds))
+
+
+def has_accelerator() -> bool:
+    """Return whether a run here computes on a GPU: there is one, and ACCELERATE_USE_CPU does not hide it."""
+    uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    return torch.accelerator.is_available() and not uses_cpu

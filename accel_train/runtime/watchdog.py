@@ -1,0 +1,254 @@
+"""End a process that would wait for ever: for a peer that has died or hangs, or for a step that does not come.
+
+The training never waits for the two threads of the watchdog. One sends heartbeats, and reads whether the run has failed or is to
+stop; the other looks at the clock, at the loop's progress (plain attributes, so a step costs nothing), and at the processes of
+this machine. Each process prints why it ends; all name the first failure of the run as the cause.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accel_train.core.errors import CheckpointError, OutOfMemory, Preempted, RestartNeeded, TrainingStopped
+from accel_train.core.json_io import utc_event
+from accel_train.core.redaction import redact_text
+from accel_train.runtime.heartbeat import (
+    Failure,
+    HeartbeatStore,
+    Statuses,
+    find_cause,
+    find_hung,
+    is_peer_error,
+    lost_peer,
+)
+from accel_train.runtime.launcher import allow_restart
+from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP, INTERRUPTED_MESSAGE, StopRequest
+from accel_train.runtime.stacks import Progress, finish_writing, one_line, place_of_main_thread, within, write_stacks
+
+TICK_SECONDS, HEARTBEAT_SECONDS = 0.5, 1.0
+GRACE_SECONDS = 1.5
+"""A process whose peer is gone mostly fails by itself, at its next collective, with a better message than the watchdog's."""
+STOP_SECONDS = 15.0
+"""Time for a step after a stop request: launchers kill after 30 seconds."""
+JOIN_SECONDS = 2.0
+"""Time for each thread to end when the watchdog closes."""
+COLLECTIVE_ALLOWANCE = 2
+"""Timeout of a collective, as a multiple of the timeout of a step."""
+FIRST_STEPS_ALLOWANCE = 3
+"""Multiple of the timeout for the first step, which may compile, and for what follows the last, which writes."""
+AGREED = (TrainingStopped, CheckpointError, Preempted)
+"""Errors that all processes raise at the same point, so that none is a failure of one process."""
+FOR_ALL: dict[type[BaseException], tuple[str, int]] = {
+    OutOfMemory: ("out_of_memory", 6), RestartNeeded: ("out_of_memory", 75),
+}  # fmt: skip
+"""Event and exit code of all processes where one fails with these; after any other error the others end with 5."""
+
+
+class Watchdog:
+    """Watches this process while it is open; `heartbeats` is None where it is the only one."""
+
+    current: ClassVar["Watchdog | None"] = None
+    """The one that was opened last in this process."""
+
+    def __init__(
+        self, stop: StopRequest, output_dir: Path, timeout_seconds: float, heartbeats: HeartbeatStore | None
+    ) -> None:
+        self.stop, self.output_dir, self.timeout_seconds = stop, output_dir, timeout_seconds
+        self.heartbeats = heartbeats
+        self.rank = 0 if heartbeats is None else heartbeats.rank
+        self.who = "" if heartbeats is None else f"rank {self.rank}: "  # begins each line that this process prints
+        self.cause: Failure | None = None
+        """The failure of another process, which made this one fail."""
+        self.is_reported = False
+        """True where another process has failed with the same message before, and prints it."""
+        self.record: Callable[[Mapping[str, Any]], object] | None = None
+        """Appends an event to the run folder, on the main process."""
+        self._progress = Progress()
+        self._since_stop = self._since_insisted = self._alarmed = 0.0
+        self._halfway: Statuses | None = None
+        self._ending = self._ends_process = self._is_limited = False
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def watch_steps(self, progress: Callable[[], tuple[int, int]], phase: Callable[[], str]) -> None:
+        """Expect steps from now on: `progress` returns steps done and batches evaluated, `phase` the current phase."""
+        self._limit_collectives(FIRST_STEPS_ALLOWANCE * self.timeout_seconds)
+        self._progress.begin(progress, phase)
+
+    def __enter__(self) -> "Watchdog":
+        type(self).current = self
+        for work in (self._watch, *((self._send_heartbeats,) if self.heartbeats is not None else ())):
+            self._threads.append(threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.note_end(kind, error, trace)
+        self._over.set()
+        for thread in self._threads:  # one that is within torch when the interpreter ends aborts the process
+            thread.join(JOIN_SECONDS)
+
+    def note_end(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Publish why the loop of this process ends, by an error or not, and read which failure came first."""
+        if self._ends_process:  # the other thread is about to end it, and must not be cut short
+            time.sleep(STOP_SECONDS)
+        if self._ending:
+            return
+        self._ending, heartbeats = True, self.heartbeats
+        if heartbeats is None:
+            return
+        if is_peer_error(error) and self.stop.is_preparing and within(1.0, heartbeats.exchange):
+            self.stop.requested = True  # then `StopRequest.preparing` makes the error Preempted
+        elif error is None or isinstance(error, AGREED):
+            is_alone = isinstance(error, Preempted) and not self._progress.has_begun
+            ended = "" if error is None else one_line(error)
+            within(2.0, lambda: heartbeats.exchange(is_stopping=is_alone, ended=ended))
+            if is_alone:  # while a run is prepared each process stops by itself, or because the launcher saw one fail
+                self.cause = heartbeats.known_failure
+                heartbeats.stay_for_last_reads()
+        else:
+            self._note_failure(heartbeats, error)
+
+    def _note_failure(self, heartbeats: HeartbeatStore, error: BaseException) -> None:
+        text = f" failed first: {redact_text(one_line(error))}"
+        failure: Failure | None = Failure(
+            self.rank, heartbeats.describe(self.rank) + text, *FOR_ALL.get(type(error), ())
+        )
+        if is_peer_error(error):
+            failure = find_cause(heartbeats, 2 * GRACE_SECONDS)
+        if failure is None:
+            return
+        first = within(1.0, lambda: heartbeats.report_failure(failure)) or failure
+        if is_peer_error(error):
+            self.cause = first
+            self._record(first)
+        else:
+            self.is_reported = first.rank != self.rank and first.message.endswith(text)
+        _restart_if_it_helps(first)
+        heartbeats.stay_for_last_reads()
+
+    def _send_heartbeats(self) -> None:
+        assert self.heartbeats is not None
+        while not self._over.is_set():
+            place, is_waiting = place_of_main_thread()
+            now = {"progress": self._progress.done(), "place": place, "is_waiting": is_waiting}
+            with suppress(Exception):  # torch has several kinds for a store that does not answer
+                if self.heartbeats.exchange(is_stopping=self.stop.requested, **now):
+                    if not self.stop.requested and self.stop.is_preparing and self.stop.is_open:
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+                    self.stop.requested = True
+            self._over.wait(HEARTBEAT_SECONDS)
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(TICK_SECONDS):
+            now = time.monotonic()
+            # A pause of the whole process (SIGSTOP, a laptop that slept) does not count.
+            elapsed, before = min(now - before, 4 * TICK_SECONDS), now
+            if self._ending:
+                continue
+            if self._progress.look(elapsed) and not self._is_limited:
+                self._limit_collectives(self.timeout_seconds)
+                self._is_limited = True
+            failure = self._failed_peer() or self._overdue_stop(elapsed) or self._hang()
+            if failure is not None:
+                self._end(failure)
+
+    def _limit_collectives(self, seconds: float) -> None:
+        """Let collectives time out after the watchdog, which names the process that is waited for."""
+        if self.heartbeats is not None:
+            from accel_train.runtime.process_group import limit_collectives
+
+            with suppress(RuntimeError, ValueError):  # the group is gone already
+                limit_collectives(COLLECTIVE_ALLOWANCE * seconds)
+
+    def _failed_peer(self) -> Failure | None:
+        """Return the failure of a peer, once this process has had time to fail by itself."""
+        heartbeats = self.heartbeats
+        if heartbeats is None or (self.stop.requested and self.stop.is_preparing):  # nobody waits for those that stop
+            return None
+        failure = heartbeats.known_failure or lost_peer(heartbeats, self._progress.idle_seconds)
+        # Ticks, not seconds: where the machine was too busy for this process, its loop has not had that time either.
+        self._alarmed = 0.0 if failure is None else self._alarmed + TICK_SECONDS
+        return failure if self._alarmed > GRACE_SECONDS else None
+
+    def _overdue_stop(self, elapsed: float) -> Failure | None:
+        """Return why a stop request has no effect: better to end here than to be killed without a message."""
+        if not self.stop.requested:
+            return None
+        self._since_stop += elapsed
+        self._since_insisted += elapsed if self.stop.insisted else 0.0
+        if self._since_insisted > GRACE_SECONDS:
+            return Failure(self.rank, INTERRUPTED_MESSAGE, exit_code=130)
+        if self.stop.is_preparing and self._since_stop > STOP_SECONDS / 3:
+            return Failure(self.rank, BEFORE_THE_FIRST_STEP, "preempted", 75)
+        progress = self._progress
+        allowed = STOP_SECONDS if progress.is_first_step else max(STOP_SECONDS, 3 * progress.longest_idle_seconds)
+        is_moving = progress.phase() == "save" or min(progress.idle_seconds, self._since_stop) <= allowed
+        if is_moving or not progress.has_begun:
+            return None
+        message = (
+            f"asked to stop, and for {self._since_stop:.0f} s nothing has moved (rank {self.rank} {progress.describe()}): "
+            "what came after the last checkpoint is not saved; run the same command again to resume"
+        )
+        return Failure(self.rank, message, "preempted", 75)
+
+    def _hang(self) -> Failure | None:
+        """Return which rank hangs, where no step was done in time anywhere; while others make progress, this process waits."""
+        progress, heartbeats = self._progress, self.heartbeats
+        if not progress.has_begun or progress.idle_seconds <= self.timeout_seconds / 2:
+            self._halfway = None
+            return None
+        if self._halfway is None and heartbeats is not None:
+            self._halfway = within(3.0, heartbeats.statuses) or {}
+        timeout = self.timeout_seconds * (FIRST_STEPS_ALLOWANCE if progress.is_first_step else 1)
+        if progress.idle_seconds <= timeout:
+            return None
+        culprit, hung = self.rank, f"rank {self.rank} {progress.describe()}"
+        if heartbeats is not None:
+            before, after = self._halfway or {}, within(3.0, heartbeats.statuses) or {}
+            if any(after[rank].progress != before[rank].progress for rank in before.keys() & after.keys()):
+                progress.idle_seconds, self._halfway = timeout / 2, None
+                return None
+            hung_ranks = find_hung(heartbeats, before, after)
+            hung = "; ".join(f"{heartbeats.describe(rank)} {what}" for rank, what in hung_ranks.items()) or hung
+            culprit = next(iter(hung_ranks), culprit)
+        stacks = f"stacks are in {self.output_dir}/stacks-rank-*.txt"
+        return Failure(culprit, f"no step for {timeout:g} s (guard.hang_timeout_seconds): {hung}; {stacks}", "hang")
+
+    def _end(self, failure: Failure) -> None:
+        """Print the first failure of the run, which may be another one, and end this process."""
+        heartbeats = self.heartbeats
+        if self._ending or self._over.is_set():
+            return
+        self._ending = self._ends_process = True
+        if heartbeats is not None:
+            failure = within(1.0, lambda: heartbeats.report_failure(failure)) or failure
+        if self._progress.has_begun and failure.event != "peer_failed":
+            write_stacks(self.output_dir / f"stacks-rank-{self.rank}.txt", self.rank)
+        with suppress(OSError):
+            kind = "preempted" if failure.event == "preempted" else "error"
+            os.write(2, f"{kind}: {self.who}{failure.message}\n".encode())
+        self._record(failure)
+        _restart_if_it_helps(failure)
+        if heartbeats is not None:
+            heartbeats.end_stopped()
+            heartbeats.stay_for_last_reads()
+        finish_writing(3.0)
+        os._exit(failure.exit_code)
+
+    def _record(self, failure: Failure) -> None:
+        if (record := self.record) is not None:
+            event = utc_event(failure.event, self._progress.done()[0], failure.message, None, {})
+            within(2.0, lambda: record(event))
+
+
+def _restart_if_it_helps(failure: Failure) -> None:
+    """Allow the launcher a restart for a run that resumes with smaller micro-batches."""
+    if (failure.event, failure.exit_code) == ("out_of_memory", 75):
+        allow_restart(failure.message)
