@@ -5,7 +5,10 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from accel_train.runtime.private import copy_all
+
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class RunningStatistics:
@@ -24,10 +27,17 @@ class RunningStatistics:
         self._before: list[Tensor] = []
 
     def keep(self) -> None:
-        """Before the forward: remember them."""
+        """Copy them before the forward."""
         if self._shared:
-            _share(self._groups)
+            self.share()
         self._before = [_flat(buffers) for buffers in self._groups]
+
+    def share(self) -> None:
+        """Give all processes those of process 0, which are saved, to evaluate with."""
+        for buffers in self._groups:
+            values = _flat(buffers)
+            dist.broadcast(values, 0)
+            _write(values, buffers)
 
     def put_back(self, skipped: Tensor) -> None:
         """After the update: as they were, where `skipped` (0-dim, on the device) is 1 or they are not finite."""
@@ -42,35 +52,32 @@ class RunningStatistics:
             _write(torch.where(is_bad, before, after), buffers)
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a batch norm of torch's own or one derived from it."""
+    return _can_keep_statistics(module) and not isinstance(module, INSTANCE_NORMS)
+
+
 def has_batch_norm(module: nn.Module) -> bool:
-    """Whether it keeps running statistics, or could: its kernels take no weights of 16 bits beside statistics in fp32."""
-    return any(isinstance(part, _NormBase) for part in module.modules())
+    """Return whether it keeps running statistics, or could: its kernels take no 16-bit weights with statistics in fp32."""
+    return any(map(_can_keep_statistics, module.modules()))
 
 
-def share_running_statistics(module: nn.Module) -> None:
-    """All processes go on with those of process 0: the ones that are saved, so that they are the ones to evaluate with."""
-    _share(_buffers_by_dtype(module))
+def _can_keep_statistics(module: nn.Module) -> bool:
+    return hasattr(module, "track_running_stats")  # all batch and instance norms have it
 
 
 def _buffers_by_dtype(module: nn.Module) -> list[list[Tensor]]:
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for part in module.modules():
-        if isinstance(part, _NormBase):
+        if _can_keep_statistics(part):
             for buffer in part.buffers(recurse=False):
                 by_dtype[buffer.dtype].append(buffer)
     return list(by_dtype.values())
 
 
-def _share(groups: list[list[Tensor]]) -> None:
-    for buffers in groups:
-        values = _flat(buffers)
-        dist.broadcast(values, 0)
-        _write(values, buffers)
-
-
 def _write(values: Tensor, buffers: list[Tensor]) -> None:
     pieces = values.split([buffer.numel() for buffer in buffers])
-    torch._foreach_copy_(buffers, [piece.view_as(buffer) for piece, buffer in zip(pieces, buffers, strict=True)])
+    copy_all(buffers, [piece.view_as(buffer) for piece, buffer in zip(pieces, buffers, strict=True)])
 
 
 def _flat(buffers: list[Tensor]) -> Tensor:

@@ -1,18 +1,18 @@
-"""What of a model is not trained: parameters by pattern, and batch norms with their running statistics."""
+"""Frozen parts of a model: parameters by pattern, and batch norms with their running statistics."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from accel_train.recipe import Model
-from accel_train.state import Choice
+from accel_train.core.state import Choice
+from accel_train.model.batch_norm import is_batch_norm
+from accel_train.recipe.schema import Model
 
 
 def matching(names: Sequence[str], patterns: Sequence[str], leaf: str) -> set[str]:
-    """The names that some pattern matches (`*`, `?`, `[0-3]` as in a shell).
+    """Return the names that some pattern matches (`*`, `?`, `[0-3]` as in a shell).
 
     Raises:
         ValueError: a pattern matches nothing.
@@ -39,9 +39,7 @@ def freeze(model: nn.Module, section: Model) -> Choice[int]:
     frozen = matching(list(parameters), section.freeze, "model.freeze")
     for name in frozen:
         parameters[name].requires_grad_(False)
-    norms = (
-        [module for module in model.modules() if isinstance(module, _BatchNorm)] if section.freeze_batch_norm else []
-    )
+    norms = [module for module in model.modules() if section.freeze_batch_norm and is_batch_norm(module)]
     if section.freeze_batch_norm and not norms:
         raise ValueError("model.freeze_batch_norm is set, but this model has no batch norm; leave it out")
     for norm in norms:

@@ -1,48 +1,9 @@
-"""Text from a trained language model."""
+"""Generate text with a causal language model."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def generate_from_run(
-    run_folder: Path, prompt: str = "", *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0
-) -> str:
-    """A text by the finished run in this folder (`RUN/model`), which begins with the prompt.
-
-    Raises:
-        ValueError: the folder holds no trained model, or an argument is out of its range.
-    """
-    check_sampling(max_new_tokens, temperature)
-    folder = Path(run_folder) / "model"
-    if not (folder / "config.json").is_file():
-        what = "has no trained model yet (no model/config.json)" if Path(run_folder).is_dir() else "does not exist"
-        raise ValueError(f"{run_folder} {what}; give the output_dir of a finished run")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    from accel_train.model_check import check_weight_files
-
-    check_weight_files(folder)
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        if "custom code" in reason:
-            raise ValueError(
-                f"{folder} brings code of its own, which generate does not run; read that code, and if you trust it load the "
-                "model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
-            ) from error
-        raise ValueError(
-            f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
-        ) from error
-    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return generate_text(model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
 def check_sampling(max_new_tokens: int, temperature: float) -> None:
@@ -64,7 +25,7 @@ def generate_text(
     temperature: float,
     seed: int,
 ) -> str:
-    """The prompt and what the model writes after it, up to the end of the document.
+    """Return the prompt and what the model writes after it, up to the end of the document.
 
     The model reads a document separator first, as in training. A text longer than the model's positions goes on from its
     second half. Rows that pad the vocabulary past the tokenizer are never sampled. The caller's random state and the

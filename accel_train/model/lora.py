@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from accel_train.recipe import LoRA, Model
-from accel_train.state import Choice
+from accel_train.core.state import Choice
+from accel_train.recipe.schema import LoRA, Model
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -46,10 +46,10 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
 
 
 def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
-    """What peft is told; `all-linear` is spelled out, less the heads (the output embedding, and what is trained whole)."""
+    """Return peft's configuration; `all-linear` is spelled out, less the heads (the output embedding, and what is trained whole)."""
     from peft import LoraConfig
 
-    layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     targets = list(section.target_modules)
     if section.target_modules == "all-linear":
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -69,27 +69,19 @@ def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
     )
 
 
-def merge_adapters(model: nn.Module) -> nn.Module:
-    """A copy of the model with the adapters added into its weights: W + alpha / rank B A, and no trace of them left."""
-    merged = copy.deepcopy(model)
-    for name in _adapted(merged):
-        layer: Any = merged.get_submodule(name)
-        layer.merge()
-        merged.set_submodule(name, layer.get_base_layer())
-    return merged
-
-
-def without_adapters(model: nn.Module) -> nn.Module:
-    """A copy of the model with its own weights and what was trained whole, and no adapters."""
+def without_adapters(model: nn.Module, *, merge: bool = False) -> nn.Module:
+    """Return a copy of the model without adapters; with `merge` they are added into its weights first: W + alpha / rank B A."""
     bare = copy.deepcopy(model)
     for name in _adapted(bare):
         layer: Any = bare.get_submodule(name)
+        if merge:
+            layer.merge()
         bare.set_submodule(name, layer.get_base_layer())
     return bare
 
 
 def save_adapters(model: nn.Module, recipe_model: Model, folder: Path) -> None:
-    """The adapters alone, as `PeftModel.from_pretrained(base, folder)` reads them."""
+    """Write the adapters alone, as `PeftModel.from_pretrained(base, folder)` reads them."""
     assert recipe_model.lora is not None
     folder.mkdir(exist_ok=True)
     bare = without_adapters(model)
@@ -109,10 +101,6 @@ def _adapted(model: nn.Module) -> list[str]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""How much memory a run needs, without any: its own forward and backward, on tensors that have a shape and no storage.
+"""Estimate the memory of a run without using any: its own forward and backward, on tensors that have a shape and no storage.
 
 The parts that follow from counts (weights, gradients, optimizer) are arithmetic. Activations and the loss are found by
 running one micro-batch of the task on `FakeTensorMode` tensors and adding up what is alive at the worst moment, in eager
@@ -15,16 +15,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from accel_train.loading import Drawn, fetch
-from accel_train.model_check import pretrained_config
-from accel_train.recipe import Recipe
-from accel_train.recipe_optimizer import Optimizer
-from accel_train.step import checked_loss
+from accel_train.data.samples import Drawn, fetch
+from accel_train.model.kernels import chunked_loss
+from accel_train.model.pretrained import pretrained_config
+from accel_train.model.tensors import tensors_in
+from accel_train.model.training_module import checked_loss
+from accel_train.model.weights import hidden_matrices
+from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.schema import Recipe
+from accel_train.runtime.private import fake_tensors, watch_operators
 from accel_train.task import TASKS, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -42,17 +43,27 @@ class MemoryPart:
 
 
 def num_moments(section: Optimizer) -> int:
-    """Tensors that the optimizer keeps beside each weight."""
-    return (1 if section.momentum else 0) if section.name == "sgd" else 2
+    """Return the tensors that the optimizer keeps beside each weight; for muon, beside each matrix in a block."""
+    if section.name == "sgd":
+        return 1 if section.momentum else 0
+    return {"muon": 1, "lion": 1, "adafactor": 0}.get(section.name, 2)
 
 
-def is_averaged(section: Optimizer) -> bool:
-    """Whether there is one more copy of the trained weights: their moving average."""
-    return section.ema_decay is not None
+def state_numel(model: nn.Module, section: Optimizer) -> int:
+    """Return the numbers (fp32) that the optimizer keeps beside the weights; of a class of somebody else's, as of AdamW."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = sum(weight.numel() for weight in weights)
+    if section.name == "adafactor":  # a row and a column of each matrix
+        matrices = [weight for weight in weights if weight.dim() > 1]
+        factors = sum(matrix.numel() // matrix.shape[dim] for matrix in matrices for dim in (-1, -2))
+        return trained - sum(matrix.numel() for matrix in matrices) + factors
+    if section.name == "muon":  # AdamW's two for all that is no matrix
+        return 2 * trained - sum(matrix.numel() for matrix in hidden_matrices(model))
+    return num_moments(section) * trained
 
 
 def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
-    """The samples of the micro-batch that takes the most memory: as training draws them, the longest where they differ in length."""
+    """Return the samples of the micro-batch that takes the most memory: as training draws them, the longest where they differ in length."""
     num_samples = len(data.train)  # type: ignore[arg-type]
     if data.lengths is not None:
         longest = np.argsort(data.lengths)[::-1][:count].tolist()
@@ -63,7 +74,7 @@ def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
 
 
 def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Module:
-    """The model that a run would build, on the meta device; of a pretrained one only the configuration is loaded.
+    """Return the model that a run would build, on the meta device; of a pretrained one only the configuration is loaded.
 
     Raises:
         ValueError: the model cannot be built from its configuration.
@@ -90,7 +101,7 @@ def estimate_memory(
     device_type: str,
     gathered: bool = False,
 ) -> list[MemoryPart]:
-    """The memory of one process that holds the whole model and trains on micro-batches like `batch`, part by part.
+    """Return the memory of one process that holds the whole model and trains on micro-batches like `batch`, part by part.
 
     `model` is on the meta device (and is not afterwards), `batch` is what the task's collate makes without `num_targets`,
     `device_type` is what the run computes on. `gathered`: the weights of a forward are in 16 bits already (FSDP2 in mixed
@@ -98,22 +109,32 @@ def estimate_memory(
     """
     count = sum(parameter.numel() for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    section, moments = recipe.optimizer, num_moments(recipe.optimizer)
+    section, state = recipe.optimizer, state_numel(model, recipe.optimizer)
+    kept = f"{section.name}: {num_moments(section)} x 4 bytes each"
+    if section.name == "muon":
+        kept += " for the matrices in blocks, 2 x 4 bytes for the rest (AdamW)"
+    if section.name == "adafactor":
+        kept = "adafactor: 4 bytes for each row, column and vector element"
+    if ":" in section.name:
+        kept = f"{section.name}: as of AdamW, {kept.partition(': ')[2]}; its own is not known"
     shape = " x ".join(map(str, next(iter(batch.values())).shape))
     eager = f"a micro-batch of {shape}, eager, mixed_precision {mixed_precision}"
-    eager += ", checkpointed" if recipe.precision.gradient_checkpointing else ""
+    eager += {
+        "nothing": "",
+        "blocks": ", checkpointed",
+        "selective": ", checkpointed but for attention and most products",
+        "budget": ", of which memory_budget leaves a part that only the compiler knows",
+    }[recipe.precision.recomputed]
     parts = [
         MemoryPart("parameters", 4 * count, "arithmetic", "4 bytes each (fp32)"),
         MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
-        MemoryPart("optimizer", 4 * moments * trainable, "arithmetic", f"{section.name}: {moments} x 4 bytes each"),
+        MemoryPart("optimizer", 4 * state, "estimate" if ":" in section.name else "arithmetic", kept),
     ]  # fmt: skip
-    if is_averaged(section):
+    if section.ema_decay is not None:
         parts.append(MemoryPart("averaged weights", 4 * trainable, "arithmetic", "ema_decay: 4 bytes each (fp32)"))
     try:
         like_cuda = device_type == "cuda"
-        peak = simulate_step(
-            task, model, batch, mixed_precision=mixed_precision, like_cuda=like_cuda, gathered=gathered
-        )
+        peak = simulate_step(task, model, batch, mixed_precision, like_cuda=like_cuda, gathered=gathered)
         parts.append(MemoryPart("activations", peak["activations"], "estimate", eager))
         parts.append(MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"))
     except (RuntimeError, TypeError) as error:  # an operator that needs values, or has no fake form
@@ -128,8 +149,8 @@ def simulate_step(
     task: Task,
     model: nn.Module,
     batch: Mapping[str, Tensor],
-    *,
     mixed_precision: str = "no",
+    *,
     like_cuda: bool = False,
     gathered: bool = False,
 ) -> Counter[str]:
@@ -139,10 +160,11 @@ def simulate_step(
         RuntimeError: the forward depends on values (`.item()`), and there are none.
     """
     dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with fake_tensors() as fake:
         _take_shapes_only(model, dtype if gathered else None)
         inputs = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
-        with PeakTracker(vocabulary_rows(model)) as tracker, _like_cuda() if like_cuda else nullcontext():
+        tracker = PeakTracker(vocabulary_rows(model))
+        with watch_operators(tracker.see), _like_cuda() if like_cuda else nullcontext():
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
                 loss = checked_loss(task.loss_sum(model.train(), inputs))
             loss.backward()
@@ -150,10 +172,7 @@ def simulate_step(
 
 
 def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Move a model from the meta device to fake CPU tensors (of the active mode), tied weights kept tied, with gradients.
-
-    Weights in `dtype`, or as they are.
-    """
+    """Move a model from the meta device to fake CPU tensors (of the active mode), in `dtype` or as they are, with gradients and ties."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -174,50 +193,39 @@ def vocabulary_rows(model: nn.Module) -> int | None:
     return next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
-class PeakTracker(TorchDispatchMode):
+class PeakTracker:
     """Adds up the storages that operators make and that are still alive; `peak` holds the worst moment, by kind."""
 
     def __init__(self, vocabulary_rows: int | None) -> None:
-        super().__init__()
         self.vocabulary_rows = vocabulary_rows
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(storage) for storage in self._storages((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, lambda tensor: self._add(tensor, given), result)
-        return result
-
-    def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
-        found: list[torch.UntypedStorage] = []
-        tree_map_only(Tensor, lambda tensor: found.append(tensor.untyped_storage()), tree)
-        return found
-
-    def _add(self, tensor: Tensor, given: set[int]) -> None:
-        storage = tensor.untyped_storage()
-        if id(storage) in given or storage in self._known:
-            return
-        self._known.add(storage)
-        kind = "logits" if tensor.dim() and tensor.shape[-1] == self.vocabulary_rows else "activations"
-        size = storage.nbytes()
-        self.now[kind] += size
-        weakref.finalize(storage, self._remove, kind, size)
-        if self.now.total() > self.peak.total():
-            self.peak = self.now.copy()
-
-    def _remove(self, kind: str, size: int) -> None:
-        self.now[kind] -= size
+    def see(self, arguments: Any, result: Any) -> None:
+        """Add what an operator has made of its arguments."""
+        given = [tensor.untyped_storage() for tensor in tensors_in(arguments)]
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage in self._known or any(storage is each for each in given):
+                continue
+            self._known.add(storage)
+            kind = "logits" if tensor.dim() and tensor.shape[-1] == self.vocabulary_rows else "activations"
+            held = {kind: storage.nbytes()}
+            self.now.update(held)
+            weakref.finalize(storage, self.now.subtract, held)
+            if self.now.total() > self.peak.total():
+                self.peak = self.now.copy()
 
 
 @contextmanager
 def _like_cuda() -> Iterator[None]:
-    """What differs on a GPU: its autocast takes powers in fp32, and its attention keeps no scores for dropout's sake.
+    """Compute as a GPU does inside: autocast takes powers in fp32, attention keeps no scores for dropout's sake, and a loss in
+    chunks copies no 16-bit factors to fp32.
 
     Patched, because no mode of torch reaches the recomputation of a checkpointed block.
     """
-    attention, power = functional.scaled_dot_product_attention, torch.pow
+    attention, power, product = functional.scaled_dot_product_attention, torch.pow, chunked_loss.product
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         return attention(*args, **{**kwargs, "dropout_p": 0.0})
@@ -225,6 +233,10 @@ def _like_cuda() -> Iterator[None]:
     def raise_to(base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return power(base.float() if torch.is_autocast_enabled("cpu") else base, *args, **kwargs)
 
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return torch.empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
+
+    setattr(chunked_loss, "product", multiply)  # noqa: B010
     setattr(functional, "scaled_dot_product_attention", attend)  # noqa: B010 (mypy refuses the assignment)
     setattr(torch, "pow", raise_to)  # noqa: B010
     try:
@@ -232,3 +244,4 @@ def _like_cuda() -> Iterator[None]:
     finally:
         setattr(functional, "scaled_dot_product_attention", attention)  # noqa: B010
         setattr(torch, "pow", power)  # noqa: B010
+        setattr(chunked_loss, "product", product)  # noqa: B010

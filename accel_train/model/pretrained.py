@@ -1,15 +1,20 @@
-"""Whether transformers knows every field of `model.config`, and what the configuration of a pretrained model is."""
+"""Models of transformers: `model.config` checked, configurations and weights loaded."""
 
 import json
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from accel_train.recipe import Recipe
-from accel_train.recipe_writing import show, who_set
+from accel_train.core.format import did_you_mean
+from accel_train.core.state import Choice
+from accel_train.recipe.schema import Recipe
+from accel_train.recipe.writer import who_set
+from accel_train.recipe.yaml_core import show
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def check_model_config(recipe: Recipe) -> None:
@@ -27,34 +32,14 @@ def check_model_config(recipe: Recipe) -> None:
     model_type = fields.pop("model_type")
     at = f"({who_set(recipe, 'model.config')})"
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        near = get_close_matches(str(model_type), CONFIG_MAPPING, n=3)
-        remedy = f"did you mean {' or '.join(near)}?" if near else "gpt2 and llama are two"
+        remedy = did_you_mean(str(model_type), CONFIG_MAPPING, "gpt2 and llama are two", at_most=3)
         raise ValueError(f"model.config.model_type={show(model_type)} {at} is no model type of transformers; {remedy}")
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     known = {*default.to_dict(), *config_class.attribute_map} - {"model_type", "transformers_version"}
     if "rope_parameters" in known:
         known |= {"rope_theta", "rope_scaling"}  # what transformers 4 called them, and 5 still reads
-    problems = []
-    for field in fields.keys() - known:
-        near = get_close_matches(field, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
-        where = recipe.origin(f"model.config.{field}")
-        problems.append(
-            f"model.config.{field} ({where}): {model_type} has no such field, and would ignore it; {remedy}"
-        )
-    for field, value in fields.items():
-        usual = getattr(default, field, None)
-        counts = (value, usual) if isinstance(value, list) and isinstance(usual, list | tuple) else ([value], [usual])
-        if (
-            not field.endswith(("_id", "_index"))
-            and any(type(each) is int and each < 0 for each in counts[0])
-            and all(type(each) is int and each >= 0 for each in counts[1])
-        ):
-            where = recipe.origin(f"model.config.{field}")
-            problems.append(
-                f"model.config.{field}={show(value)} ({where}): must not be negative; {model_type} has {usual} by default"
-            )
+    problems = [*_unknown_fields(recipe, fields, known), *_negative_counts(recipe, fields, default)]
     if problems:
         raise ValueError("\n".join(sorted(problems)))
     unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}  # a run takes the tokenizer's
@@ -63,26 +48,53 @@ def check_model_config(recipe: Recipe) -> None:
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model.config {at} is not accepted by {model_type}: {reason}") from error
+    has_head_size = any(name in field for field in known for name in ("head_dim", "d_kv", "kv_channels"))
+    if not has_head_size:
+        _check_heads(config, at)
+    _check_positions(recipe, config)
+
+
+def _unknown_fields(recipe: Recipe, fields: Iterable[str], known: set[str]) -> Iterator[str]:
+    for field in set(fields) - known:
+        remedy = did_you_mean(field, known, f"it has {', '.join(sorted(known))}")
+        name = f"model.config.{field}"
+        model_type = recipe.model.config["model_type"]  # type: ignore[index]
+        yield f"{name} ({recipe.origin(name)}): {model_type} has no such field, and would ignore it; {remedy}"
+
+
+def _negative_counts(recipe: Recipe, fields: Mapping[str, Any], default: Any) -> Iterator[str]:
+    for field, value in fields.items():
+        usual, name = getattr(default, field, None), f"model.config.{field}"
+        counts = (value, usual) if isinstance(value, list) and isinstance(usual, list | tuple) else ([value], [usual])
+        is_count = not field.endswith(("_id", "_index")) and all(type(each) is int and each >= 0 for each in counts[1])
+        if is_count and any(type(each) is int and each < 0 for each in counts[0]):
+            usually = f"{default.model_type} has {usual} by default"
+            yield f"{name}={show(value)} ({recipe.origin(name)}): must not be negative; {usually}"
+
+
+def _check_heads(config: Any, at: str) -> None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    heads_have_own_size = any(name in field for field in known for name in ("head_dim", "d_kv", "kv_channels"))
-    if isinstance(hidden, int) and isinstance(heads, int) and not heads_have_own_size and (heads < 1 or hidden % heads):
-        names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
+    if isinstance(hidden, int) and isinstance(heads, int) and (heads < 1 or hidden % heads):
+        names = [config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
         raise ValueError(
             f"model.config {at}: {names[0]}={hidden} is not divisible by {names[1]}={heads}; change one of them"
         )
-    rotary = getattr(config, "rope_parameters", None) is not None
+
+
+def _check_positions(recipe: Recipe, config: Any) -> None:
+    is_rotary = getattr(config, "rope_parameters", None) is not None
     positions = getattr(config, "max_position_embeddings", None)
     reads_windows = recipe.task == "causal-lm" or ":" in recipe.task
-    if reads_windows and positions is not None and not rotary and recipe.data.sequence_length > positions:
-        field = config_class.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if reads_windows and positions is not None and not is_rotary and recipe.data.sequence_length > positions:
+        field = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ValueError(
             f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer than "
-            f"the {positions} positions of {model_type}; raise model.config.{field}, or lower data.sequence_length"
+            f"the {positions} positions of {config.model_type}; raise model.config.{field}, or lower data.sequence_length"
         )
 
 
 def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
-    """The configuration of `model.pretrained`; no weights are loaded.
+    """Return the configuration of `model.pretrained`; no weights are loaded.
 
     Raises:
         ValueError: there is no such model.
@@ -100,6 +112,98 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error
+
+
+def transformers_model(
+    factory: Any, recipe: Recipe, config: "PreTrainedConfig", attention: Mapping[str, str], *, takes_new_head: bool
+) -> tuple["PreTrainedModel", Mapping[str, Any]]:
+    """Build the recipe's model in fp32 through an Auto class of transformers, and say what of its weights is not pretrained.
+
+    Its activations are those of `model.fused_kernels`.
+
+    On the meta device, and without `model.pretrained`, it is made of its configuration alone, and nothing is said.
+
+    Args:
+        attention: `attn_implementation`, or nothing where the library chooses.
+        takes_new_head: weights of another shape than the model's are left new; else they are an error.
+
+    Returns:
+        The model, and transformers' `missing_keys` and `mismatched_keys`.
+
+    Raises:
+        ValueError: the weights cannot be loaded, or are no safetensors.
+    """
+    import torch
+
+    from accel_train.model.kernels.activations import fuse_activations
+
+    section = recipe.model
+    kwargs = {"dtype": torch.float32, "trust_remote_code": section.trust_remote_code, **attention}
+    loaded: Mapping[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
+    if section.pretrained is None or torch.get_default_device().type == "meta":
+        model = factory.from_config(config, **kwargs)
+    else:
+        try:
+            with quiet_bars(reports=not takes_new_head):
+                model, loaded = factory.from_pretrained(
+                    section.pretrained,
+                    config=config,
+                    use_safetensors=True,  # a pickled weight file could run code
+                    ignore_mismatched_sizes=takes_new_head,
+                    output_loading_info=True,
+                    **kwargs,
+                )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {reason}") from error
+    fuse_activations(model, section.fused_kernels)
+    return model, loaded
+
+
+def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:
+    """Return the choices of attention and activations in a model of transformers that was built; of another model none."""
+    from transformers import PreTrainedModel
+
+    from accel_train.model.kernels.activations import describe_activations
+    from accel_train.model.kernels.attention import describe_attention
+
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    section = recipe.model
+    return {
+        "model.attn_implementation": describe_attention(
+            model, section.attn_implementation, recipe.data.sequence_length
+        ),
+        "model.fused_kernels": describe_activations(model, section.fused_kernels),
+    }
+
+
+def chosen_attention(recipe: Recipe) -> dict[str, str]:
+    """Return `attn_implementation` for transformers' model factories, if the recipe names one."""
+    chosen = recipe.model.attn_implementation
+    return {} if chosen == "auto" else {"attn_implementation": chosen}
+
+
+def new_weights(loaded: Mapping[str, Any]) -> list[str]:
+    """Name the weights that were not pretrained, sorted."""
+    return sorted({*loaded["missing_keys"], *(entry[0] for entry in loaded["mismatched_keys"])})
+
+
+@contextmanager
+def quiet_bars(*, reports: bool = True) -> Iterator[None]:
+    """Show no progress bar of transformers inside: it would be drawn into ours. Without `reports` no table of new weights either."""
+    from transformers.utils import logging
+
+    was_on, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    if not reports:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def check_weight_files(folder: Path) -> None:

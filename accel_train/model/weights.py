@@ -1,4 +1,4 @@
-"""How FSDP2 cuts a model: into groups that are gathered together, and each weight of a group by its rows."""
+"""The groups into which FSDP2 cuts a model: groups that are gathered together, and each weight of a group by its rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from accel_train.compiling import repeated_blocks
-from accel_train.running_statistics import has_batch_norm
+from accel_train.model.batch_norm import has_batch_norm
+from accel_train.model.compile import repeated_blocks
 
 FP32_BYTES = 4
 
@@ -41,19 +41,24 @@ class WeightGroup:
         """Elements of all weights."""
         return sum(weight.numel for weight in self.weights)
 
+    @property
+    def trainable_numel(self) -> int:
+        """Those that gradients are made for."""
+        return sum(weight.numel for weight in self.weights if weight.trainable)
+
     def part_numel(self, shard_size: int, *, trainable_only: bool = False) -> int:
         """Elements of one process's parts, padded."""
         return sum(each.part_numel(shard_size) for each in self.weights if each.trainable or not trainable_only)
 
 
 @dataclass(frozen=True)
-class ModelWeights:
-    """A model's weights, as sharding groups them (`sharding.shard_model`)."""
+class ModelWeights(WeightGroup):
+    """All weights of a model, and how sharding groups them (`fsdp2.shard_model`)."""
 
     root: WeightGroup
-    """What belongs to no repeated block (embeddings, the last norm, the head): gathered for the whole of a step."""
+    """Weights of no repeated block (embeddings, the last norm, the head): gathered for the whole of a step."""
     blocks: tuple[WeightGroup, ...]
-    """In the order of the forward pass; empty where the model repeats none."""
+    """Blocks in the order of the forward pass; empty where the model repeats none."""
     in_fp32: bool = False
     """It has batch norm: its weights are gathered in fp32 in any precision."""
 
@@ -62,52 +67,52 @@ class ModelWeights:
         """The root and the blocks."""
         return (self.root, *self.blocks)
 
-    @property
-    def numel(self) -> int:
-        """All parameters."""
-        return sum(group.numel for group in self.groups)
-
-    @property
-    def trainable_numel(self) -> int:
-        """Those that gradients are made for."""
-        return sum(weight.numel for group in self.groups for weight in group.weights if weight.trainable)
-
-    def part_numel(self, shard_size: int, *, trainable_only: bool = False) -> int:
-        """Elements that one process holds, with the padding."""
-        return sum(group.part_numel(shard_size, trainable_only=trainable_only) for group in self.groups)
-
     def gathered_bytes(self, compute_bytes: int) -> int:
-        """Of one element of gathered weights, where those that are computed with have `compute_bytes`."""
+        """Return the bytes of an element of gathered weights, where one that is computed with has `compute_bytes`."""
         return FP32_BYTES if self.in_fp32 else compute_bytes
 
     def padding(self, shard_size: int) -> float:
-        """What of all that the processes hold together is padding, 0 to 1: rows are not divided."""
+        """Return the share of padding in what the processes hold together, 0 to 1: rows are not divided."""
         held = shard_size * self.part_numel(shard_size)
         return 1 - self.numel / held if held else 0.0
 
 
 def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None = None) -> ModelWeights:
-    """The groups of `sharding.shard_model`: each module of the repeated block's class, and the rest. Tied weights count once.
+    """Return the groups of `fsdp2.shard_model`: each repeated block, and the rest. Tied weights count once.
 
     `shapes`, by the id of a parameter, are of what tensor parallelism leaves of it to FSDP2.
     """
     kinds = tuple({type(block) for block in repeated_blocks(model)})
     seen: set[int] = set()
     parts = shapes or {}
-    blocks = [_group(list(module.parameters()), seen, parts) for module in model.modules() if isinstance(module, kinds)]
-    return ModelWeights(
-        _group(list(model.parameters()), seen, parts),
-        tuple(block for block in blocks if block.weights),
-        in_fp32=has_batch_norm(model),
-    )
+
+    def group(module: nn.Module) -> WeightGroup:
+        new = [parameter for parameter in module.parameters() if id(parameter) not in seen]
+        seen.update(map(id, new))
+        held = [(tuple(parts.get(id(each), each.shape)) or (1,), each.requires_grad) for each in new]
+        return WeightGroup(tuple(Weight(rows, math.prod(rest), trainable) for (rows, *rest), trainable in held))
+
+    blocks = [block for module in model.modules() if isinstance(module, kinds) and (block := group(module)).weights]
+    root = group(model)
+    every = root.weights + tuple(weight for block in blocks for weight in block.weights)
+    return ModelWeights(every, root, tuple(blocks), in_fp32=has_batch_norm(model))
 
 
-def _group(parameters: Sequence[nn.Parameter], seen: set[int], shapes: Mapping[int, Sequence[int]]) -> WeightGroup:
-    new = [parameter for parameter in parameters if id(parameter) not in seen]
-    seen.update(map(id, new))
-    return WeightGroup(tuple(_weight(parameter, shapes.get(id(parameter), parameter.shape)) for parameter in new))
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained weights with two dimensions in the repeated blocks, embeddings left out: what Muon makes orthogonal.
 
-
-def _weight(parameter: nn.Parameter, part: Sequence[int]) -> Weight:
-    shape = tuple(part) or (1,)
-    return Weight(shape[0], math.prod(shape[1:]), parameter.requires_grad)
+    Raises:
+        ValueError: there is none.
+    """
+    kinds = tuple({type(block) for block in repeated_blocks(model)})
+    found: dict[int, nn.Parameter] = {}
+    for block in (module for module in model.modules() if isinstance(module, kinds)):
+        for module in block.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() == 2 and parameter.requires_grad and not isinstance(module, nn.Embedding):
+                    found[id(parameter)] = parameter
+    if not found:
+        raise ValueError(
+            "optimizer.name=muon: no block that the model repeats has a trained matrix to make orthogonal; use adamw"
+        )
+    return list(found.values())

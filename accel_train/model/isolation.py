@@ -1,0 +1,79 @@
+"""Run a forward that leaves no trace: random numbers, buffers and gradients are put back."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from accel_train.model.batch_norm import is_batch_norm
+
+
+class RandomState:
+    """The state of torch's random generators: of the host, and of this process's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.host = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self.host)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+class Buffers:
+    """A copy of a module's buffers, to be put back: those of batch norm change with every forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = [
+            (part, name, buffer, buffer.clone())
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+            # Elements of an expanded buffer (an index) share memory, and it cannot be written to.
+            if all(stride or size < 2 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+        ]
+
+    def put_back(self) -> None:
+        """Restore the buffers, tensors and contents."""
+        with torch.no_grad():
+            for part, name, buffer, content in self._kept:
+                buffer.copy_(content)
+                setattr(part, name, buffer)
+
+
+@contextmanager
+def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and random generators on leaving, whatever the module computed inside."""
+    buffers, states = Buffers(module), (RandomState(device), random.getstate(), np.random.get_state())
+    try:
+        yield
+    finally:
+        buffers.put_back()
+        states[0].put_back()
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+@contextmanager
+def without_batch_statistics(module: nn.Module) -> Iterator[None]:
+    """Let batch norm normalise by its running statistics inside, so that no row depends on the others.
+
+    Running statistics that are not finite become 0 and 1; the caller puts the buffers back.
+    """
+    norms: list[Any] = [part for part in module.modules() if is_batch_norm(part) and part.training]
+    for norm in norms:
+        norm.training = False
+        if norm.running_mean is not None and norm.running_var is not None:
+            norm.running_mean.nan_to_num_(0, 0, 0)
+            norm.running_var.nan_to_num_(1, 1, 1)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
