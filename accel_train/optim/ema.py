@@ -1,12 +1,13 @@
 """An exponential moving average of the weights: often better than the last ones, and what is then evaluated and saved."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from accel_train.tensor_parts import like, local_part
+from accel_train.model.tensors import like, local_part
+from accel_train.runtime.private import move_towards
 
 
 class WeightAverage:
@@ -22,7 +23,7 @@ class WeightAverage:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.decay = decay
         self.averages = [local_part(parameter.detach()).clone() for parameter in self.parameters]
-        """Of each parameter, as much as this process holds."""
+        """The average of each parameter, as much as this process holds."""
 
     def decay_at(self, step: int) -> float:
         """d of a 0-based step."""
@@ -34,12 +35,11 @@ class WeightAverage:
         weights = [local_part(parameter.detach()) for parameter in self.parameters]
         if skipped.device.type == "cpu":
             if not skipped.numpy():
-                torch._foreach_lerp_(self.averages, weights, 1 - self.decay_at(step))
+                for average, weight in zip(self.averages, weights, strict=True):
+                    average.lerp_(weight, 1 - self.decay_at(step))
             return
-        share = (1 - skipped) * (
-            1 - self.decay_at(step)
-        )  # 0 for a skipped step: x + 0 (w - x) is x, for finite weights
-        torch._foreach_add_(self.averages, torch._foreach_mul(torch._foreach_sub(weights, self.averages), share))
+        # 0 for a skipped step: x + 0 (w - x) is x, for finite weights
+        move_towards(self.averages, weights, (1 - skipped) * (1 - self.decay_at(step)))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -59,17 +59,6 @@ class WeightAverage:
             average.copy_(kept)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by the names of their parameters: for the checkpoint."""
+        """Return the averages by the names of their parameters: for the checkpoint."""
         whole = (like(average, weights) for average, weights in zip(self.averages, self.parameters, strict=True))
         return dict(zip(self.names, whole, strict=True))
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put saved averages back.
-
-        Raises:
-            ValueError: they are of other parameters.
-        """
-        if tensors.keys() != set(self.names):
-            raise ValueError("the checkpoint's averaged weights do not fit this model")
-        for name, average in zip(self.names, self.averages, strict=True):
-            average.copy_(tensors[name])

@@ -5,12 +5,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from accel_train.compiling import repeated_blocks
-from accel_train.freezing import matching
-from accel_train.recipe_optimizer import Optimizer as OptimizerSection
-from accel_train.recipe_optimizer import ParameterGroup
-from accel_train.tensor_parts import is_spread
+from accel_train.core.state import Choice
+from accel_train.model.compile import repeated_blocks
+from accel_train.model.freeze import matching
+from accel_train.model.weights import hidden_matrices
+from accel_train.optim.custom import BY_HOST, build_custom, is_custom
+from accel_train.optim.lion import Lion
+from accel_train.optim.muon import Muon
+from accel_train.recipe.optimizer import Optimizer as OptimizerSection
+from accel_train.recipe.optimizer import ParameterGroup
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -26,16 +31,16 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
     no_decay: set[int] = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            kinds = {
-                "norm": "norm" in type(module).__name__.lower(),
-                "embedding": isinstance(module, nn.Embedding),
-                "bias": name.endswith("bias"),
-            }
+            is_norm, is_embedding = "norm" in type(module).__name__.lower(), isinstance(module, nn.Embedding)
+            kinds = {"norm": is_norm, "embedding": is_embedding, "bias": name.endswith("bias")}
             if any(kinds[kind] for kind in section.no_decay):
                 no_decay.add(id(parameter))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     scales = layer_scales(model, section.layer_decay)
-    own = _own_groups([name for name, _ in named], section)
+    own: dict[str, ParameterGroup] = {}
+    for number, each in reversed(list(enumerate(section.groups))):
+        names = matching([name for name, _ in named], each.match, f"optimizer.groups[{number}].match")
+        own |= dict.fromkeys(names, each)
     grouped: dict[tuple[float, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         decay = 0.0 if id(parameter) in no_decay else section.weight_decay
@@ -47,13 +52,6 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
     # With decay before without, as ever: the order of groups is part of a checkpoint's meaning.
     order = sorted(grouped, key=lambda key: (-key[0], -key[1]))
     return [{"params": grouped[key], "weight_decay": key[1], "lr_scale": key[0]} for key in order]
-
-
-def _own_groups(names: list[str], section: OptimizerSection) -> dict[str, ParameterGroup]:
-    found: dict[str, ParameterGroup] = {}
-    for number, group in reversed(list(enumerate(section.groups))):
-        found |= dict.fromkeys(matching(names, group.match, f"optimizer.groups[{number}].match"), group)
-    return found
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
@@ -84,20 +82,42 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return scales
 
 
-def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of the recipe over the model's trainable parameters; the learning rate is set step by step.
+def matrix_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups, each parted into the matrices of the repeated blocks (`is_matrix`) and the rest.
 
     Raises:
-        ValueError: nothing to train, or a group that matches nothing.
+        ValueError: there is no such matrix.
+    """
+    matrices = {id(parameter) for parameter in hidden_matrices(model)}
+    found = []
+    for group in groups:
+        for is_matrix in (True, False):
+            some = [each for each in group["params"] if (id(each[1]) in matrices) == is_matrix]
+            if some:
+                found.append({**group, "params": some, "is_matrix": is_matrix})
+    return found
+
+
+def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.device) -> torch.optim.Optimizer:
+    """Return the optimizer of the recipe over the model's trainable parameters; the learning rate is set step by step.
+
+    Raises:
+        ValueError: nothing to train, a group that matches nothing, or no matrices for Muon.
     """
     groups = parameter_groups(model, section)
     if not groups:
         raise ValueError("every parameter of the model is frozen, so there is nothing to train; unfreeze some")
     fused = device.type in ("cpu", "cuda", "mps", "xpu")
+    if section.name == "muon":
+        adamw = {"betas": section.betas, "eps": section.eps}
+        return Muon(matrix_groups(groups, model), lr=section.learning_rate, momentum=section.momentum, **adamw)
+    if is_custom(section.name):
+        return build_custom(groups, section)
+    if section.name == "lion":
+        return Lion(groups, lr=section.learning_rate, betas=section.betas)
     if section.name == "sgd":
-        fused = fused and not is_spread(
-            model
-        )  # torch has no fused SGD for parts of weights: each step waits for its verdict
+        # torch has no fused SGD for parts of weights: each step waits for its verdict.
+        fused = fused and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         optimizer = torch.optim.SGD(groups, lr=section.learning_rate, momentum=section.momentum, fused=fused)
         if section.momentum:
             # The fused kernel leaves a momentum buffer uninitialised when the very first step is the skipped one.
@@ -109,8 +129,24 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
     return adam(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=fused)
 
 
+def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[str] | None:
+    """Return what an optimizer does to which weights, or what it costs, where its name does not say it."""
+    if isinstance(optimizer, Muon):
+        matrices, rest = (
+            [each for group in optimizer.param_groups if group["is_matrix"] == is_matrix for each in group["params"]]
+            for is_matrix in (True, False)
+        )
+        where = f"muon for {len(matrices)} matrices of the blocks, adamw for the other {len(rest)} tensors"
+        return Choice(
+            "muon", f"{where}; every process makes all matrices orthogonal, in fp32 (TF32 where precision.tf32 is on)"
+        )
+    if is_custom(name):
+        return Choice(name, BY_HOST)
+    return None
+
+
 def name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The same optimizer, whose groups know the names of their parameters: a checkpoint stores its state by name."""
+    """Give the groups of an optimizer the names of their parameters, by which a checkpoint stores its state; returns it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])

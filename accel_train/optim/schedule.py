@@ -1,7 +1,7 @@
-"""The learning rate as a pure function of the step: a multiplier of the peak, no state, no optimizer.
+"""The learning rate as a pure function of the step: a multiplier of the peak, no state, no optimizer; and the peak itself.
 
 `make_schedule` joins a linear warmup and one of `CURVES`. Its values are those of transformers' and torch's own
-schedulers (`tests/test_schedule.py` holds each against its model, value by value), so a run that moves here from one of
+schedulers (`tests/optim/test_schedule.py` holds each against its model, value by value), so a run that moves here from one of
 them keeps its learning rates. In the formulas below W is `warmup_steps`, D = `max_steps` - W the steps after it,
 t = step - W (0-based) the steps since, and m = `min_lr_ratio`.
 
@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from accel_train.recipe_optimizer import Schedule
-from accel_train.sampling import LastBatch, steps_per_epoch
+from accel_train.core.state import Choice
+from accel_train.data.batch_sizes import BatchSizes
+from accel_train.data.order import LastBatch, steps_per_epoch
+from accel_train.recipe.optimizer import LRScaling, Schedule
 
 DEFAULT_WARMUP_RATIO = Fraction(1, 100)
 ONE_CYCLE_RISE = 0.3
@@ -28,7 +30,7 @@ INVERSE_SQRT_TIMESCALE_STEPS = 10_000
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How long a run is, and why."""
+    """The length of a run, and why."""
 
     max_steps: int
     warmup_steps: int
@@ -54,7 +56,7 @@ class Span:
 def resolve_steps(
     schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch = "carry"
 ) -> StepPlan:
-    """How many steps a run takes and how many of them warm up.
+    """Return how many steps a run takes and how many of them warm up.
 
     num_epochs becomes ceil(num_epochs x steps of an epoch) steps; `last_batch` says what an epoch's last step is
     (`sampling.DataOrder`). Ratios count as the decimal that was written (0.07 x 100 is 7, not 7.000000000000001),
@@ -80,13 +82,7 @@ def resolve_steps(
             f"schedule.warmup_steps={warmup_steps} is longer than the run of {max_steps} steps ({max_steps_reason}); "
             f"lower warmup_steps to at most {max_steps}, or train longer"
         )
-    return StepPlan(
-        max_steps=max_steps,
-        warmup_steps=warmup_steps,
-        num_epochs=max_steps / per_epoch,
-        max_steps_reason=max_steps_reason,
-        warmup_reason=warmup_reason,
-    )
+    return StepPlan(max_steps, warmup_steps, max_steps / per_epoch, max_steps_reason, warmup_reason)
 
 
 def _max_steps(schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch) -> tuple[int, str]:
@@ -110,7 +106,7 @@ def _warmup_steps(schedule: Schedule, max_steps: int) -> tuple[int, str]:
         steps = math.ceil(_decimal(schedule.warmup_ratio) * max_steps)
         return steps, f"warmup_ratio {schedule.warmup_ratio:g} x {max_steps} steps, rounded up"
     if not schedule.type.startswith("warmup_"):
-        return 0, f"none asked for, and {schedule.type} has none of its own"
+        return 0, f"not set, and {schedule.type} has none of its own"
     if max_steps == 1:
         return 0, "a run of one step has no warmup: its only step would have rate 0"
     return math.ceil(DEFAULT_WARMUP_RATIO * max_steps), f"default: 1 % of {max_steps} steps, rounded up"
@@ -121,7 +117,7 @@ def _decimal(number: float) -> Fraction:
 
 
 def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Callable[[int], float]:
-    """The multiplier of the peak learning rate for each 0-based step; from `max_steps` on, the curve's end.
+    """Return the multiplier of the peak learning rate for each 0-based step; from `max_steps` on, the curve's end.
 
     The warmup rises linearly from 0 to the first value of the curve: to the peak for all types but `one_cycle` and
     `cyclic`, which begin at `initial_lr_ratio`. That of `warmup_stable_decay` rises from `min_lr_ratio`, as in
@@ -274,3 +270,21 @@ CURVES: dict[str, Curve] = {
     "inverse_sqrt": inverse_sqrt,
     "cosine_restarts": cosine_restarts,
 }
+
+
+def scale_learning_rate(learning_rate: float, scaling: LRScaling, sizes: BatchSizes) -> Choice[float]:
+    """Return the peak learning rate for this global batch; the reason is the formula with its numbers.
+
+    linear: learning_rate x global_batch_size / base_batch_size (Goyal et al. 2017, arXiv 1706.02677; for SGD).
+    sqrt: learning_rate x sqrt(global_batch_size / base_batch_size) (Krizhevsky 2014, arXiv 1404.5997; for Adam:
+    Malladi et al. 2022, arXiv 2205.10287). none: as written.
+    """
+    base = scaling.base_batch_size
+    if scaling.rule == "linear":
+        value = learning_rate * sizes.global_batch_size / base
+        return Choice(value, f"linear: {learning_rate:g} x ({sizes.factors}) / {base} = {value:g}")
+    if scaling.rule == "sqrt":
+        value = learning_rate * math.sqrt(sizes.global_batch_size / base)
+        return Choice(value, f"sqrt: {learning_rate:g} x sqrt(({sizes.factors}) / {base}) = {value:g}")
+    unscaled = f"as written, not scaled with the global batch of {sizes.global_batch_size} ({sizes.factors})"
+    return Choice(learning_rate, f"none: {learning_rate:g} {unscaled}")

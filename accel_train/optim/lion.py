@@ -1,0 +1,29 @@
+"""Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
+
+
+class Lion(SkippableOptimizer):
+    """Lion: each weight moves by the learning rate, up or down.
+
+    U = sign(beta1 M + (1 - beta1) G);  W = (1 - lr weight_decay) W - lr U;  M = beta2 M + (1 - beta2) G.
+
+    Its authors take a learning rate 3 to 10 times lower than AdamW's, a weight decay as many times higher, and betas 0.9, 0.99.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    def update(self, skip: Tensor | None) -> None:
+        """Update all weights that have a gradient."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter, gradient in self.gradients(group):
+                kept = self.state_of(parameter, "exp_avg")
+                decay_and_add(parameter, torch.lerp(gradient, kept, beta1).sign_(), group, 1.0, skip)
+                replace(kept, torch.lerp(gradient, kept, beta2), skip)
