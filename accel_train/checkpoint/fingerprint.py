@@ -1,15 +1,16 @@
-"""What makes a run the same run after a resume, what else its training depends on, and what of both has changed."""
+"""The fingerprint of a run (what makes it the same run after a resume), what else its training depends on, and what of both has changed."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from accel_train.batching import BatchSizes
-from accel_train.recipe import Recipe
-from accel_train.recipe_names import recipe_names, value_of
-from accel_train.recipe_writing import show, who_set
-from accel_train.redaction import redact
-from accel_train.schedule import StepPlan
+from accel_train.core.redaction import redact
+from accel_train.data.batch_sizes import BatchSizes
+from accel_train.optim.schedule import StepPlan
+from accel_train.recipe.names import recipe_names, value_of
+from accel_train.recipe.schema import Recipe
+from accel_train.recipe.writer import who_set
+from accel_train.recipe.yaml_core import show
 from accel_train.task import TaskData
 
 FOLLOWS_FROM = {
@@ -20,15 +21,28 @@ FOLLOWS_FROM = {
 }
 """Settings that make a value where the recipe does not say it outright."""
 NOT_SET = object()
+IDENTITY = (
+    *("task", "seed", "optimizer.name", "optimizer.ema_decay", "optimizer.layer_decay"),
+    *("data.sequence_length", "data.mask_documents", "data.shuffle", "data.last_batch", "data.group_by_length"),
+)
+"""Settings of the recipe that are the same, as they are written, in every launch of a run."""
 SETTINGS = (
     *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
-    *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.max_grad_norm"),
+    *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
+    "optimizer.max_grad_norm",
     *("precision.mixed_precision", "precision.tf32"),
     *("guard.on_nonfinite", "guard.on_spike", "guard.spike_threshold", "guard.spike_window_steps"),
 )
+NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "accept_new_tokenizer"}
+"""Settings of `model` that a resume may change: kernels differ by rounding alone."""
 OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
-"""What makes two values of the best metric comparable."""
-OF_ONE_OPTIMIZER = {"optimizer.betas": "adam", "optimizer.eps": "adam", "optimizer.momentum": "sgd"}
+"""Settings that make two values of the best metric comparable."""
+USED_BY = {
+    "optimizer.betas": ("adamw", "adam", "muon", "lion"),
+    "optimizer.eps": ("adamw", "adam", "muon"),
+    "optimizer.momentum": ("sgd", "muon"),
+}
+"""The optimizers that a setting is for, where it is not for all."""
 
 
 class Change(NamedTuple):
@@ -46,23 +60,14 @@ class Change(NamedTuple):
 
 
 def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
-    """What makes two sittings the same run: a checkpoint goes on only where these are equal. Plain JSON values."""
+    """Return what makes two launches the same run, as plain JSON values: a checkpoint resumes only where they are equal."""
     identity = {
-        "task": recipe.task,
-        "seed": recipe.seed,
-        "model": recipe.model.model_dump(exclude={"attn_implementation", "trust_remote_code", "accept_new_tokenizer"}),
+        **{name: value_of(recipe, name) for name in IDENTITY},
+        "model": recipe.model.model_dump(exclude=NOT_OF_MODEL),
         "data.fingerprint": data.fingerprint,
-        "data.sequence_length": recipe.data.sequence_length,
-        "data.mask_documents": recipe.data.mask_documents,
-        "data.shuffle": recipe.data.shuffle,
-        "data.last_batch": recipe.data.last_batch,
-        "data.group_by_length": recipe.data.group_by_length,
         "data.augment": recipe.data.augment.model_dump(),
-        "loss": recipe.loss.model_dump(),
+        "loss": recipe.loss.model_dump(exclude={"chunked"}),  # rounding alone
         "batch.global_batch_size": sizes.global_batch_size,
-        "optimizer.name": recipe.optimizer.name,
-        "optimizer.ema_decay": recipe.optimizer.ema_decay,
-        "optimizer.layer_decay": recipe.optimizer.layer_decay,
         "optimizer.groups": recipe.optimizer.model_dump()["groups"],
         "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),
         "schedule.max_steps": steps.max_steps,
@@ -73,10 +78,10 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
 
 
 class Settings(NamedTuple):
-    """What a resume may change, and the training depends on: values by dotted name, and who set each of them.
+    """Settings that a resume may change, and the training depends on: values by dotted name, and who set each of them.
 
     Learning rate, weight decay, betas, clipping, precision, the guard's rules and what "best" means. Left out is what changes
-    a result by rounding alone: parallel layout, micro-batches, compile, gradient checkpointing, attention kernels.
+    a result by rounding alone: parallel layout, micro-batches, compile, gradient checkpointing, the kernels of attention and activations.
     """
 
     values: dict[str, Any]
@@ -86,14 +91,14 @@ class Settings(NamedTuple):
 def training_settings(
     recipe: Recipe, choices: Mapping[str, Any], own_groups: Sequence[Mapping[str, Any]] | None = None
 ) -> Settings:
-    """The settings of this start as they were resolved; those of `own_groups` where a program brings the optimizer.
+    """Return the settings of this start as they were resolved; those of `own_groups` where a program brings the optimizer.
 
     `choices` holds `state.Choice`s by dotted name: the scaled learning rate, the precision that auto chose.
     """
     values = {
         name: choices[name].value if name in choices else value_of(recipe, name)
         for name in (*SETTINGS, *OF_BEST)
-        if name not in OF_ONE_OPTIMIZER or recipe.optimizer.name.startswith(OF_ONE_OPTIMIZER[name])
+        if name not in USED_BY or recipe.optimizer.name in USED_BY[name]
     }
     values["optimizer.lr_scaling"] = recipe.optimizer.lr_scaling.model_dump()
     origins = {}
@@ -111,7 +116,7 @@ def training_settings(
 
 
 def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Change]:
-    """In what the settings differ from those of a checkpoint (its trainer.json); one of before has none, and no changes."""
+    """Return how the settings differ from those in a checkpoint's trainer.json; an older one has none, and no changes."""
     saved = trainer.get("settings", {})
     common = saved.keys() & settings.values.keys()
     was, now = ({name: each[name] for name in common} for each in (saved, settings.values))
@@ -119,14 +124,14 @@ def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Chan
 
 
 def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:
-    """Who set each value of an identity, by dotted name; kept in the checkpoint beside the identity."""
+    """Return who set each value of an identity, by dotted name; kept in the checkpoint with the identity."""
     return {name: _origin(recipe, name) for name in _names(identity, "")}
 
 
 def identity_changes(
     saved: Mapping[str, Any], saved_origins: Mapping[str, str], identity: Mapping[str, Any], origins: Mapping[str, str]
 ) -> list[Change]:
-    """What differs between the run that wrote a checkpoint and this one; empty: it is the same run."""
+    """Return the differences between the run that wrote a checkpoint and this one; empty for the same run."""
     return [
         Change(name, was, saved_origins.get(name, ""), now, origins.get(name, ""))
         for name, was, now in _differences(saved, identity, "")

@@ -1,11 +1,11 @@
-"""Which checkpoints are healthy: those that so many clean steps in a row have followed. Only these are gone back to."""
+"""The health of checkpoints: healthy are those that so many clean steps in a row have followed. A run rolls back to these alone."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
-from accel_train.checkpoint import checkpoint_folders, digest_of_manifest, folder_of, read_json, step_of
-from accel_train.files import write_atomically
+from accel_train.checkpoint.store import MANIFEST, folder_of, steps_of
+from accel_train.core.files import sha256
+from accel_train.core.json_io import read_plain_json, write_plain_json
 
 TAGS = "healthy.json"
 
@@ -20,55 +20,50 @@ class Health:
         self._root, self._after_steps = root, after_steps
         self._last_bad = last_bad_step or 0
         self._counting = [] if root is None else sorted(set(steps_of(root)) - healthy_steps(root))
-        self._ripe: list[int] = []
+        self._ripe_to = -1
+        """Checkpoints up to this step have been followed by enough clean steps."""
 
     def begun(self, step: int) -> None:
-        """A checkpoint of this step is being written: the steps that follow count, however long the disk takes."""
+        """Count the steps after a checkpoint from now on, while it is still being written."""
         if self._root is not None and step not in self._counting:
             self._counting.append(step)
 
     def note(self, step: int, *, clean: bool) -> None:
-        """A step was done; tag what has been followed by enough clean ones."""
+        """Note a step that was done, and tag the checkpoints that enough clean steps have followed."""
         if not clean:
             self._last_bad = step
-        if self._counting and step - max(self._counting[0], self._last_bad) >= self._after_steps:
-            ripe = [saved for saved in self._counting if step - saved >= self._after_steps]
-            self._counting = [saved for saved in self._counting if saved not in ripe]
-            self._ripe += ripe
+        if step - self._last_bad >= self._after_steps:
+            self._ripe_to = step - self._after_steps
         self.tag()
 
     def tag(self) -> None:
-        """Tag what has become healthy, as far as it is on the disk by now."""
-        if not self._ripe:
+        """Tag the checkpoints that have become healthy and are on the disk by now."""
+        ripe = [step for step in self._counting if step <= self._ripe_to]
+        if not ripe:
             return
-        assert self._root is not None
-        published = [step for step in self._ripe if folder_of(self._root, step).exists()]
+        assert self._root is not None, "elsewhere nothing is counted"
+        published = [step for step in ripe if folder_of(self._root, step).exists()]
         if published and add_tags(self._root, published):
             # One that is older and not there was never written, or is rotated away.
-            self._ripe = [step for step in self._ripe if step > max(published)]
+            self._counting = [step for step in self._counting if step > max(published)]
 
     def go_back(self, to_step: int) -> None:
-        """The run goes on from the checkpoint of this step: what was saved and noted after it counts no more."""
+        """Forget what was saved and noted after this step, from whose checkpoint the run continues."""
         self._counting = [saved for saved in self._counting if saved <= to_step]
-        self._ripe = [saved for saved in self._ripe if saved <= to_step]
+        self._ripe_to = min(self._ripe_to, to_step)
         self._last_bad = min(self._last_bad, to_step)
 
 
-def steps_of(root: Path) -> list[int]:
-    """The steps of the published checkpoints, oldest first."""
-    return [step for folder in checkpoint_folders(root) if (step := step_of(folder)) is not None]
-
-
 def healthy_steps(root: Path) -> set[int]:
-    """The steps of the checkpoints that are there and tagged.
+    """Return the steps of the checkpoints that are there and tagged.
 
     A tag names the manifest it was given for, so another checkpoint of the same step does not inherit it.
     """
     return {step for step, digest in _read_tags(root).items() if digest == _digest(root, step)}
 
 
-def steps_to_spare(root: Path) -> set[int]:
-    """What rotation leaves for a rollback: the newest healthy checkpoint, and the oldest one after it, which is next to be.
+def protected_steps(root: Path) -> set[int]:
+    """Return what rotation keeps for a rollback: the newest healthy checkpoint, and the oldest after it, which is next to be.
 
     Without that one, a run that saves often would remove each checkpoint before enough steps have followed it.
     """
@@ -79,11 +74,10 @@ def steps_to_spare(root: Path) -> set[int]:
 
 def add_tags(root: Path, steps: Collection[int]) -> bool:
     """Tag checkpoints as healthy; False where that could not be written (a full disk costs the tags, not the run)."""
-    known = {step: digest for step, digest in _read_tags(root).items() if digest == _digest(root, step)}
-    new = {step: digest for step in steps if (digest := _digest(root, step)) is not None}
-    content = json.dumps({"steps": {str(step): digest for step, digest in sorted((known | new).items())}}, indent=1)
+    tagged = sorted({*healthy_steps(root), *steps})
+    tags = {str(step): digest for step in tagged if (digest := _digest(root, step)) is not None}
     try:
-        write_atomically(root / TAGS, content.encode(), durable=False)  # the loop does not wait for a disk
+        write_plain_json(root / TAGS, {"steps": tags}, durable=False)  # the loop does not wait for a disk
     except OSError:
         return False
     return True
@@ -91,13 +85,13 @@ def add_tags(root: Path, steps: Collection[int]) -> bool:
 
 def _digest(root: Path, step: int) -> str | None:
     try:
-        return digest_of_manifest(folder_of(root, step))
+        return sha256(folder_of(root, step) / MANIFEST)
     except OSError:
         return None
 
 
 def _read_tags(root: Path) -> dict[int, str]:
     try:
-        return {int(step): str(digest) for step, digest in read_json(root / TAGS)["steps"].items()}
+        return {int(step): str(digest) for step, digest in read_plain_json(root / TAGS)["steps"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

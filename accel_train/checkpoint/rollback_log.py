@@ -1,24 +1,24 @@
-"""What a run has gone back on: kept in its folder, so that no resume takes up a branch that was given up."""
+"""The rollbacks of a run, kept in its folder, so that no resume continues a branch that was given up."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from accel_train.checkpoint import checkpoint_folders, read_json, read_trainer, remove, step_of
-from accel_train.files import write_atomically
-from accel_train.state import CheckpointError, Rollback, TrainState
+from accel_train.checkpoint.store import checkpoint_folders, read_trainer, remove, step_of
+from accel_train.core.errors import CheckpointError
+from accel_train.core.json_io import read_plain_json, write_plain_json
+from accel_train.core.state import Rollback, TrainState
 
 ROLLBACKS = "rollbacks.json"
 
 
 def write_rollbacks(run_folder: Path, rollbacks: Sequence[Rollback]) -> None:
     """Replace the record: written before anything else is changed, so that a kill at any point resumes on the new branch."""
-    write_atomically(run_folder / ROLLBACKS, json.dumps([asdict(each) for each in rollbacks], indent=1).encode())
+    write_plain_json(run_folder / ROLLBACKS, [asdict(each) for each in rollbacks])
 
 
 def read_rollbacks(run_folder: Path) -> list[Rollback]:
-    """What was gone back on, oldest first.
+    """Return the rollbacks of a run, oldest first.
 
     Raises:
         CheckpointError: the record cannot be read: without it, steps that were given up could come back.
@@ -27,15 +27,15 @@ def read_rollbacks(run_folder: Path) -> list[Rollback]:
     if not path.exists():
         return []
     try:
-        return [Rollback(**record) for record in read_json(path)]
+        return [Rollback(**record) for record in read_plain_json(path)]
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}); it says which steps are passed over. Move it away to go on without"
+            f"{path} cannot be read ({error}); it says which steps are skipped. Move it away to resume without it"
         ) from error
 
 
 def rollbacks_of(folder: Path) -> list[Rollback]:
-    """What the run that wrote a checkpoint had gone back on until then.
+    """Return the rollbacks that a run had made when it wrote a checkpoint.
 
     Raises:
         CheckpointError: it is not what a run writes.
@@ -47,7 +47,7 @@ def rollbacks_of(folder: Path) -> list[Rollback]:
 
 
 def abandoned(root: Path, rollbacks: Sequence[Rollback]) -> list[Path]:
-    """The checkpoints of branches that were given up: made before a rollback, and after the step it went back to."""
+    """Return the checkpoints of branches that were given up: made before a rollback, and after the step it returned to."""
     if not rollbacks:
         return []
     return [
@@ -64,15 +64,15 @@ def remove_abandoned(root: Path, rollbacks: Sequence[Rollback]) -> None:
 
 
 def _known_to(folder: Path, rollbacks: Sequence[Rollback]) -> int:
-    """How many rollbacks the run had behind it when it wrote a checkpoint; one that cannot be read is broken, and stays."""
+    """Return how many rollbacks the run had made when it wrote a checkpoint; one that cannot be read is broken, and stays."""
     try:
         return len(rollbacks_of(folder))
     except CheckpointError:
         return len(rollbacks)
 
 
-def take_up(state: TrainState, rollbacks: Sequence[Rollback]) -> None:
-    """Tell restored counters of the rollbacks that came after them: the same right after one, and on a resume after a kill."""
+def apply_rollbacks(state: TrainState, rollbacks: Sequence[Rollback]) -> None:
+    """Add the rollbacks that came after them to restored counters: the same right after one, and on a resume after a kill."""
     if len(rollbacks) > len(state.rollbacks):
         state.last_incident = rollbacks[-1].at_step
         state.num_skipped_steps = rollbacks[-1].num_skipped_steps
@@ -80,7 +80,7 @@ def take_up(state: TrainState, rollbacks: Sequence[Rollback]) -> None:
 
 
 def describe(rollback: Rollback, max_rollbacks: int) -> str:
-    """A rollback in a sentence."""
+    """Return a rollback as a sentence."""
     lowered = ""
     if rollback.learning_rate_factor != 1:
         lowered = (
@@ -88,6 +88,6 @@ def describe(rollback: Rollback, max_rollbacks: int) -> str:
             "because it is the second time here"
         )
     return (
-        f"rollback {rollback.number} of {max_rollbacks} allowed: going on from step {rollback.to_step}, and passing over "
+        f"rollback {rollback.number} of {max_rollbacks} allowed: resuming from step {rollback.to_step}, and skipping "
         f"steps {rollback.skip_first} to {rollback.skip_last}{lowered}"
     )

@@ -8,8 +8,9 @@ checkpoint of one file is read into parts: every process reads the bytes that it
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from accel_train.checkpoint import FileFacts, GivenUp, Writer, facts_of, publish
-from accel_train.state import CheckpointError
+from accel_train.checkpoint.store import FileFacts, GivenUp, Writer, facts_of, publish
+from accel_train.core.errors import CheckpointError
 
+T = TypeVar("T")
 WHOLE = "whole.safetensors"
 DTYPES = {
     "F64": torch.float64,
@@ -33,17 +41,15 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 """By safetensors' names."""
 
 
-def is_in_parts(folder: Path) -> bool:
-    """Whether the checkpoint in this folder was written by several processes together."""
-    return (folder / WHOLE).exists()
-
-
-class Parts:
+class ShardWriter:
     """Copies, in host memory, of what this process holds of some tensors; all processes make one at once, and write it at once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -52,11 +58,11 @@ class Parts:
         whole = {name: tensor for name, tensor in tensors.items() if name not in spread}
         self._spread: dict[str, Any] = BlockingAsyncStager().stage(spread)
         self.whole = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in whole.items()}
-        """What every process holds alike."""
-        self._told_where = False
+        """Tensors that every process holds alike."""
+        self._knows_where = False
 
     def publish(self, root: Path, step: int, writers: Mapping[str, Writer], given_up: Callable[[], bool]) -> None:
-        """As `checkpoint.publish`, by all processes; the main one writes the files of `writers` as well.
+        """Publish a checkpoint that all processes write; the main one writes the files of `writers` as well.
 
         Raises:
             CheckpointError: some process could not write its part; raised on all, and nothing is published.
@@ -66,37 +72,37 @@ class Parts:
             self._help(root)
             return
         error: Exception | None = None
-        whole: Writer = lambda path: save_file(self.whole, path)  # noqa: E731
+        all_writers: dict[str, Writer] = {WHOLE: partial(save_file, self.whole), **writers}
         try:
-            publish(root, step, {WHOLE: whole, **writers}, given_up=given_up, others=self._write_together)
+            publish(root, step, all_writers, given_up=given_up, others=self._write_together)
         except (CheckpointError, GivenUp) as problem:
             error = problem
-        if not self._told_where:
-            self._tell(None)
-        self._tell(error)
+        if not self._knows_where:
+            self._broadcast(None)
+        self._broadcast(error)
         if error is not None:
             raise error
 
     def _help(self, root: Path) -> None:
-        """On the others: write where the main process says, and hear what came of it."""
-        name = self._tell(None)
+        """On the others: write where the main process says, and raise its error."""
+        name = self._broadcast(None)
         if name is not None:
             with suppress(CheckpointError):  # the main process knows of it, and says so
                 self._write_part(root / name)
-        error = self._tell(None)
+        error = self._broadcast(None)
         if error is not None:
             raise error
 
-    def _tell(self, value: Any) -> Any:
-        """The main process's value, on all."""
-        told = [value]
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        return told[0]
+    def _broadcast(self, value: Any) -> Any:
+        """Return the main process's value on all."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
 
     def _write_together(self, folder: Path) -> dict[str, FileFacts]:
-        """On the main process: everybody's part; returns the files, their sizes and digests."""
-        self._told_where = True
-        self._tell(folder.name)  # the root may have another path on another machine
+        """On the main process: let all write; returns the files, their sizes and digests."""
+        self._knows_where = True
+        self._broadcast(folder.name)  # the root may have another path on another machine
         return self._write_part(folder)
 
     def _write_part(self, folder: Path) -> dict[str, FileFacts]:
@@ -120,7 +126,7 @@ class Parts:
         return {name: each for found, _ in gathered for name, each in found.items()}
 
 
-class Stored:
+class CheckpointReader:
     """The tensors of one kind (`model`, `optimizer`, `average`) in a checkpoint, whichever way it was written.
 
     Raises:
@@ -128,35 +134,33 @@ class Stored:
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self._folder, self._kind, self._in_parts = folder, kind, is_in_parts(folder)
-        self.shapes: dict[str, torch.Size] = {}
+        in_parts = (folder / WHOLE).exists()
+        self._folder, self._prefix = folder, f"{kind}/" if in_parts else ""
+        self._file = folder / (WHOLE if in_parts else f"{kind}.safetensors")
+        with _readable(folder if in_parts else self._file):
+            shapes, dtypes = _described(self._file)
+            self._in_file = set(shapes)
+            if in_parts:
+                for name, each in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+                    shapes.setdefault(name, each.size)  # type: ignore[union-attr]
+                    dtypes[name] = each.properties.dtype  # type: ignore[union-attr]
+        self.shapes = self._of_kind(shapes)
         """By name; empty where there are none of this kind."""
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.dtypes = self._of_kind(dtypes)
         """By name, where the file says it."""
-        whole = folder / f"{kind}.safetensors"
-        with _readable(folder if self._in_parts else whole):
-            if not self._in_parts:
-                self.shapes, self.dtypes = _shapes(whole), _dtypes(whole)
-                return
-            found: dict[str, Any] = _shapes(folder / WHOLE)
-            self._whole = set(found)
-            self._dtypes: dict[str, torch.dtype] = {}
-            for name, each in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
-                found.setdefault(name, each.size)  # type: ignore[union-attr]
-                self._dtypes[name] = each.properties.dtype  # type: ignore[union-attr]
-        prefix = f"{kind}/"
-        self.shapes = {name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
-        self.dtypes = {name.removeprefix(prefix): dtype for name, dtype in self._dtypes.items()}
+
+    def _of_kind(self, facts: Mapping[str, T]) -> dict[str, T]:
+        return {name.removeprefix(self._prefix): each for name, each in facts.items() if name.startswith(self._prefix)}
 
     def read(self, name: str) -> Tensor:
-        """The whole of one tensor, in host memory."""
-        if self._in_parts:
-            target = torch.empty(self.shapes[name], dtype=self._dtypes[f"{self._kind}/{name}"])
-            self.read_into({name: target})
-            return target
-        with _readable(self._folder), safe_open(self._folder / f"{self._kind}.safetensors", "pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
+        """Return one full tensor, in host memory."""
+        if self._prefix + name in self._in_file:
+            with _readable(self._folder), safe_open(self._file, "pt") as opened:
+                tensor: Tensor = opened.get_tensor(self._prefix + name)
+                return tensor
+        target = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        self.read_into({name: target})
+        return target
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors by name, spread or not: only what this process holds of them is read.
@@ -167,13 +171,10 @@ class Stored:
         wrong = [name for name, target in targets.items() if self.shapes.get(name) != target.shape]
         if wrong:
             raise ValueError(f"{wrong[0]} (of {len(wrong)}) is not in the checkpoint, or is of another shape")
+        named = {self._prefix + name: target.detach() for name, target in targets.items()}
+        rest = {name: target for name, target in named.items() if name not in self._in_file}
         with _readable(self._folder), torch.no_grad():
-            if not self._in_parts:
-                _read(self._folder / f"{self._kind}.safetensors", targets)
-                return
-            named = {f"{self._kind}/{name}": target.detach() for name, target in targets.items()}
-            _read(self._folder / WHOLE, {name: target for name, target in named.items() if name in self._whole})
-            rest = {name: target for name, target in named.items() if name not in self._whole}
+            _read(self._file, {name: target for name, target in named.items() if name in self._in_file})
             if rest:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
@@ -190,19 +191,15 @@ def _readable(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read ({next(iter(error.failures.values()))[0]})") from None
 
 
-def _shapes(file: Path) -> dict[str, torch.Size]:
+def _described(file: Path) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
+    """Return the shapes and types of the tensors in a file by name; of other types than `DTYPES` the shapes alone."""
     if not file.exists():
-        return {}
+        return {}, {}
     with safe_open(file, "pt") as opened:
-        return {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-
-
-def _dtypes(file: Path) -> dict[str, torch.dtype]:
-    if not file.exists():
-        return {}
-    with safe_open(file, "pt") as opened:
-        named = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    return {name: DTYPES[dtype] for name, dtype in named.items() if dtype in DTYPES}
+        tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        shapes = {name: torch.Size(tensor.get_shape()) for name, tensor in tensors.items()}
+        dtypes = {name: DTYPES[dtype] for name, tensor in tensors.items() if (dtype := tensor.get_dtype()) in DTYPES}
+    return shapes, dtypes
 
 
 def _read(file: Path, targets: Mapping[str, Tensor]) -> None:
@@ -211,6 +208,11 @@ def _read(file: Path, targets: Mapping[str, Tensor]) -> None:
             if not isinstance(target, DTensor):
                 target.copy_(opened.get_tensor(name))
                 continue
-            shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-            here = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-            target.to_local().copy_(opened.get_slice(name)[here])
+            whole = ChunkStorageMetadata(torch.Size([0] * target.dim()), target.shape)
+            stored = TensorStorageMetadata(TensorProperties(target.dtype), target.shape, [whole])
+            for item in create_default_local_load_plan({name: target}, Metadata({name: stored})).items:
+                there, here = (
+                    tuple(slice(start, start + length) for start, length in zip(offsets, item.lengths, strict=True))
+                    for offsets in (item.storage_offsets, item.dest_offsets)
+                )
+                target.to_local()[here].copy_(opened.get_slice(name)[there])

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.files import digests_of, follow_umask, is_seen, make_folders, sha256, sync
-from accel_train.state import CheckpointError
+from accel_train.core.errors import CheckpointError
+from accel_train.core.files import digests_of, follow_umask, is_seen, make_folders, publish_folder, sha256, sync
+from accel_train.core.json_io import read_plain_json
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 FORMAT = 1
-LARGEST_JSON_BYTES = 2**26
-"""Of manifest.json and trainer.json, which are read whole: thousands of times what they hold."""
 _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
@@ -30,10 +29,10 @@ _LEFT_FILE = re.compile(
 )
 """Temporary names that only this program gives: others in the run folder are the user's."""
 
-Writer = Callable[[Path], None]
+Writer = Callable[[Path], object]
 """Writes one file at the path it is given."""
 FileFacts = dict[str, Any]
-"""What the manifest says of a file: bytes, sha256."""
+"""A file as the manifest has it: bytes, sha256."""
 Digests = Callable[[Path, Sequence[str]], Mapping[str, str | OSError]]
 """The digests of files in a folder by name, or why one cannot be read; as `files.digests_of`."""
 
@@ -44,7 +43,7 @@ class GivenUp(Exception):
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """What `check` found of one folder; no problem means that a resume can use it."""
+    """The result of `check` for one folder; no problem means that a resume can use it."""
 
     path: Path
     step: int
@@ -52,12 +51,12 @@ class CheckpointStatus:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is published."""
+    """Return where the checkpoint of a step is published."""
     return root / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name, None for any other name."""
+    """Return the step in a checkpoint folder's name, None for any other name."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
@@ -70,13 +69,18 @@ def checkpoint_folders(root: Path) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
+def steps_of(root: Path) -> list[int]:
+    """Return the steps of the published checkpoints, oldest first."""
+    return [step for folder in checkpoint_folders(root) if (step := step_of(folder)) is not None]
+
+
 def publish(
     root: Path,
     step: int,
     writers: Mapping[str, Writer],
     *,
     given_up: Callable[[], bool] = lambda: False,
-    others: Callable[[Path], Mapping[str, FileFacts]] | None = None,
+    others: Callable[[Path], Mapping[str, FileFacts]] = lambda folder: {},
 ) -> Path:
     """Write a checkpoint so that a kill, a full disk or a power cut leaves the old ones or the whole new one.
 
@@ -87,37 +91,35 @@ def publish(
         GivenUp: `given_up`, which is asked before each file, said so.
     """
     final = folder_of(root, step)
-    aside = root / f".tmp-{final.name}-{os.getpid()}"
     try:
         make_folders(root)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        files: dict[str, FileFacts] = {}
-        if others is not None:
+        with publish_folder(final, root / f".tmp-{final.name}-{os.getpid()}") as staging:
             _go_on_unless(given_up())
-            files.update(others(aside))
-        for name, write in writers.items():
+            files = {**others(staging)}
+            for name, write in writers.items():
+                _go_on_unless(given_up())
+                write(staging / name)
+                files[name] = facts_of(staging / name)
+            _check_written(staging, files)
+            manifest = staging / MANIFEST
+            manifest.write_text(
+                json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8"
+            )
+            sync(manifest)
             _go_on_unless(given_up())
-            path = aside / name
-            write(path)
-            files[name] = facts_of(path)
-        _check_written(aside, files)
-        manifest = aside / MANIFEST
-        manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
-        sync(manifest)
-        sync(aside)
-        _go_on_unless(given_up())
-        _move_into_place(aside, final)
+            longer = _make_way(final)
+    except GivenUp:
+        raise
     except Exception as error:  # safetensors and the file system raise their own kinds; each leaves the old checkpoints
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, GivenUp):
-            raise
         raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {error}") from error
+    if longer.exists():
+        with suppress(OSError):  # this one is published; rotation will come past the other
+            remove(longer)
     return final
 
 
 def _check_written(folder: Path, files: Mapping[str, FileFacts]) -> None:
-    """What other processes say that they have written must be here: the older checkpoints are removed for it."""
+    """Check that the files of other processes are seen here: older checkpoints are removed for this one."""
     for name, facts in files.items():
         if not is_seen(folder / name, facts["bytes"]):
             raise CheckpointError(
@@ -127,7 +129,7 @@ def _check_written(folder: Path, files: Mapping[str, FileFacts]) -> None:
 
 
 def facts_of(path: Path) -> FileFacts:
-    """A file that was just written, from now on on the disk: its size and digest."""
+    """Sync a file that was just written; returns its size and digest."""
     follow_umask(path)
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
@@ -138,18 +140,14 @@ def _go_on_unless(given_up: bool) -> None:
         raise GivenUp
 
 
-def _move_into_place(aside: Path, final: Path) -> None:
-    """Publish; a checkpoint of the same step stands under a longer name of that step until this one is there."""
+def _make_way(final: Path) -> Path:
+    """Return a longer name of the same step, under which a checkpoint that is there stands until the new one is published."""
     longer = final.with_name(f"step-{step_of(final):020d}")
     if final.exists():
         if longer.exists():
             remove(longer)
         final.rename(longer)
-    aside.rename(final)
-    sync(final.parent)
-    if longer.exists():
-        with suppress(OSError):  # this one is published; rotation will come past the other
-            remove(longer)
+    return longer
 
 
 def rotate(root: Path, keep: int, spared_steps: Collection[int | None] = ()) -> list[Path]:
@@ -182,16 +180,21 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def set_broken_aside(folder: Path) -> Path:
-    """Rename a checkpoint that did not prove itself: else it would count among those kept, and be proved each time."""
-    aside, number = folder.with_name(f"broken-{folder.name}"), 1
-    while aside.exists():
+    """Rename a broken checkpoint: else it would count among those kept, and be verified each time."""
+    return folder.rename(free_path(folder.with_name(f"broken-{folder.name}")))
+
+
+def free_path(path: Path) -> Path:
+    """Return the path, with a number after its name where there is something already."""
+    free, number = path, 1
+    while free.exists():
         number += 1
-        aside = folder.with_name(f"broken-{folder.name}-{number}")
-    return folder.rename(aside)
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def check(folder: Path, digests: Digests = digests_of) -> CheckpointStatus:
-    """Hold a checkpoint folder against its manifest: names, sizes, SHA-256."""
+    """Check a checkpoint folder against its manifest: names, sizes, SHA-256."""
     step = step_of(folder)
     try:
         problem = _problem(folder, step, digests)
@@ -206,7 +209,7 @@ def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_plain_json(folder / MANIFEST)
         if manifest["format"] != FORMAT:
             return f"{MANIFEST} has format {manifest['format']}, and this version reads {FORMAT}"
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
@@ -235,7 +238,7 @@ def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
 
 
 def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None, list[CheckpointStatus]]:
-    """The newest checkpoint that proves itself, and the newer ones that do not.
+    """Return the newest valid checkpoint, and the newer ones that are not.
 
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
@@ -254,18 +257,6 @@ def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None
     return None, []
 
 
-def verify_run(run_folder: Path) -> list[CheckpointStatus]:
-    """Every checkpoint of a run, oldest first.
-
-    Raises:
-        ValueError: the folder holds no run.
-    """
-    root = run_folder / "checkpoints"
-    if not root.is_dir():
-        raise ValueError(f"{run_folder} holds no checkpoints folder; give the output_dir of a run")
-    return [check(folder) for folder in checkpoint_folders(root)]
-
-
 def remove(folder: Path) -> None:
     """Remove a checkpoint folder; one that holds what its manifest does not name is kept, as `set_broken_aside` does.
 
@@ -281,48 +272,27 @@ def remove(folder: Path) -> None:
 
 
 def _holds_nothing_else(folder: Path) -> bool:
-    """Whether all that lies in a checkpoint folder is what a checkpoint writes, whatever its state."""
+    """Return whether all that lies in a checkpoint folder is what a checkpoint writes, whatever its state."""
     try:
-        named = {MANIFEST, *read_json(folder / MANIFEST)["files"]}
+        named = {MANIFEST, *read_plain_json(folder / MANIFEST)["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return all(entry.name in named and _is_plain_file(entry) for entry in folder.iterdir())
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint: counters, loss scale, identity.
+    """Return the JSON part of a checkpoint: counters, loss scale, identity.
 
     Raises:
         CheckpointError: it is not what a run writes.
     """
     try:
-        trainer = read_json(folder / TRAINER)
+        trainer = read_plain_json(folder / TRAINER)
         if not isinstance(trainer["state"], dict) or not isinstance(trainer["identity"], dict):
             raise TypeError("state and identity are no objects")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / TRAINER} cannot be read ({type(error).__name__}: {error})") from error
     return trainer
-
-
-def read_json(path: Path) -> Any:
-    """A small JSON file of a checkpoint.
-
-    Raises:
-        ValueError: it is no plain file, absurdly large, nested too deep, or no JSON.
-    """
-    if not _is_plain_file(path):
-        raise ValueError("no plain file")
-    if path.stat().st_size > LARGEST_JSON_BYTES:
-        raise ValueError(f"{path.stat().st_size} bytes, and {LARGEST_JSON_BYTES} are allowed")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-
-
-def digest_of_manifest(folder: Path) -> str:
-    """What tells this very checkpoint from another one of the same step."""
-    return sha256(folder / MANIFEST)
 
 
 def _is_plain_file(path: Path) -> bool:

@@ -1,28 +1,28 @@
-"""What `accel-train verify RUN` says: each checkpoint held against its digests, and which one a resume would use."""
+"""The report of `accel-train verify RUN`: each checkpoint compared with its digests, and which one a resume would use."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.checkpoint import CheckpointStatus, verify_run
-from accel_train.health import healthy_steps
-from accel_train.rollback_record import abandoned, read_rollbacks
+from accel_train.checkpoint.health import healthy_steps
+from accel_train.checkpoint.rollback_log import abandoned, read_rollbacks
+from accel_train.checkpoint.store import CheckpointStatus, check, checkpoint_folders
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found of a run's checkpoints."""
+    """The checkpoints of a run, verified."""
 
     statuses: Sequence[CheckpointStatus]
     """Oldest first."""
-    healthy: frozenset[int]
+    healthy: Collection[int]
     """Steps whose checkpoints a rollback would use."""
-    abandoned: frozenset[Path]
-    """Of a branch that a rollback gave up: the next start removes them."""
+    abandoned: Collection[Path]
+    """Checkpoints of a branch that a rollback gave up: the next start removes them."""
 
     @property
     def newest(self) -> Path | None:
-        """What a resume would use."""
+        """The checkpoint that a resume would use."""
         usable = [each.path for each in self.statuses if each.problem is None and each.path not in self.abandoned]
         return usable[-1] if usable else None
 
@@ -34,13 +34,15 @@ def verify(run_folder: Path) -> Verified:
         ValueError: the folder holds no run.
         CheckpointError: the record of rollbacks cannot be read.
     """
-    statuses, root = verify_run(run_folder), run_folder / "checkpoints"
-    given_up = abandoned(root, read_rollbacks(run_folder))
-    return Verified(tuple(statuses), frozenset(healthy_steps(root)), frozenset(given_up))
+    root = run_folder / "checkpoints"
+    if not root.is_dir():
+        raise ValueError(f"{run_folder} holds no checkpoints folder; give the output_dir of a run")
+    statuses = [check(folder) for folder in checkpoint_folders(root)]
+    return Verified(statuses, healthy_steps(root), abandoned(root, read_rollbacks(run_folder)))
 
 
 def format_verified(verified: Verified) -> str:
-    """The table that the command prints."""
+    """Return the table that the command prints."""
     width = max((len(status.path.name) for status in verified.statuses), default=10)
     lines = [f"{'checkpoint'.ljust(width)}  {'step':>10}  state"]
     for status in verified.statuses:

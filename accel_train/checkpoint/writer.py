@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from accel_train.checkpoint import GivenUp, Writer, publish
-from accel_train.state import CheckpointError
+from accel_train.checkpoint.store import GivenUp, Writer, publish
+from accel_train.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_train.sharded_checkpoint import Parts
+    from accel_train.checkpoint.sharded import ShardWriter
 
 GIVE_UP_SECONDS = 2.0
 """How long a save that is abandoned may take to notice."""
@@ -18,13 +18,15 @@ STARTING_TRIES = 20
 
 
 class Saved(NamedTuple):
-    """How one save ended."""
+    """The end of one save."""
 
     step: int
     error: CheckpointError | None
     """None: it is published."""
     left_undone: str | None = None
     """It is published, and what was to be done then (removing older ones) failed for this reason."""
+    seconds: float = 0.0
+    """From the first write to the publication; what `save` copies before that does not count."""
 
 
 class Saver:
@@ -41,15 +43,15 @@ class Saver:
         self._ended: list[Saved] = []
         self._failures_in_a_row = 0
         self.last_error: CheckpointError | None = None
-        """Why the newest save could not be written; None where it could."""
+        """Return why the newest save could not be written; None where it could."""
 
     @property
     def failed(self) -> bool:
-        """Whether two saves in a row could not be written."""
+        """Return whether two saves in a row could not be written."""
         return self._failures_in_a_row > 1
 
     def save(
-        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "Parts | None" = None
+        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "ShardWriter | None" = None
     ) -> None:
         """Publish a checkpoint and then call `then`; waits first for the one that is being written, if any.
 
@@ -62,7 +64,7 @@ class Saver:
         if not self._in_background:
             self._write(step, writers, then, parts)
             return
-        # A daemon, because whoever gives up on it must be able to leave; whoever does not, waits (see `wait`).
+        # A daemon, so that a caller who gives up on it can leave; others wait (see `wait`).
         self._thread = threading.Thread(
             target=self._write, args=(step, writers, then, parts), name="checkpoint", daemon=True
         )
@@ -77,9 +79,7 @@ class Saver:
             try:
                 self._thread.join(timeout_seconds)
                 break
-            except (
-                RuntimeError
-            ):  # not started: an error out of a signal handler has broken `start` off, and it may yet begin
+            except RuntimeError:  # a signal handler's error has broken `start` off, and it may yet begin
                 time.sleep(0.05)
         if not self._thread.is_alive():
             self._thread = None
@@ -90,27 +90,19 @@ class Saver:
         self._given_up.set()
         self.wait(GIVE_UP_SECONDS)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def take_ended(self) -> list[Saved]:
-        """How saves ended since the last call."""
-        if not self._ended:
-            return []
+        """Return how saves ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def _write(
-        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "Parts | None"
+        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "ShardWriter | None"
     ) -> None:
-        """In the thread: no exception leaves it, since nobody would hear of it."""
+        """Write in the thread; no exception leaves it, since nobody would see it."""
+        began = time.monotonic()
         try:
-            if parts is None:
-                publish(self.root, step, writers, given_up=self._given_up.is_set)
-            else:
-                parts.publish(self.root, step, writers, self._given_up.is_set)
+            write = publish if parts is None else parts.publish
+            write(self.root, step, writers, given_up=self._given_up.is_set)
         except GivenUp:
             return
         except Exception as error:
@@ -120,9 +112,9 @@ class Saver:
             self._ended.append(Saved(step, self.last_error))
             return
         self._failures_in_a_row, self.last_error = 0, None
+        seconds, left_undone = time.monotonic() - began, None
         try:
             then()
         except Exception as error:
-            self._ended.append(Saved(step, None, f"{type(error).__name__}: {error}"))
-        else:
-            self._ended.append(Saved(step, None))
+            left_undone = f"{type(error).__name__}: {error}"
+        self._ended.append(Saved(step, None, left_undone, seconds))

@@ -4,7 +4,7 @@ DeepSpeed flattens the parameters of a group one after the other (in stage 3 eac
 optimizer works on that flat tensor. A checkpoint knows nothing of it: it holds tensors by name, as under DDP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.sharded_checkpoint import Stored
+from accel_train.checkpoint.contents import check_known
+from accel_train.checkpoint.sharded import CheckpointReader
 
 COUNTER = "step"
 """The optimizer's entry that is one number for all elements."""
@@ -21,14 +22,14 @@ COUNTER = "step"
 
 @dataclass(frozen=True)
 class Part:
-    """What this process holds of one parameter: `numel` elements from `offset` of the whole, which are at `start` of `flat`."""
+    """The shard of one parameter on this process: `numel` elements from `offset` of the whole, which are at `start` of `flat`."""
 
     name: str
     parameter: nn.Parameter
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the full parameter."""
     flat: Tensor
-    """What the optimizer steps, and the key of its state; of a frozen weight, what is kept of it here."""
+    """The tensor that the optimizer steps, and the key of its state; of a frozen weight, what is kept of it here."""
     start: int
     offset: int
     numel: int
@@ -38,20 +39,15 @@ class Part:
         return flat.detach()[self.start : self.start + self.numel]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The same part of the whole tensor; shorter where the last process's part is padded."""
+        """Return the same part of the whole tensor; shorter where the last process's part is padded."""
         return whole.flatten()[self.offset : self.offset + self.numel]
 
 
-class ZeroParts:
+class ZeroShards:
     """All parts of a model and its optimizer; what gathers, every process calls at once."""
 
     def __init__(
-        self,
-        zero: Any,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        stage: int,
-        device: torch.device,
+        self, zero: Any, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, device: torch.device
     ) -> None:
         self._zero, self._model, self._optimizer, self._stage, self.device = zero, model, optimizer, stage, device
         find = self._part_of_3 if stage == 3 else self._part_of_1_and_2
@@ -59,13 +55,21 @@ class ZeroParts:
         self._parts = {name: find(name, parameter) for name, parameter in spread}
 
     def _part_of_1_and_2(self, name: str, parameter: nn.Parameter) -> Part:
-        flats = self._zero.single_partition_of_fp32_groups
-        [group] = [n for n, group in enumerate(self._zero.bit16_groups) if any(each is parameter for each in group)]
-        here: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-        if here is None:
-            return Part(name, parameter, parameter.shape, flats[group], 0, 0, 0)
-        start, offset = here.hp_fragment_address.start, here.lp_fragment_address.start
-        return Part(name, parameter, parameter.shape, flats[group], start, offset, here.hp_fragment_address.numel)
+        zero = self._zero
+        [(flat, begin)] = [
+            (flat, begin)  # of the group, all its parameters one after the other, each process has as much as `flat`
+            for flat, *group in zip(
+                zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
+            )
+            for each, begin in zip(*group)
+            if each is parameter
+        ]
+        here = dist.get_rank() * flat.numel()
+        first = max(begin, here)
+        numel = min(begin + parameter.numel(), here + flat.numel()) - first
+        if numel <= 0:
+            return Part(name, parameter, parameter.shape, flat, 0, 0, 0)
+        return Part(name, parameter, parameter.shape, flat, first - here, first - begin, numel)
 
     def _part_of_3(self, name: str, parameter: Any) -> Part:
         if parameter.requires_grad:
@@ -76,7 +80,7 @@ class ZeroParts:
         return Part(name, parameter, parameter.ds_shape, flat, start, numel * dist.get_rank(), numel)
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """What this process holds, weights and moments by name: the same names on all, and a zero where it holds nothing."""
+        """Return this process's shards of weights and moments by name: the same names on all, a zero where it holds nothing."""
         found = {}
         for name, part in self._parts.items():
             for kind, flat in {"": part.flat, **self._optimizer.state.get(part.flat, {})}.items():
@@ -84,41 +88,36 @@ class ZeroParts:
                     found[f"{kind}.{name}" if kind else name] = part.of(flat) if part.numel else flat.new_zeros(1)
         return found
 
-    def local_weights(self) -> dict[str, Tensor]:
-        """Of the weights alone."""
-        return {
-            name: part.of(part.flat) if part.numel else part.flat.new_zeros(1) for name, part in self._parts.items()
-        }
+    def _state(self) -> Iterator[tuple[str, Tensor, Part | None]]:
+        """Yield the model's state by name, tied tensors once, each with its part."""
+        parts, seen = {id(part.parameter): part for part in self._parts.values()}, set()
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor, parts.get(id(tensor))
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's state by name, in host memory of the main process; empty on the others. As `snapshot.model_tensors`."""
-        found, seen = {}, set()
-        by_parameter = {id(part.parameter): part for part in self._parts.values()}
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:  # tied
-                continue
-            seen.add(id(tensor))
-            if self._stage == 3 and id(tensor) in by_parameter:
-                part = by_parameter[id(tensor)]
+        """Return `contents.model_tensors` in host memory of the main process; nothing on the others."""
+        found = {}
+        for name, tensor, part in self._state():
+            if self._stage == 3 and part is not None:
                 found[name] = self._gather(part, part.flat)
             else:
                 found[name] = tensor.detach().to("cpu", copy=True).contiguous()
         return found if dist.get_rank() == 0 else {}
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state as `snapshot.optimizer_tensors` has it, in host memory of the main process; empty on the others."""
+        """Return `contents.optimizer_tensors` in host memory of the main process; nothing on the others."""
         found = {}
         for name, part in self._parts.items():
             for key, value in self._optimizer.state.get(part.flat, {}).items():
                 if value is not None:
                     is_counter = value.dim() == 0
-                    found[f"{key}.{name}"] = (
-                        value.detach().to("cpu", copy=True) if is_counter else self._gather(part, value)
-                    )
+                    found[f"{key}.{name}"] = value.detach().cpu().clone() if is_counter else self._gather(part, value)
         return found if dist.get_rank() == 0 else {}
 
     def _gather(self, part: Part, flat: Tensor) -> Tensor:
-        """One whole tensor on the main process: the parts, which do not overlap, summed as integers, which keeps every bit."""
+        """Return a full tensor on the main process: the parts do not overlap, and their sum as integers keeps every bit."""
         num_elements = part.shape.numel()
         room = part.numel * dist.get_world_size() if self._stage == 3 else num_elements  # stage 3 pads
         whole = torch.zeros(room, dtype=flat.dtype, device=self.device)
@@ -128,27 +127,17 @@ class ZeroParts:
         return whole[:num_elements].reshape(part.shape).cpu() if dist.get_rank() == 0 else whole.new_empty(0)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the model's state by name, as `weights` has it."""
-        found: dict[str, torch.Size] = {}
-        by_parameter = {id(part.parameter): part for part in self._parts.values()}
-        seen = set()
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                part = by_parameter.get(id(tensor))
-                found[name] = tensor.shape if part is None else part.shape
-        return found
+        """Return the shapes of the model's whole state by name."""
+        return {name: tensor.shape if part is None else part.shape for name, tensor, part in self._state()}
 
     def load_weights(self, folder: Path) -> None:
-        """Put the weights of a checkpoint back, whichever layout it was written with; its names and shapes are known to fit."""
-        stored = Stored(folder, "model")
-        state = self._model.state_dict(keep_vars=True)
-        by_parameter = {id(part.parameter): part for part in self._parts.values()}
+        """Read the weights of a checkpoint of any layout; its names and shapes are known to fit."""
+        stored = CheckpointReader(folder, "model")
         with torch.no_grad():
-            for name in self.shapes():
-                whole, part = stored.read(name).to(self.device), by_parameter.get(id(state[name]))
+            for name, tensor, part in self._state():
+                whole = stored.read(name).to(self.device)
                 if part is None or self._stage != 3:
-                    state[name].copy_(whole)
+                    tensor.copy_(whole)
                 if part is not None:
                     self._put(part, part.flat, whole)
                     if self._stage == 3:
@@ -160,7 +149,7 @@ class ZeroParts:
         part.of(flat)[: len(cut)].copy_(cut)
 
     def _put_in_3(self, part: Part, whole: Tensor) -> None:
-        """What a forward uses: this process's share, and of small weights the whole, which stays gathered between steps."""
+        """Write what a forward uses: this process's shard, and small weights in full, which stay gathered between steps."""
         parameter: Any = part.parameter
         cut = part.cut(whole)
         parameter.ds_tensor.detach()[: len(cut)].copy_(cut)
@@ -173,12 +162,8 @@ class ZeroParts:
         Raises:
             ValueError: it is of other parameters, or some of them have made other steps than the rest.
         """
-        stored = Stored(folder, "optimizer")
-        unknown = [key for key in stored.shapes if key.partition(".")[2] not in self._parts]
-        if unknown:
-            raise ValueError(
-                f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
-            )
+        stored = CheckpointReader(folder, "optimizer")
+        check_known(stored.shapes, self._parts)
         self._optimizer.state.clear()
         for key in stored.shapes:
             entry, name = key.split(".", 1)
@@ -196,5 +181,5 @@ class ZeroParts:
 
 
 def whole_numel(parameters: Sequence[nn.Parameter]) -> int:
-    """Elements of parameters, those that ZeRO stage 3 keeps elsewhere included."""
+    """Return the elements of parameters, with those that ZeRO stage 3 keeps elsewhere."""
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)

@@ -1,0 +1,227 @@
+"""The files of a checkpoint, by name, and reading them back into a model and its optimizer.
+
+Random numbers are not among them: those of a step are a function of (seed, step, process), see `engine.step.seed_step`.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from accel_train.checkpoint.sharded import CheckpointReader
+from accel_train.checkpoint.store import TRAINER, Writer
+from accel_train.core.errors import CheckpointError
+from accel_train.model.tensors import local_part
+from accel_train.optim.ema import WeightAverage
+from accel_train.task import Task, TaskData
+
+MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
+NUMBER = "#number"
+"""Marks an entry of an optimizer's state that is a Python number."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""State of torch's optimizers that has its weight's shape."""
+
+
+def tensor_writers(
+    weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], average: WeightAverage | None
+) -> dict[str, Writer]:
+    """Return writers for the files of whole tensors, by name; `weights` and `moments` are copies already."""
+    writers: dict[str, Writer] = {
+        MODEL: lambda path: save_file(dict(weights), path, metadata={"format": "pt"}),
+        OPTIMIZER: lambda path: save_file(dict(moments), path),
+    }
+    if average is not None:
+        averages = copy_to_host(average.tensors())
+        writers[AVERAGE] = lambda path: save_file(averages, path)
+    return writers
+
+
+def trainer_writers(trainer: Mapping[str, Any], description: Mapping[str, bytes]) -> dict[str, Writer]:
+    """Return writers for `trainer.json` and for the files that `from_pretrained` needs next to the weights, by name."""
+    text = json.dumps(trainer, indent=1, allow_nan=False)
+    files = {TRAINER: text.encode(), **description}
+    return {name: partial(Path.write_bytes, data=content) for name, content in files.items()}
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies in host memory, complete when this returns."""
+    copies = {
+        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state by name, contiguous; a tensor with several names (tied weights) is there once, under its first."""
+    return {name: tensor.contiguous() for name, tensor in _state(model).items()}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict(keep_vars=True)
+    first_name: dict[int, str] = {}
+    for name, tensor in state.items():
+        first_name.setdefault(id(tensor), name)
+    return {name: tensor.detach() for name, tensor in state.items() if first_name[id(tensor)] == name}
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put saved weights back, tied ones included.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape.
+    """
+    expected = model_tensors(model)
+    check_fit(*({name: tensor.shape for name, tensor in each.items()} for each in (expected, tensors)))
+    model.load_state_dict(dict(tensors), strict=False)
+
+
+def check_fit(expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    """Refuse saved weights of another model: names and shapes must be the same.
+
+    Raises:
+        ValueError: names the first that differ.
+    """
+    wrong = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
+    if wrong:
+        raise ValueError(
+            f"the checkpoint's weights do not fit this model: {', '.join(wrong[:3])} (of {len(wrong)} differences)"
+        )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state as `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`, ...: one tensor per entry and parameter.
+
+    A Python number is `ENTRY#number.NAME`, of the type int64, float64 or bool.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                if isinstance(value, bool | int | float):
+                    tensors[f"{key}{NUMBER}.{name}"] = number_tensor(value, local_part(parameter).device)
+                    continue
+                if not isinstance(value, Tensor):
+                    kind = type(value).__name__
+                    raise CheckpointError(
+                        f"this optimizer keeps {key} for {name} as a {kind}, and a checkpoint holds tensors and numbers only; "
+                        "use another one"
+                    )
+                tensors[f"{key}.{name}"] = value.detach().contiguous()
+    return tensors
+
+
+def number_tensor(value: float, device: torch.device) -> Tensor:
+    """Return a Python number as a 0-dim tensor that holds all of it."""
+    dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def check_known(keys: Iterable[str], parameters: Collection[str]) -> None:
+    """Refuse saved optimizer state of other parameters.
+
+    Raises:
+        ValueError: names the first.
+    """
+    unknown = [key for key in keys if key.partition(".")[2] not in parameters]
+    if unknown:
+        raise ValueError(
+            f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
+        )
+
+
+def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]
+
+
+def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | None) -> None:
+    """Read the weights of a checkpoint into a model, and their average where one is kept: each process what it holds of them.
+
+    Raises:
+        ValueError: it was made for another model.
+        CheckpointError: a file in it is no safetensors file.
+    """
+    weights, stored = _state(model), CheckpointReader(folder, "model")
+    check_fit({name: tensor.shape for name, tensor in weights.items()}, stored.shapes)
+    stored.read_into(weights)
+    restore_average(folder, average)
+
+
+def restore_average(folder: Path, average: WeightAverage | None) -> None:
+    """Read the averaged weights of a checkpoint, if it has some and the run keeps an average.
+
+    Raises:
+        ValueError: they are of other parameters.
+    """
+    stored = CheckpointReader(folder, "average")
+    if average is None or not stored.shapes:
+        return
+    if stored.shapes.keys() != set(average.names):
+        raise ValueError("the checkpoint's averaged weights do not fit this model")
+    stored.read_into(average.tensors())
+
+
+def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Read moments and step counters into an optimizer, on the devices of their parameters: each process what it holds of them.
+
+    Raises:
+        ValueError: the saved state is of other parameters.
+    """
+    parameters, stored = dict(_named_parameters(optimizer)), CheckpointReader(folder, "optimizer")
+    check_known(stored.shapes, parameters)
+    optimizer.state.clear()
+    targets: dict[str, Tensor] = {}
+    for key, shape in stored.shapes.items():
+        entry, name = key.split(".", 1)
+        parameter = parameters[name]
+        dtype = stored.dtypes.get(key, parameter.dtype)
+        if shape == parameter.shape:
+            targets[key] = torch.zeros_like(parameter, dtype=dtype)
+        else:
+            targets[key] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        optimizer.state[parameter][entry] = targets[key]
+    stored.read_into({key: target.detach() for key, target in targets.items()})
+    for state in optimizer.state.values():
+        for entry in [entry for entry in state if entry.endswith(NUMBER)]:
+            state[entry.removesuffix(NUMBER)] = state.pop(entry).item()
+
+
+def check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse stored weights of another type and moments of another shape, before anything is changed.
+
+    Raises:
+        CheckpointError: names the first that has not.
+    """
+    stored, moments = (CheckpointReader(folder, kind) for kind in ("model", "optimizer"))
+    parameters = dict(_named_parameters(optimizer))
+    for name, tensor in model_tensors(model).items():
+        found = stored.dtypes.get(name, tensor.dtype)
+        if found != tensor.dtype:
+            raise CheckpointError(f"{folder}: {name} is stored as {found}, and the model's is {tensor.dtype}")
+    for key, shape in moments.shapes.items():
+        entry, _, name = key.partition(".")
+        if entry in MOMENTS and name in parameters and shape != parameters[name].shape:
+            expected = tuple(parameters[name].shape)
+            raise CheckpointError(
+                f"{folder}: {entry} of {name} is stored as {tuple(shape)}, and the weight is {expected}"
+            )
+
+
+def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:
+    """Return the files that `from_pretrained` needs besides the weights (configuration, tokenizer), by name."""
+    with TemporaryDirectory() as folder:
+        task.save_description(model, data, Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

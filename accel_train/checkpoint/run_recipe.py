@@ -1,0 +1,54 @@
+"""Read the recipe of a run folder that somebody else may have written."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_train.core.ownership import recipe_of_run
+from accel_train.observe.run_folder import RECIPE_FILE
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.schema import Recipe
+from accel_train.task import refuse_code_within
+
+SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
+"""Sections of a recipe that matter to a model that is already trained."""
+_SETTINGS_OF_MODEL = ("model.attn_implementation", "model.fused_kernels", "model.trust_remote_code")
+_DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
+_WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
+"""A run folder may be somebody else's: what its recipe says of foreign code counts for nothing until the reader says it."""
+
+
+def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a run folder that somebody else may have written: foreign code runs only where `settings` allow it.
+
+    Raises:
+        ValueError: the recipe is bad, or its task is code that lies in the run folder.
+    """
+    recipe = load_recipe(recipe_of_run(folder) or folder / RECIPE_FILE, arguments=reader_settings(settings))
+    refuse_code_within("task", recipe.task, folder)
+    refuse_code_within("optimizer.name", recipe.optimizer.name, folder)
+    return recipe
+
+
+def reader_settings(settings: Sequence[str]) -> tuple[str, ...]:
+    """Flags for the recipe of a run folder: the recipe's own consent to foreign code is off unless these `settings` give it."""
+    return (*_WITHOUT_CONSENT, *settings)
+
+
+def check_settings(settings: Sequence[str]) -> None:
+    """Refuse settings that belong to training, or that another argument gives.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for word in settings:
+        name = word.partition("=")[0].removeprefix("--")
+        if not word.startswith("--"):
+            continue
+        if name in _DATA_IS_NAMED_ELSEWHERE:
+            raise ValueError(
+                f"--{name}: other data is named by the command's own argument (evaluate RUN --data WHAT, predict RUN WHAT)"
+            )
+        if name.split(".")[0] not in SETTINGS and name not in _SETTINGS_OF_MODEL:
+            raise ValueError(
+                f"--{name} changes nothing of a model that is trained; settings of {', '.join(SETTINGS)} do"
+            )

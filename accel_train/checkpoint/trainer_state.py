@@ -1,0 +1,61 @@
+"""The counters of a run in a checkpoint: read, and refused where no run can have had them."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from accel_train.checkpoint.store import MANIFEST, TRAINER, read_trainer
+from accel_train.core.errors import CheckpointError
+from accel_train.core.json_io import read_plain_json
+from accel_train.core.state import TrainState
+
+_STATE = TypeAdapter(TrainState)
+
+
+def read_state(folder: Path) -> TrainState:
+    """Return the counters of a checkpoint, once it is sure that a run can have had them.
+
+    Raises:
+        CheckpointError: one is of another type or out of its range, or the step is not the one that was saved.
+    """
+    trainer = read_trainer(folder)
+    try:
+        saved_step = read_plain_json(folder / MANIFEST)["step"]
+        state = _STATE.validate_json(json.dumps(trainer["state"]), strict=True)
+        unknown = trainer["state"].keys() - {field.name for field in fields(TrainState)}
+        last = trainer["identity"].get("schedule.max_steps", state.step)
+        problems = [f"{name} is unknown" for name in sorted(unknown)]
+        signed = ("losses", "grad_norms", "best_metric")  # losses and logarithms; nothing else may be negative
+        for name, value in _numbers(asdict(state)):
+            if not math.isfinite(value) or (value < 0 and name not in signed):
+                problems.append(f"{name}={value} is out of range")
+        if state.step != saved_step:
+            problems.append(f"step={state.step}, and the checkpoint is of step {saved_step}")
+        if state.step > last:
+            problems.append(f"step={state.step}, and the run has {last} steps")
+        scaler = trainer.get("scaler") or {}
+        for name, value in scaler.items():
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                problems.append(f"scaler.{name}={value!r} is out of range")
+    except ValidationError as error:
+        first = error.errors()[0]
+        problems = [f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problems = [f"{type(error).__name__}: {error}"]
+    if problems:
+        raise CheckpointError(f"{folder / TRAINER} holds no state of a run: {problems[0]} (of {len(problems)})")
+    return state
+
+
+def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in tree.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                yield from _numbers(each)
+            elif each is not None:
+                yield name, each
