@@ -1,8 +1,7 @@
 """Language modelling: predict each next token of text, with any causal LM of transformers."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,97 +17,110 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
 
-from accel_train.causal_attention import choose_attention, use_for_generation
-from accel_train.data import IGNORED_LABEL, TextCorpus, collate_windows, prepare_text
-from accel_train.data.fine_tuning import RowCorpus, prepare_rows
-from accel_train.model_check import pretrained_config
+from accel_train.core.state import Choice
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.sft.corpus import prepare_rows
+from accel_train.data.text.corpus import Corpus, prepare_text
+from accel_train.data.text.tokens import collate_windows
+from accel_train.model.kernels.attention import choose_attention, use_for_generation
+from accel_train.model.kernels.chunked_loss import choose_chunking, chunked_counts, chunked_loss, head_for_chunks
+from accel_train.model.pretrained import pretrained_config, transformers_model
 from accel_train.observe.throughput import model_flops_per_token
-from accel_train.recipe import Model, Recipe
-from accel_train.task import Scores, TaskData
-from accel_train.tasks.fine_tuning import chat_prompt, rows_as_samples
+from accel_train.recipe.schema import Model, Recipe
+from accel_train.task import Scores, Task, TaskData
+from accel_train.tasks.text.sft import chat_prompt, rows_as_samples
 
 
-class CausalLM:
+class CausalLM(Task):
     """GPT-style pretraining, training on from pretrained weights, and fine-tuning on prompts with completions or chats."""
 
     loss_is_by_position = True
     """The loss is a sum over positions, of each one's logits and label, so that sequences may be split (`parallel.sp_size`)."""
     positions_per_target = 1.0
-    """Positions that the model computes for each that has a target."""
+    """Positions that the model computes for each one with a target."""
     counts_hits = False
     """Fine-tuning reports the accuracy of tokens, which costs a pass over the logits."""
+    chunked: bool | str = "auto"
+    """`loss.chunked`."""
+    label_smoothing = 0.0
+    whole_up_to = 0
+    """Positions of the largest micro-batch so far whose logits were made whole: smaller ones are, too."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Tokenised windows of the recipe's text, tokenised once, then reused; or rows of `data.format`, in memory."""
+        """Read windows of the recipe's text, tokenised once and then reused; or rows of `data.format`, in memory."""
+        self.chunked, self.label_smoothing = recipe.loss.chunked, recipe.loss.label_smoothing
         tokenizer_notes = []
         if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
             tokenizer_notes = [f"tokenizer: that of {recipe.model.pretrained}, which the model was trained with"]
         if recipe.data.format == "text":
-            data = self._load_text(recipe, progress)
+            text, masked = prepare_text(recipe, progress=progress), recipe.data.mask_documents
+            data = TaskData(
+                train=text.train,
+                eval=text.eval,
+                collate=partial(collate_windows, separator_id=text.separator_id, mask_documents=masked),
+                fingerprint=text.fingerprint,
+                facts=text.facts,
+                reading_is_free=True,
+                source=text,
+                large_files=text.large_files,
+            )
         else:
-            corpus = prepare_rows(recipe, progress=progress)
-            data = rows_as_samples(recipe, corpus, model_config(recipe, corpus.vocab_size, corpus.separator_id))
+            rows = prepare_rows(recipe, progress=progress)
+            data = rows_as_samples(recipe, rows, model_config(recipe, rows.vocab_size, rows.separator_id))
             self.positions_per_target, self.counts_hits = data.facts["positions_per_target"], True
         data.facts["notes"] = [*tokenizer_notes, *data.facts["notes"]]
         return data
 
-    def _load_text(self, recipe: Recipe, progress: bool) -> TaskData:
-        corpus = prepare_text(recipe, progress=progress)
-        collate = partial(collate_windows, separator_id=corpus.separator_id, mask_documents=recipe.data.mask_documents)
-        return TaskData(
-            train=corpus.train,
-            eval=corpus.eval,
-            collate=collate,
-            fingerprint=corpus.fingerprint,
-            facts=corpus.facts.as_dict(),
-            reading_is_free=True,
-            source=corpus,
-            large_files=corpus.large_files,
-        )
-
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """The causal LM of the recipe, its vocabulary padded to a multiple that suits the hardware.
+        """Build the recipe's causal LM, its vocabulary padded to a multiple that suits the hardware.
 
         Raises:
             ValueError: the model cannot take the tokenizer's vocabulary or the sequence length, or cannot be loaded.
         """
-        corpus: TextCorpus | RowCorpus = data.source
+        corpus: Corpus[Any] = data.source
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
-        kwargs = attention_arguments(recipe, config)
-        if recipe.model.pretrained is None:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **kwargs)
-        else:
-            with quiet_bars():
-                model = AutoModelForCausalLM.from_pretrained(
-                    recipe.model.pretrained,
-                    config=config,
-                    dtype=torch.float32,
-                    trust_remote_code=recipe.model.trust_remote_code,
-                    use_safetensors=True,  # a pickled weight file could run code
-                    **kwargs,
-                )
-            rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
-            if model.get_input_embeddings().num_embeddings < rows:
-                model.resize_token_embeddings(rows, mean_resizing=False)
-        if recipe.precision.gradient_checkpointing:
-            # transformers renamed it in 5.23
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+        attention = attention_arguments(recipe, config)
+        model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
+        rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
+        if recipe.model.pretrained is not None and model.get_input_embeddings().num_embeddings < rows:
+            model.resize_token_embeddings(rows, mean_resizing=False)
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Cross-entropy summed over the labels that are not -100, in fp32.
+    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
+        """Choose whether the loss is computed in chunks.
 
-        The loss is ours and not the model's: transformers divides by the tokens of the micro-batch, and for GPT-2 warns in
-        the middle of the graph.
+        Raises:
+            ValueError: `loss.chunked` is true, and the model does not allow it.
         """
-        return summed_loss(next_token_logits(model, batch), batch["labels"])
+        return {"loss.chunked": choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)}
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum the cross-entropy over the labels that are not -100, in fp32; smoothed by `loss.label_smoothing` in training.
+
+        It is not the model's own loss: transformers divides by the tokens of the micro-batch, and for GPT-2 warns in the
+        middle of the graph.
+        """
+        labels, smoothing = batch["labels"], self.label_smoothing if model.training else 0.0
+        head = self.head_for_chunks(model, labels.numel())
+        if head is None:
+            return summed_loss(next_token_logits(model, batch), labels, smoothing)
+        return chunked_loss(head, hidden_states(model, batch), labels, smoothing)
+
+    def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
+        """Return the output layer where the loss of so many positions is computed in chunks; None where logits are made whole."""
+        if num_positions <= self.whole_up_to:  # decided before: to look takes 24 us
+            return None
+        head = head_for_chunks(self.chunked, model, num_positions)
+        if head is None and not torch.compiler.is_compiling():
+            self.whole_up_to = num_positions
+        return head
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """6 N - 2 F + 12 L D T (PaLM, appendix B), N without embeddings that are only looked up, F of them frozen (LoRA); prompts
-        and padding count too."""
+        """Return 6 N - 2 F + 12 L D T (PaLM, appendix B); prompts and padding count too.
+
+        N parameters without embeddings that are only looked up, F of them frozen (LoRA).
+        """
         assert isinstance(model, PreTrainedModel)
         text, used = model.config.get_text_config(), matmul_parameters(model)
         return self.positions_per_target * model_flops_per_token(
@@ -120,18 +132,20 @@ class CausalLM:
         )
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The loss; when fine-tuning also how many targets there are, and for how many the likeliest token is the right one."""
+        """Sum the loss; when fine-tuning also count the targets, and those whose likeliest token is the right one."""
         if not self.counts_hits:
             return {"loss_sum": self.loss_sum(model, batch)}
-        logits, labels = next_token_logits(model, batch), batch["labels"]
-        return {
-            "loss_sum": summed_loss(logits, labels),
-            "num_hits": (logits.argmax(-1) == labels).sum(),
-            "num_labels": (labels != IGNORED_LABEL).sum(),
-        }
+        labels = batch["labels"]
+        head = self.head_for_chunks(model, labels.numel())
+        if head is None:
+            logits = next_token_logits(model, batch)
+            loss_sum, num_hits = summed_loss(logits, labels), (logits.argmax(-1) == labels).sum()
+        else:
+            loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch), labels)
+        return {"loss_sum": loss_sum, "num_hits": num_hits, "num_labels": (labels != IGNORED_LABEL).sum()}
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Perplexity; for text also bits per byte, which does not depend on the tokenizer; for rows the accuracy of tokens."""
+        """Compute perplexity; for text also bits per byte, which does not depend on the tokenizer; for rows the accuracy of tokens."""
         scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         facts = data.facts
         if facts.get("eval_bytes"):
@@ -140,33 +154,21 @@ class CausalLM:
             scores["token_accuracy"] = float(totals["num_hits"] / max(1, totals["num_labels"]))
         return Scores(scores)
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Nothing: a window of text has no label; `accel-train generate` writes text."""
-        return {}
-
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """What knows no language reaches on the same evaluation data."""
+        """Return what models without any knowledge of language reach on the same evaluation data."""
         names = ("unigram_bits_per_byte", "xz_bits_per_byte", "unigram_perplexity")
         return {name: data.facts[name] for name in names if data.facts.get(name) is not None}
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Configuration and tokenizer in transformers' own layout."""
-        assert isinstance(model, PreTrainedModel)
-        model.config.save_pretrained(folder)
-        data.source.tokenizer.save_pretrained(folder)
-
-    def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Weights, configuration and tokenizer in transformers' own layout."""
-        assert isinstance(model, PreTrainedModel)
-        with quiet_bars():
-            model.save_pretrained(folder)
+        """Write configuration and tokenizer in transformers' own layout."""
+        super().save_description(model, data, folder)
         data.source.tokenizer.save_pretrained(folder)
 
     def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
-        """A text that the model writes on from `evaluate.sample_prompt`."""
+        """Generate a text that begins with `evaluate.sample_prompt`."""
         if recipe.evaluate.sample_prompt is None:
             return None
-        from accel_train.generate import generate_text
+        from accel_train.model.generation import generate_text
 
         assert isinstance(model, PreTrainedModel)
         prompt = recipe.evaluate.sample_prompt
@@ -182,40 +184,44 @@ class CausalLM:
 
 
 def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """(B, T, vocabulary), in the precision of the model; attention and positions stay within a document, if there are ids."""
-    inputs = {"input_ids": batch["input_ids"]}
-    if "position_ids" in batch:
-        inputs["position_ids"] = batch["position_ids"]
-    if "document_ids" in batch:
-        inputs["attention_mask"] = same_document_mask(batch["document_ids"])
-    logits: Tensor = model(**inputs, use_cache=False).logits
+    """Return logits (B, T, vocabulary) in the model's precision; with ids, attention and positions stay within a document."""
+    logits: Tensor = model(**model_inputs(batch)).logits
     return logits
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy in fp32, summed over the labels that are not -100."""
-    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+def hidden_states(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return what the output layer makes those logits of: (B, T, hidden size)."""
+    assert isinstance(model, PreTrainedModel)
+    hidden: Tensor = model.base_model(**model_inputs(batch)).last_hidden_state
+    return hidden
 
 
-@contextmanager
-def quiet_bars() -> Iterator[None]:
-    """No progress bar of transformers inside: it would be drawn into ours."""
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
+def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the arguments of a forward over whole sequences."""
+    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    if "document_ids" in batch:
+        inputs["attention_mask"] = same_document_mask(batch["document_ids"])
+    return {**inputs, "use_cache": False}
+
+
+def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Sum the cross-entropy over the labels that are not -100, in fp32."""
+    return cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """The next multiple; 0 leaves the size alone."""
+    """Return the next multiple; 0 leaves the size alone."""
     return vocab_size if multiple == 0 else -(-vocab_size // multiple) * multiple
 
 
 def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
-    """`model.config` with a vocabulary of so many tokens, padded to the recipe's multiple where it names no size itself.
+    """Return `model.config` with a vocabulary of so many tokens, padded to the recipe's multiple where it names no size.
 
     Raises:
         ValueError: it names one that is too small.
@@ -232,7 +238,7 @@ def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
 
 
 def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrainedConfig:
-    """The transformers configuration of the recipe's model, checked against tokenizer and sequence length.
+    """Return the transformers configuration of the recipe's model, checked against tokenizer and sequence length.
 
     Raises:
         ValueError: it cannot be loaded, is no causal LM, or is too small for the vocabulary or the sequence length.
@@ -259,7 +265,7 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
 
 
 def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:
-    """`attn_implementation` for transformers' model factories, or nothing where the library chooses."""
+    """Return `attn_implementation` for transformers' model factories, or nothing where the library chooses."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return {}
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -273,14 +279,14 @@ def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, s
 
 
 def same_document_mask(document_ids: Tensor) -> Tensor:
-    """Who may look at whom: (B, 1, T, T), true where the key is in the query's document and not after it."""
+    """Return the attention mask (B, 1, T, T), true where the key is in the query's document and not after it."""
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     length = document_ids.shape[1]
     return same & torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
 
 
 def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Parameters that take part in a matrix product: all but position embeddings and an untied input embedding."""
+    """Return the parameters that take part in a matrix product: all but position embeddings and an untied input embedding."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     tied = {id(head.weight)} if head is not None else set()

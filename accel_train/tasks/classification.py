@@ -1,13 +1,20 @@
-"""The loss of classification, for texts and images alike, and how much each class counts in it."""
+"""Classification of texts, images and pixels: losses, class weights, labels in the model, further metrics, FLOPs."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedConfig
+
+from accel_train.core.format import did_you_mean
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.metrics import load_metric
 
 
 def classification_loss_sum(
@@ -16,32 +23,50 @@ def classification_loss_sum(
     *,
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED_LABEL,
 ) -> Tensor:
-    """Cross-entropy summed over samples: sum_i w_i ce_i, in fp32.
+    """Cross-entropy summed over samples or pixels: sum_i w_i ce_i, in fp32.
 
     With smoothing e, the target of a sample is (1 - e) x its label + e / C for every class (Szegedy et al. 2016, section 7).
     The weight w_i of a sample is that of its class, and for soft labels the mean of the weights under them; what it is
     divided by later is the plain number of samples, not the sum of weights as in torch's `reduction="mean"`.
 
     Args:
-        logits: (N, C), any floating-point type.
-        labels: (N,) integers, where `ignore_index` marks a sample that counts nothing; or (N, C) probabilities.
+        logits: (N, C), or (N, C, H, W) of images; any floating-point type.
+        labels: (N,) or (N, H, W) integers, where `ignore_index` marks what counts nothing; or (N, C) probabilities.
         class_weights: (C,) fp32.
     """
-    logits = logits.float()
-    if not labels.is_floating_point():
-        losses = cross_entropy(
-            logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
-        )
-        if class_weights is None:
-            return losses.sum()
-        return (
-            losses * class_weights[labels.clamp(0, logits.shape[-1] - 1)]
-        ).sum()  # an ignored sample has a loss of 0
-    targets = labels.float()
-    losses = cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
-    return losses.sum() if class_weights is None else (losses * (targets @ class_weights)).sum()
+    soft = labels.is_floating_point()
+    if logits.ndim == 4 and torch.are_deterministic_algorithms_enabled():
+        # CUDA's loss over images adds up in no fixed order; the one over rows does not, at the price of a copy.
+        logits, labels = logits.permute(0, 2, 3, 1).flatten(0, 2), labels.flatten()
+    targets = labels.float() if soft else labels
+    ignored: dict[str, Any] = {} if soft else {"ignore_index": ignore_index}
+    losses_of = partial(cross_entropy, logits.float(), targets, label_smoothing=label_smoothing, **ignored)
+    if class_weights is None:
+        return losses_of(reduction="sum")
+    # what is ignored has a loss of 0
+    weights = targets @ class_weights if soft else class_weights[labels.clamp(0, len(class_weights) - 1)]
+    return (losses_of(reduction="none") * weights).sum()
+
+
+class ClassLoss:
+    """The summed cross-entropy of classes, in training with `loss.label_smoothing` and a weight for each class or None."""
+
+    def __init__(
+        self, label_smoothing: float, class_weights: Sequence[float] | None, ignore_index: int = IGNORED_LABEL
+    ) -> None:
+        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
+        self.class_weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
+
+    def __call__(self, logits: Tensor, labels: Tensor, *, training: bool) -> Tensor:
+        """Return `classification_loss_sum`, plain in an evaluation."""
+        if self.class_weights is not None and self.class_weights.device != logits.device:
+            self.class_weights = self.class_weights.to(logits.device)  # once: a copy a step would wait for the device
+        settings: dict[str, Any] = {"ignore_index": self.ignore_index}
+        if training:
+            settings |= {"label_smoothing": self.label_smoothing, "class_weights": self.class_weights}
+        return classification_loss_sum(logits, labels, **settings)
 
 
 def multi_label_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -59,9 +84,7 @@ def regression_loss_sum(values: Tensor, targets: Tensor) -> Tensor:
 
 
 def resolve_class_weights(
-    setting: str | Sequence[float] | Mapping[str, float] | None,
-    counts: NDArray[Any],
-    label_names: Sequence[str],
+    setting: str | Sequence[float] | Mapping[str, float] | None, counts: NDArray[Any], label_names: Sequence[str]
 ) -> tuple[float, ...] | None:
     """`loss.class_weights` as one weight a class, in the order of ids; None where all count alike.
 
@@ -86,15 +109,14 @@ def resolve_class_weights(
     if isinstance(setting, Mapping):
         for name in setting:
             if name not in label_names:
-                near = get_close_matches(name, label_names, n=1)
-                remedy = f"did you mean {near[0]!r}?" if near else f"the labels are {_listed(label_names)}"
+                remedy = did_you_mean(name, label_names, f"the labels are {listed(label_names)}", show=repr)
                 raise ValueError(f"loss.class_weights names {name!r}, which is no label; {remedy}")
         weights = tuple(float(setting.get(name, 1.0)) for name in label_names)
     else:
         weights = tuple(map(float, setting))
         if len(weights) != len(label_names):
             raise ValueError(
-                f"loss.class_weights has {len(weights)} weights for {len(label_names)} classes ({_listed(label_names)}); "
+                f"loss.class_weights has {len(weights)} weights for {len(label_names)} classes ({listed(label_names)}); "
                 "give one for each, or a mapping of some by name"
             )
     if not any(weights):
@@ -102,5 +124,52 @@ def resolve_class_weights(
     return weights
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+def listed(names: Sequence[str], most: int = 12, where: str = "") -> str:
+    """Return `a, b, c and 9 more`; `where` follows, which says where the others are."""
+    more = f" and {len(names) - most} more{where}" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def with_labels(config: PreTrainedConfig, label_names: Sequence[str]) -> PreTrainedConfig:
+    """Return the same configuration, changed in place, with a head for these classes."""
+    config.id2label = dict(enumerate(label_names))
+    config.label2id = {name: index for index, name in enumerate(label_names)}
+    return config
+
+
+def row_metrics(names: Sequence[str], totals: Mapping[str, NDArray[Any]], *, allow_hub: bool) -> dict[str, float]:
+    """Compute metrics of `rows_predictions`, `rows_labels` and `rows_scores`: every single number that they return."""
+    found: dict[str, float] = {}
+    for name in names:
+        metric = load_metric(name, allow_hub=allow_hub)
+        takes_scores = "prediction_scores" in metric.inputs_description
+        predictions = ("prediction_scores", "rows_scores") if takes_scores else ("predictions", "rows_predictions")
+        result = metric.compute(references=totals["rows_labels"], **{predictions[0]: totals[predictions[1]]})
+        found |= {key: float(value) for key, value in (result or {}).items() if np.ndim(value) == 0}
+    return found
+
+
+def forward_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[int, ...]) -> int:
+    """Count the floating-point operations of a forward pass, on a copy without weights; `input_ids` are integers.
+
+    Raises:
+        ValueError, RuntimeError: the model cannot take the input, or looks at its values, which are not there.
+    """
+    counter = FlopCounterMode(display=False)
+    with torch.device("meta"), torch.no_grad():
+        model = factory.from_config(config, trust_remote_code=False).eval()
+        inputs = {
+            name: torch.zeros(shape, dtype=torch.long if name == "input_ids" else torch.float32)
+            for name, shape in input_shapes.items()
+        }
+        with counter:
+            model(**inputs)
+    return int(counter.get_total_flops())
+
+
+def training_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[int, ...]) -> float | None:
+    """Return 3 x the FLOPs of a forward pass, for forward and backward; None where they cannot be counted."""
+    try:
+        return 3.0 * forward_flops(factory, config, **input_shapes)
+    except (ValueError, RuntimeError):
+        return None

@@ -1,15 +1,12 @@
-"""Models of text classification: any of transformers that reads a sequence and answers with one row of numbers."""
+"""Models of text classification: any of transformers that reads a sequence and returns one row of numbers; their model card."""
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -19,13 +16,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
+from accel_train.core.format import did_you_mean
 from accel_train.data.labels import LabelScheme
-from accel_train.model_check import check_model_config, pretrained_config
-from accel_train.recipe import Recipe
-from accel_train.tasks.causal_lm import fields_with_vocabulary, padded_vocab_size, quiet_bars
+from accel_train.data.text.tokenizers import vocab_size_of
+from accel_train.model import pretrained
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.causal_lm import fields_with_vocabulary, padded_vocab_size
+from accel_train.tasks.classification import listed, with_labels
 
+DEFAULT_MAX_LENGTH = 512  # tokens of a sample at most, where neither recipe nor model says less
 _PROBLEM_TYPES = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -40,90 +40,98 @@ def check_model(recipe: Recipe) -> None:
         ValueError: an unknown model_type or field of `model.config`, or no model for sequence classification.
     """
     # The length that counts here is data.max_length, which is compared with the positions once the tokenizer is there.
-    check_model_config(recipe.model_copy(update={"data": recipe.data.model_copy(update={"sequence_length": 2})}))
+    pretrained.check_model_config(
+        recipe.model_copy(update={"data": recipe.data.model_copy(update={"sequence_length": 2})})
+    )
     if recipe.model.config is not None:
         model_type = recipe.model.config["model_type"]
         if CONFIG_MAPPING[model_type] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             known = [config.model_type for config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING]
-            near = get_close_matches(model_type, known, n=3)
             raise ValueError(
                 f"model.config.model_type={model_type!r} has no model for sequence classification in transformers; "
-                f"{' or '.join(near or ['bert', 'modernbert'])} has one"
+                + did_you_mean(model_type, known, "bert and modernbert have one", at_most=3)
             )
 
 
 def classifier_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, scheme: LabelScheme) -> PreTrainedConfig:
-    """The configuration of the recipe's model, with the labels and the tokenizer's special tokens in it.
+    """Return the configuration of the recipe's model, with the labels and the tokenizer's special tokens in it.
 
     Raises:
         ValueError: it cannot be loaded, classifies no sequences, or has too few rows for the tokenizer.
     """
     section = recipe.model
-    labels = {
-        "id2label": dict(enumerate(scheme.names)),
-        "label2id": {name: index for index, name in enumerate(scheme.names)},
-        "problem_type": _PROBLEM_TYPES[scheme.problem_type],
-    }
-    num_tokens = num_rows(tokenizer)
     if section.pretrained is not None:
-        config = pretrained_config(recipe)
-        for name, value in labels.items():
-            setattr(config, name, value)
+        config = pretrained.pretrained_config(recipe)
         if config.get_text_config().pad_token_id is None:
             config.get_text_config().pad_token_id = tokenizer.pad_token_id
     else:
-        fields = fields_with_vocabulary(section, num_tokens)
+        fields = fields_with_vocabulary(section, vocab_size_of(tokenizer))
         known = CONFIG_MAPPING[fields["model_type"]]().to_dict()
         for role in ("pad", "bos", "eos", "cls", "sep"):
             if f"{role}_token_id" in known:
                 fields.setdefault(f"{role}_token_id", getattr(tokenizer, f"{role}_token_id"))
-        config = AutoConfig.for_model(**fields, **labels)
+        config = AutoConfig.for_model(**fields)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not section.trust_remote_code:
         raise ValueError(
             f"model.pretrained={section.pretrained!r} is of type {config.model_type!r}, which has no model for sequence "
             "classification in transformers; name another, or set model.trust_remote_code if it brings its own"
         )
-    return config
+    config.problem_type = _PROBLEM_TYPES[scheme.problem_type]
+    return with_labels(config, scheme.names)
 
 
-def order_of_names(recipe: Recipe, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Classes in the order of the outputs of a pretrained classifier that knows exactly these; else as they are.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+def known_names(recipe: Recipe) -> tuple[str, ...] | None:
+    """Return the classes in the order of a pretrained classifier's outputs; None without one."""
     if recipe.model.pretrained is None:
-        return names
-    id2label = pretrained_config(recipe).id2label
-    its_names = tuple(id2label[index] for index in sorted(id2label))
-    return its_names if sorted(its_names) == sorted(names) else names
-
-
-def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows that an embedding needs for a tokenizer, ids with gaps included."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+        return None
+    id2label = pretrained.pretrained_config(recipe).id2label
+    return tuple(id2label[index] for index in sorted(id2label))
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens that a model of this configuration can read at most; None where nothing limits it.
+    """Return the most tokens that a model of this configuration can read; None where nothing limits it.
 
-    Read off the position embeddings: RoBERTa and its like count from pad_token_id + 1, so they have fewer than they say.
+    Counted in the position embeddings: RoBERTa and similar models count from pad_token_id + 1, and so can read fewer than
+    their configuration has.
     """
-    said: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    configured: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return said
+        return configured
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe", "embed_positions")):
             rows = module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-            return rows if said is None else min(rows, said)
+            return rows if configured is None else min(rows, configured)
     is_rotary = getattr(config.get_text_config(), "rope_parameters", None) is not None
-    return said if is_rotary else None
+    return configured if is_rotary else None
+
+
+def resolve_max_length(
+    asked: int | None, positions: int | None, tokenizer: PreTrainedTokenizerBase, *, is_pair: bool
+) -> int:
+    """Return the most tokens of a sample: `data.max_length`, else what model and tokenizer take, 512 at most.
+
+    Raises:
+        ValueError: it is more than the model has positions, or leaves no room for text.
+    """
+    if asked is None:
+        return min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length, positions or DEFAULT_MAX_LENGTH)
+    if positions is not None and asked > positions:
+        raise ValueError(
+            f"data.max_length={asked} is longer than the {positions} positions of the model; lower it to {positions}, or raise "
+            "max_position_embeddings (n_positions) in model.config"
+        )
+    least = tokenizer.num_special_tokens_to_add(pair=is_pair) + 1 + is_pair
+    if asked < least:
+        raise ValueError(
+            f"data.max_length={asked} leaves no token for {'two texts' if is_pair else 'the text'}; give at least {least}"
+        )
+    return asked
 
 
 def takes_token_types(config: PreTrainedConfig) -> bool:
-    """Whether the model can be told which text of a pair a token is of."""
+    """Return whether the model takes the text of a pair that a token belongs to."""
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return False
     forward = inspect.signature(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].forward)
@@ -131,89 +139,57 @@ def takes_token_types(config: PreTrainedConfig) -> bool:
 
 
 def build_classifier(recipe: Recipe, config: PreTrainedConfig, num_tokens: int) -> tuple[PreTrainedModel, list[str]]:
-    """The model in fp32 on the CPU (or without weights, on the meta device), and notes on what of it is new.
+    """Build the model in fp32 on the CPU (or without weights, on the meta device), with notes on its new weights.
 
     Raises:
         ValueError: the weights cannot be loaded, or are no safetensors.
     """
-    section = recipe.model
     config = deepcopy(config)  # growing the embedding writes into it
-    kwargs: dict[str, Any] = {}
-    if section.attn_implementation != "auto":
-        kwargs["attn_implementation"] = section.attn_implementation
-    notes: list[str] = []
-    is_meta = torch.get_default_device().type == "meta"
-    if section.pretrained is None or is_meta:
-        model = AutoModelForSequenceClassification.from_config(
-            config, dtype=torch.float32, trust_remote_code=section.trust_remote_code, **kwargs
+    model, loaded = pretrained.transformers_model(
+        AutoModelForSequenceClassification, recipe, config, pretrained.chosen_attention(recipe), takes_new_head=True
+    )
+    body = model.base_model_prefix + "."
+    wrong = sorted(entry[0] for entry in loaded["mismatched_keys"] if entry[0].startswith(body))
+    if wrong:
+        raise ValueError(
+            f"model.pretrained: the weights of {', '.join(wrong)} have another shape than its configuration says; "
+            "the folder or its config.json is damaged"
         )
-    else:
-        try:
-            with _silence():
-                model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                    section.pretrained,
-                    config=config,
-                    dtype=torch.float32,
-                    trust_remote_code=section.trust_remote_code,
-                    use_safetensors=True,  # a pickled weight file could run code
-                    ignore_mismatched_sizes=True,  # a head for other labels: it is new, and the notes say so
-                    output_loading_info=True,
-                    **kwargs,
-                )
-        except (OSError, ValueError) as error:
-            first_line = str(error).strip().splitlines()[0]
-            raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {first_line}") from error
-        notes += _what_is_new(model, loaded)
-    rows = padded_vocab_size(num_tokens, section.pad_vocab_to_multiple_of)
+    new = pretrained.new_weights(loaded)
+    notes = [f"not pretrained, so new: {', '.join(new)}"] if new else []
+    rows = padded_vocab_size(num_tokens, recipe.model.pad_vocab_to_multiple_of)
     before = model.get_input_embeddings().num_embeddings
     if before < num_tokens:
         model.resize_token_embeddings(rows, mean_resizing=False)
         notes.append(f"the embedding grew from {before} to {rows} rows: the tokenizer has {num_tokens} tokens")
-    if recipe.precision.gradient_checkpointing:
-        # transformers renamed it in 5.23
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
     return model, notes
 
 
-@contextmanager
-def _silence() -> Iterator[None]:
-    """No table of transformers about what is new inside: the notes say it, where the rest of the run is said."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with quiet_bars():
-            yield
-    finally:
-        logging.set_verbosity(before)
+def model_card(facts: Mapping[str, Any], model_type: str) -> str:
+    """Return a model card in Markdown, with the metadata block that the hub reads."""
+    names = facts["label_names"]
+    is_regression = facts["problem_type"].startswith("regression")
+    labels = f"{len(names)} labels: {listed(names, 40, ' (config.json has all)')}"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-classification
+---
 
+# A text classifier
 
-def _what_is_new(model: PreTrainedModel, loaded: Mapping[str, Any]) -> list[str]:
-    mismatched = [entry[0] for entry in loaded["mismatched_keys"]]
-    body = model.base_model_prefix + "."
-    wrong = [name for name in mismatched if name.startswith(body)]
-    if wrong:
-        raise ValueError(
-            f"model.pretrained: the weights of {', '.join(sorted(wrong))} have another shape than its configuration says; "
-            "the folder or its config.json is damaged"
-        )
-    new = sorted({*loaded["missing_keys"], *mismatched})
-    return [f"not pretrained, so new: {', '.join(new)}"] if new else []
+A `{model_type}` model, trained with accel_train on {facts["num_train"]:,} texts, evaluated on {facts["num_eval"]:,} others.
 
+- Problem: {facts["problem_type"]}
+- Gives: {f"a number ({names[0]})" if is_regression else labels}
+- Reads: up to {facts["max_length"]} tokens; longer texts are cut
+- Data: {facts["sources"]}
 
-def forward_flops(model: PreTrainedModel, num_tokens: int) -> float | None:
-    """Floating-point operations of the matrix products of one forward pass of one text; None where they cannot be counted.
+The scores are in `summary.json` and `report.html` of the run folder.
 
-    Counted on a copy without weights; models that look at the values of their input cannot run there.
-    """
-    if type(model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return None
-    counter = FlopCounterMode(display=False)
-    try:
-        with torch.device("meta"), torch.no_grad():
-            copy = AutoModelForSequenceClassification.from_config(model.config).eval()
-            with counter:
-                copy(input_ids=torch.zeros(1, num_tokens, dtype=torch.long))
-    except RuntimeError:
-        return None
-    return float(counter.get_total_flops())
+```python
+from transformers import pipeline
+
+classify = pipeline("text-classification", model="path/of/this/folder")
+classify("a text", truncation=True)
+```
+"""

@@ -1,13 +1,16 @@
-"""Test-time augmentation: what a model answers on average over mirror images and scales, instead of on the image alone."""
+"""Test-time augmentation, and logits of segmentation models at the size of the labels.
 
-from collections.abc import Callable, Iterator
+Test-time augmentation averages a model's predictions over mirror images and scales.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import grid_sample, interpolate
 
-from accel_train.recipe import TestTimeAugmentation
+from accel_train.recipe.schema import TestTimeAugmentation
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,12 @@ class View:
 
     @property
     def is_original(self) -> bool:
-        """Nothing was done to the images."""
+        """Return whether nothing was done to the images."""
         return self.scale == 1 and not self.is_flipped
 
 
 def image_views(pixel_values: Tensor, settings: TestTimeAugmentation, *, takes_any_size: bool) -> Iterator[View]:
-    """The images (N, C, H, W) at each scale, and mirrored where the settings say so.
+    """Yield the images (N, C, H, W) at each scale, and mirrored where the settings say so.
 
     A model with one size sees, in place of an image at a larger scale, the part of it that is then in its window.
     """
@@ -38,7 +41,7 @@ def image_views(pixel_values: Tensor, settings: TestTimeAugmentation, *, takes_a
 
 
 def rescale(pixel_values: Tensor, scale: float, *, takes_any_size: bool) -> Tensor:
-    """Images (N, C, H, W) at a scale, bilinear; or, for a model with one size, their centre enlarged to H x W."""
+    """Return images (N, C, H, W) at a scale, bilinear; or, for a model with one size, their centre enlarged to H x W."""
     if scale == 1:
         return pixel_values
     height, width = pixel_values.shape[-2:]
@@ -51,31 +54,33 @@ def rescale(pixel_values: Tensor, scale: float, *, takes_any_size: bool) -> Tens
     return interpolate(centre, (height, width), mode="bilinear", align_corners=False)
 
 
-def check_scales(settings: TestTimeAugmentation, *, takes_any_size: bool) -> None:
-    """Refuse scales that a model of one size cannot be shown.
+def mean_pixel_probabilities(views: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean of the class probabilities over `VisionTask.views`: (N, C, H, W) fp32, at the labels' size."""
+    total = at_label_size(views[0], batch).softmax(1)
+    for logits in views[1:]:
+        total += at_label_size(logits, batch).softmax(1)
+    return total / len(views)
 
-    Raises:
-        ValueError: names the scale.
+
+def at_label_size(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return logits (N, C, h, w) of whole images as those of their labels' pixels: (N, C, H, W) fp32, bilinear.
+
+    Labels of different sizes lie in the corner of (H, W); `label_sizes` says how far each reaches, and is read on the device.
     """
-    small = [scale for scale in settings.scales if scale < 1]
-    if small and not takes_any_size:
-        raise ValueError(
-            f"evaluate.test_time_augmentation.scales: {small[0]} is below 1, and the model takes images of one size only, "
-            "so there is nothing to fill the rim with; give scales of 1 and above"
-        )
-    if not settings.scales:
-        raise ValueError("evaluate.test_time_augmentation.scales is empty; write [1.0] for the image as it is")
+    logits = logits.float()
+    height, width = batch["labels"].shape[-2:]
+    if "label_sizes" not in batch:
+        return interpolate(logits, (height, width), mode="bilinear", align_corners=False)
+    sizes = batch["label_sizes"]
+    # The centre of pixel i of H lies at (2 i + 1) / H - 1 of the image's -1 to 1: what interpolate computes, image by image.
+    down = (2 * torch.arange(height, device=logits.device) + 1) / sizes[:, :1] - 1
+    right = (2 * torch.arange(width, device=logits.device) + 1) / sizes[:, 1:] - 1
+    grid = torch.stack((right[:, None, :].expand(-1, height, -1), down[:, :, None].expand(-1, -1, width)), dim=-1)
+    return grid_sample(logits, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def mean_probabilities(
-    logits_of: Callable[[Tensor], Tensor],
-    pixel_values: Tensor,
-    logits: Tensor,
-    settings: TestTimeAugmentation,
-    *,
-    takes_any_size: bool,
-) -> Tensor:
-    """The mean of the class probabilities over all views: (N, C) fp32. `logits` are those of the images as they are."""
-    views = image_views(pixel_values, settings, takes_any_size=takes_any_size)
-    answers = (logits if view.is_original else logits_of(view.pixel_values) for view in views)
-    return torch.stack([answer.float().softmax(-1) for answer in answers]).mean(0)
+def one_at_a_time(batch: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+    """Yield each image of a batch, as a slice, with its labels: at their size, logits take many times the model's own memory."""
+    for index in range(len(batch["labels"])):
+        own = slice(index, index + 1)
+        yield own, {name: batch[name][own] for name in ("labels", "label_sizes") if name in batch}

@@ -1,0 +1,3 @@
+"""Helpers of the text tasks: models, baselines, metrics, model cards.
+
+The tasks themselves are one folder up."""

@@ -1,0 +1,199 @@
+"""Vision models of transformers: built from a configuration or pretrained weights, with our classes in their head, and saved."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from accel_train.data.images.classification import ImageSource
+from accel_train.data.images.labelled import ImageSets
+from accel_train.data.images.preprocessing import Preprocessing, model_preprocessing, note_of_lost_colours
+from accel_train.model.pretrained import chosen_attention, new_weights, pretrained_config, transformers_model
+from accel_train.recipe.data import Data
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Task, TaskData
+from accel_train.tasks.classification import forward_flops, listed, training_flops, with_labels
+from accel_train.tasks.vision.views import image_views
+
+
+class VisionTask(Task):
+    """Base of the image tasks: their models, and what is saved beside the weights; a subclass adds data, loss and scores."""
+
+    factory: Any
+    """Auto class of transformers that makes the models."""
+    models: Mapping[Any, Any]
+    """Model classes of transformers by their configuration's class."""
+    purpose: str
+    predicts_pixels: bool
+    """Trained on crops, the model predicts a class for each pixel; else one for each image."""
+    card: tuple[str, str, str]
+    """Model card: the pipeline's tag, what the model gives (`{classes}`), and the code that uses `model(**inputs)`."""
+
+    def read_images(
+        self, recipe: Recipe, read: Callable[[Data, tuple[str, ...] | None], ImageSets]
+    ) -> tuple[ImageSource, list[str]]:
+        """Return the recipe's images with the model's preprocessing, and notes; prepare test-time augmentation.
+
+        `read` is given the names of the classes of a pretrained model.
+        """
+        config, notes = self.model_config(recipe)
+        preprocessing, further_notes = model_preprocessing(recipe, config)
+        known_names = tuple(config.id2label.values()) if recipe.model.pretrained is not None else None
+        sets = read(recipe.data, known_names)
+        lost_colours = note_of_lost_colours(sets.train.images, preprocessing)
+        self._prepare_test_time(recipe, with_labels(config, sets.label_names), preprocessing)
+        return ImageSource(sets, preprocessing), [*notes, *further_notes, *lost_colours, *sets.notes]
+
+    def _prepare_test_time(self, recipe: Recipe, config: PreTrainedConfig, preprocessing: Preprocessing) -> None:
+        self.test_time, self.takes_any_size = recipe.evaluate.test_time_augmentation, True
+        if self.test_time is None:
+            return
+        for scale in self.test_time.scales:
+            size = round(preprocessing.image_size * scale)
+            reason = None if scale == 1 else self.refusal_of_size(config, len(preprocessing.mean), size)
+            if self.predicts_pixels and reason is not None:
+                raise ValueError(
+                    f"evaluate.test_time_augmentation.scales: {scale:g} makes images of {size} x {size} pixels, which "
+                    f"{config.model_type!r} does not take ({reason}); leave it out"
+                )
+            self.takes_any_size &= reason is None
+        small = [scale for scale in self.test_time.scales if scale < 1]
+        if small and not self.takes_any_size:
+            raise ValueError(
+                f"evaluate.test_time_augmentation.scales: {small[0]} is below 1, and the model takes images of one size only, "
+                "so there is nothing to fill the rim with; give scales of 1 and above"
+            )
+        if not self.test_time.scales:
+            raise ValueError("evaluate.test_time_augmentation.scales is empty; write [1.0] for the image as it is")
+
+    def views(self, model: nn.Module, pixel_values: Tensor, logits: Tensor) -> list[Tensor]:
+        """Return the logits of all views that are averaged over, those of pixels (N, C, h, w) flipped back.
+
+        `logits` are those of the images as they are.
+        """
+        if self.test_time is None:
+            return [logits]
+        found = []
+        for view in image_views(pixel_values, self.test_time, takes_any_size=self.takes_any_size):
+            answer = logits if view.is_original else image_logits(model, view.pixel_values)
+            found.append(answer.flip(-1) if view.is_flipped and answer.ndim == 4 else answer)
+        return found
+
+    def model_config(self, recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
+        """Return the configuration of the recipe's model before it knows our classes, and notes on it.
+
+        Auxiliary heads of segmentation models (UPerNet, BEiT, DPT) are left out: transformers returns no logits of theirs, so
+        nothing would train them, and processes would wait for their gradients.
+
+        Raises:
+            ValueError: it cannot be loaded, or transformers has no such model for this task.
+        """
+        section = recipe.model
+        if section.config is not None:
+            fields = dict(section.config)
+            fields.pop("num_labels", None)  # the data says
+            config = AutoConfig.for_model(**fields)
+            if getattr(config, "image_size", None) is not None and "image_size" not in fields:
+                config.image_size = recipe.data.image_size
+        else:
+            config = pretrained_config(recipe)
+        if type(config) not in self.models and not section.trust_remote_code:
+            raise ValueError(
+                f"model type {config.model_type!r} has no model for {self.purpose} in transformers; "
+                f"there are {', '.join(sorted(kind.model_type for kind in self.models))}"
+            )
+        if not self.predicts_pixels or not getattr(config, "use_auxiliary_head", False):
+            return config, []
+        config.use_auxiliary_head = False
+        return config, ["the model's auxiliary head is left out: the loss is that of its last logits"]
+
+    def train_size(self, recipe: Recipe) -> int:
+        """Return the edge of the square that the model is trained on, in pixels."""
+        data = recipe.data
+        return (data.crop_size if self.predicts_pixels else None) or data.image_size
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """Build the recipe's model in fp32 with a head for the data's classes; new weights are added to the data's notes.
+
+        Raises:
+            ValueError: it cannot be loaded, is for another task, or does not take data.image_size or data.crop_size.
+        """
+        config = with_labels(self.model_config(recipe)[0], data.source.label_names)
+        for size in {recipe.data.image_size, self.train_size(recipe)}:
+            reason = self.refusal_of_size(config, len(data.source.preprocessing.mean), size)
+            if reason is not None:
+                its_own = getattr(config, "image_size", None)
+                remedy = f"set data.image_size: {its_own}, or another model" if its_own else "try a larger one"
+                raise ValueError(f"data.image_size={size} does not suit {config.model_type!r} ({reason}); {remedy}")
+        model, loaded = transformers_model(self.factory, recipe, config, chosen_attention(recipe), takes_new_head=True)
+        new = new_weights(loaded)
+        if len(new) > len(model.state_dict()) // 2:
+            raise ValueError(
+                f"model.pretrained={recipe.model.pretrained!r} has next to no weights for {type(model).__name__} "
+                f"(not {', '.join(new[:3])} ...); name a model of type {config.model_type!r}"
+            )
+        data.add_notes([f"not pretrained, so new: {', '.join(new)}"] if new else [])
+        return model
+
+    def refusal_of_size(self, config: PreTrainedConfig, channels: int, size: int) -> str | None:
+        """Return why a model of this configuration cannot take images of a size; None if it can, or if that is not known.
+
+        Tried on a copy without weights; models that look at the values of their input cannot run there.
+        """
+        try:
+            forward_flops(self.factory, config, pixel_values=(1, channels, size, size))
+        except (ValueError, RuntimeError) as error:
+            is_untold = not isinstance(error, ValueError) and "meta" in str(error)
+            return None if is_untold else str(error).strip().partition("\n")[0]
+        return None
+
+    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
+        """Return 3 x the convolutions and matrix products of a forward pass, of an image or for each pixel of a crop."""
+        assert isinstance(model, PreTrainedModel)
+        size, channels = self.train_size(recipe), getattr(model.config, "num_channels", 3)
+        flops = training_flops(self.factory, model.config, pixel_values=(1, channels, size, size))
+        return flops / size**2 if flops is not None and self.predicts_pixels else flops
+
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write configuration and image processor in transformers' own layout, and a short model card."""
+        super().save_description(model, data, folder)
+        data.source.preprocessing.save(folder, crops=not self.predicts_pixels)
+        (folder / "README.md").write_text(self._model_card(model, data), encoding="utf-8")
+
+    def _model_card(self, model: nn.Module, data: TaskData) -> str:
+        facts, preprocessing, names = data.facts, data.source.preprocessing, data.source.label_names
+        tag, gives, code = self.card
+        classes = f"{len(names)} classes: {listed(names, 20, ' (config.json)')}"
+        size, factory = preprocessing.image_size, self.factory.__name__
+        only = " It takes one channel: images are made grey, which `pipeline()` does not do."
+        return f"""---
+library_name: transformers
+pipeline_tag: {tag}
+tags: [{self.purpose.replace(" ", "-")}, accel_train]
+---
+# {type(model).__name__}
+
+{gives.format(classes=classes)}
+It takes images of {size} x {size} pixels; `preprocessor_config.json` says how they are made.{only if preprocessing.mode == "L" else ""}
+
+Trained with accel_train on {facts["num_train"]:,} images ({facts["sources"]}), and evaluated on {facts["num_eval"]:,}.
+
+```python
+from PIL import Image
+from transformers import AutoImageProcessor, {factory}
+
+model = {factory}.from_pretrained("PATH OF THIS FOLDER")
+processor = AutoImageProcessor.from_pretrained("PATH OF THIS FOLDER")
+image = Image.open("AN IMAGE").convert("{preprocessing.mode}")
+inputs = processor(image, return_tensors="pt")
+{code}
+```
+"""
+
+
+def image_logits(model: nn.Module, pixel_values: Tensor) -> Tensor:
+    """Return the model's logits, in the precision it has."""
+    logits: Tensor = model(pixel_values=pixel_values).logits
+    return logits
