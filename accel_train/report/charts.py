@@ -10,31 +10,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from accel_train.observe.canvas import (
-    ALERT,
-    GRID,
-    HALF,
-    INK,
-    MUTED,
-    PAPER,
-    PHONE,
-    SERIES,
-    THIRD,
-    WIDE,
-    Drawing,
-    Size,
-    draw_legend,
-    render,
-)
-from accel_train.observe.curves import MIN_TO_SMOOTH, Array, Curves, column, short_number, thin, trend
-from accel_train.observe.metric_names import label as metric_label
-from accel_train.observe.metric_names import metrics_with_curves
-from accel_train.state import JsonRecord
+from accel_train.core.state import JsonRecord
+from accel_train.report import style
+from accel_train.report.curves import MIN_TO_SMOOTH, Array, column, short_number, trend
+from accel_train.report.metric_names import label as metric_label
+from accel_train.report.metric_names import metrics_with_curves
+from accel_train.report.run import Run
 
 LINE_STYLES = ("-", "--", "-.", ":")  # a seventh run takes the first colour again, dashed
-
 RAW_ALPHA = 0.4  # of single values behind their trend
 
 Scale = Literal["linear", "log", "log2", "log if wide"]
@@ -49,14 +34,14 @@ class Chart:
     narrow: str | None
     png: bytes
     group: Literal["run", "evaluation", "details"] = "run"
-    """Where it stands on the page."""
+    """Its section of the page."""
     width: int | None = None
-    """CSS pixels beyond which it does not grow; None: as wide as its place."""
+    """The most CSS pixels it takes; None: as wide as its place."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How a kind of event is drawn: a marker on the curve, or a line across the chart."""
+    """The look of a kind of event: a marker on the curve, or a line across the chart."""
 
     label: str
     color: str
@@ -65,20 +50,20 @@ class Mark:
 
 
 EVENT_MARKS = {
-    "checkpoint": Mark("checkpoint", INK, marker="o"),
-    "checkpoint_invalid": Mark("damaged checkpoint", ALERT, marker="s"),
-    "overflow": Mark("fp16 overflow", SERIES[4], marker="v"),
-    "skip": Mark("skipped step", ALERT, marker="X"),
-    "preempted": Mark("preempted", MUTED, line="--"),
-    "resume": Mark("resumed", SERIES[3], marker=">"),
-    "stop": Mark("stopped", ALERT, line="-"),
-    "early_stop": Mark("stopped early", INK, line=":"),
+    "checkpoint": Mark("checkpoint", style.INK, marker="o"),
+    "checkpoint_invalid": Mark("damaged checkpoint", style.ALERT, marker="s"),
+    "overflow": Mark("fp16 overflow", style.SERIES[4], marker="v"),
+    "skip": Mark("skipped step", style.ALERT, marker="X"),
+    "preempted": Mark("preempted", style.MUTED, line="--"),
+    "resume": Mark("resumed", style.SERIES[3], marker=">"),
+    "stop": Mark("stopped", style.ALERT, line="-"),
+    "early_stop": Mark("stopped early", style.INK, line=":"),
 }
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One chart to draw: which column, on which axis, and whether single values scatter around a trend."""
+    """One chart to draw: its column, its axis, and whether single values scatter around a trend."""
 
     name: str
     title: str
@@ -86,12 +71,10 @@ class Kind:
     scale: Scale = "linear"
     noisy: bool = True
     from_zero: bool = False
-    across: bool = False
-    """It takes the whole width of the page."""
-    evaluated: bool = False
-    """A column of the evaluations, not of the steps."""
+    across: bool = False  # the whole width of the page
+    evaluated: bool = False  # a column of the evaluations, not of the steps
 
-    def lines(self, run: Curves) -> Sequence[JsonRecord]:
+    def lines(self, run: Run) -> Sequence[JsonRecord]:
         return run.evals if self.evaluated else run.train
 
 
@@ -104,10 +87,10 @@ KINDS = (
 )
 
 
-def draw_charts(runs: Sequence[Curves], targets: str = "tokens") -> list[Chart]:
-    """Every chart for which some run has numbers; several runs share the axes, one colour each.
+def draw_charts(runs: Sequence[Run], targets: str = "tokens") -> list[Chart]:
+    """Draw every chart for which some run has numbers, and each evaluation metric but the loss; several runs share the axes.
 
-    `targets` is what the runs count, in a word.
+    `targets` is what the runs count: tokens, images, ...
     """
     kinds = [
         _with_scale(replace(kind, title=kind.title.format(targets=targets.capitalize())), runs)
@@ -115,30 +98,25 @@ def draw_charts(runs: Sequence[Curves], targets: str = "tokens") -> list[Chart]:
         if any(line.get(kind.column) is not None for run in runs for line in run.train)
     ]
     num_beside = sum(not kind.across for kind in kinds)
-    beside = THIRD if num_beside == 3 else HALF  # three in a row, or two: no hole on the page
-    charts = []
-    for kind in kinds:
-        size = WIDE if kind.across else beside
-        drawing = _draw(kind, runs, size)
-        narrow = _draw(kind, runs, PHONE, png=False).svg if kind.across else None
-        charts.append(Chart(kind.name, drawing.svg, narrow, drawing.png))
-    return charts
-
-
-def draw_metric_charts(runs: Sequence[Curves]) -> list[Chart]:
-    """A chart of each evaluation metric but the loss, over the steps."""
-    names = metrics_with_curves(runs)
-    charts = []
-    for metric in names:
+    beside = style.THIRD if num_beside == 3 else style.HALF  # three in a row, or two: no hole on the page
+    charts = [_draw_chart(kind, runs, style.WIDE if kind.across else beside) for kind in kinds]
+    metrics = metrics_with_curves(runs)
+    size = style.THIRD if len(metrics) % 3 == 0 else style.HALF
+    for metric in metrics:
         file_name = "eval_" + re.sub(r"[^\w.-]+", "_", metric)
         kind = Kind(file_name, metric_label(metric), metric, noisy=False, evaluated=True)
-        drawing = _draw(kind, runs, THIRD if len(names) % 3 == 0 else HALF)
-        charts.append(Chart(file_name, drawing.svg, None, drawing.png, "evaluation"))
+        charts.append(_draw_chart(kind, runs, size))
     return charts
 
 
-def _with_scale(kind: Kind, runs: Sequence[Curves]) -> Kind:
-    """The loss falls from 11 to 3 in the first percent of a run: on a log axis the rest stays readable."""
+def _draw_chart(kind: Kind, runs: Sequence[Run], size: style.Size) -> Chart:
+    svg, png = _draw(kind, runs, size)
+    narrow = _draw(kind, runs, style.PHONE, png=False)[0] if kind.across else None
+    return Chart(kind.name, svg, narrow, png, "evaluation" if kind.evaluated else "run")
+
+
+def _with_scale(kind: Kind, runs: Sequence[Run]) -> Kind:
+    # The loss falls from 11 to 3 in the first percent of a run: on a log axis the rest stays readable.
     if kind.scale != "log if wide":
         return kind
     values = column([line for run in runs for line in (*run.train, *run.evals)], kind.column)[1]
@@ -147,7 +125,7 @@ def _with_scale(kind: Kind, runs: Sequence[Curves]) -> Kind:
     return replace(kind, scale="log" if wide else "linear", title=f"{kind.title} (log scale)" if wide else kind.title)
 
 
-def _draw(kind: Kind, runs: Sequence[Curves], size: Size, *, png: bool = True) -> Drawing:
+def _draw(kind: Kind, runs: Sequence[Run], size: style.Size, *, png: bool = True) -> tuple[str, bytes]:
     alone = len(runs) == 1
 
     def draw(figure: Figure) -> None:
@@ -157,54 +135,55 @@ def _draw(kind: Kind, runs: Sequence[Curves], size: Size, *, png: bool = True) -
             steps, values = column(kind.lines(run), kind.column)
             if not len(steps):
                 continue
-            color = SERIES[number % len(SERIES)]
-            style = LINE_STYLES[number // len(SERIES) % len(LINE_STYLES)]
-            curve = _draw_curve(axes, kind, steps, values, color, style)
+            color = style.SERIES[number % len(style.SERIES)]
+            line_style = LINE_STYLES[number // len(style.SERIES) % len(LINE_STYLES)]
+            curve = _draw_curve(axes, kind, steps, values, color, line_style)
             has_trend = kind.noisy and len(steps) >= MIN_TO_SMOOTH
             if alone and has_trend:
                 legend += [(Line2D([], [], color=color, alpha=RAW_ALPHA, lw=1), "each log line")]
             single = "each evaluation" if kind.evaluated else "each log line"
             what = run.name if not alone else "trend" if has_trend else single
-            legend.append((Line2D([], [], color=color, lw=2, ls=style), what))
+            legend.append((Line2D([], [], color=color, lw=2, ls=line_style), what))
             if kind.name == "loss":
                 legend += _draw_evaluations(axes, run, color, alone=alone)
             if kind.name == "loss" and alone:
                 legend += _draw_events(axes, run, curve)
         _style_axes(axes, kind)
-        legend += _mark_what_has_no_place(axes, kind, runs)
+        legend += _mark_off_axis(axes, kind, runs)
         if not alone or len(legend) > 1:
-            draw_legend(figure, legend)
+            style.draw_legend(figure, legend)
 
-    return render(draw, kind.name, kind.title, size, png=png)
+    return style.render(draw, kind.name, kind.title, size, png=png)
 
 
-def _draw_curve(axes: Axes, kind: Kind, steps: Array, values: Array, color: str, style: str) -> tuple[Array, Array]:
-    """The thin line of raw values and the trend over it; returns the trend's steps and values."""
+def _draw_curve(
+    axes: Axes, kind: Kind, steps: Array, values: Array, color: str, line_style: str
+) -> tuple[Array, Array]:
+    """Draw the thin line of raw values and the trend over it; return the trend's steps and values."""
     finite = np.isfinite(values)
     if kind.scale != "linear":
         finite &= values > 0
     steps, values = steps[finite], values[finite]
     if kind.noisy and len(steps) >= MIN_TO_SMOOTH:
-        axes.plot(*thin(steps, values), color=color, alpha=RAW_ALPHA, lw=0.8)
+        axes.plot(steps, values, color=color, alpha=RAW_ALPHA, lw=0.8)
         steps, values = trend(steps, values, in_log=kind.scale != "linear")
-    thin_steps, thin_values = thin(steps, values)
     draw = "steps-post" if kind.name == "loss_scale" else "default"
     marker = "o" if len(steps) == 1 or (kind.evaluated and len(steps) <= MIN_TO_SMOOTH) else ""
-    axes.plot(thin_steps, thin_values, color=color, lw=1.8, ls=style, drawstyle=draw, marker=marker, markersize=4)
+    axes.plot(steps, values, color=color, lw=1.8, ls=line_style, drawstyle=draw, marker=marker, markersize=4)
     return steps, values
 
 
-def _draw_evaluations(axes: Axes, run: Curves, color: str, *, alone: bool) -> list[tuple[Line2D, str]]:
+def _draw_evaluations(axes: Axes, run: Run, color: str, *, alone: bool) -> list[tuple[Line2D, str]]:
     steps, values = column(run.evals, "loss")
-    color = SERIES[1] if alone else color
-    look: dict[str, Any] = {"marker": "D", "markersize": 5, "mfc": PAPER, "mec": color, "mew": 1.5, "color": color}
+    color = style.SERIES[1] if alone else color
+    look: dict[str, Any] = {"marker": "D", "markersize": 5, "mfc": style.PAPER, "mew": 1.5, "color": color}
     if len(steps):
         axes.plot(steps, values, ls="-" if alone else "", lw=1, zorder=4, **look)
     return [(Line2D([], [], lw=1, **look), "evaluation")] if alone and len(steps) else []
 
 
-def _draw_events(axes: Axes, run: Curves, curve: tuple[Array, Array]) -> list[tuple[Line2D, str]]:
-    """Marks on the curve, and lines across where the run was interrupted."""
+def _draw_events(axes: Axes, run: Run, curve: tuple[Array, Array]) -> list[tuple[Line2D, str]]:
+    """Draw marks on the curve, and lines across where the run was interrupted."""
     legend = []
     for name, mark in EVENT_MARKS.items():
         at = np.array(sorted({event["step"] for event in run.events if event["event"] == name}), dtype=np.float64)
@@ -217,7 +196,7 @@ def _draw_events(axes: Axes, run: Curves, curve: tuple[Array, Array]) -> list[tu
         else:
             few = len(at) <= 60
             look = {"marker": mark.marker, "ls": "", "mec": mark.color, "mfc": mark.color, "zorder": 5}
-            look |= {"mfc": PAPER, "markersize": 4 if few else 2} if mark.marker == "o" else {}
+            look |= {"mfc": style.PAPER, "markersize": 4 if few else 2} if mark.marker == "o" else {}
             if len(curve[0]):
                 axes.plot(at, np.interp(at, *curve), **look)
         legend.append((Line2D([], [], **look), _counted(mark.label, len(at))))
@@ -229,12 +208,10 @@ def _counted(label: str, count: int) -> str:
 
 
 def _style_axes(axes: Axes, kind: Kind) -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="y", color=GRID, lw=0.8)
+    axes.grid(axis="y", lw=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, pad=7)
     below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right", "va": "top"}
-    axes.annotate("step", (0, 0), (-7, -9), color=MUTED, **below)  # in the corner that both axes leave free
+    axes.annotate("step", (0, 0), (-7, -9), color=style.MUTED, **below)  # in the corner that both axes leave free
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     if kind.scale == "linear":
@@ -244,23 +221,20 @@ def _style_axes(axes: Axes, kind: Kind) -> None:
     else:
         axes.set_yscale("log", base=2 if kind.scale == "log2" else 10)
         low, high = axes.get_ylim()
-        if kind.scale == "log" and high < 4 * low:
-            axes.yaxis.set_major_locator(MaxNLocator(5))
-        else:
-            subs = (
-                (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if high < 12 * low else (1.0, 3.0) if high < 300 * low else (1.0,)
-            )
-            base, subs = (2, (1.0,)) if kind.scale == "log2" else (10, subs)
-            axes.yaxis.set_major_locator(LogLocator(base=base, subs=subs, numticks=8))
+        fine, coarse = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0), (1.0, 3.0)
+        locator: Locator = LogLocator(base=2, subs=(1.0,), numticks=8)
+        if kind.scale == "log":
+            subs = fine if high < 12 * low else coarse if high < 300 * low else (1.0,)
+            locator = MaxNLocator(5) if high < 4 * low else LogLocator(subs=subs, numticks=8)
+        axes.yaxis.set_major_locator(locator)
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_minor_formatter(NullFormatter())
     exact = kind.scale == "log2"  # 16,384 says more than 16.38k
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if exact else short_number(value)))
-    axes.set_facecolor("none")
 
 
-def _mark_what_has_no_place(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> list[tuple[Line2D, str]]:
-    """Marks at the upper or lower edge for NaN, Inf, zero on a log axis, and spikes far above the rest."""
+def _mark_off_axis(axes: Axes, kind: Kind, runs: Sequence[Run]) -> list[tuple[Line2D, str]]:
+    """Draw marks at the upper or lower edge for NaN, Inf, zero on a log axis, and spikes far above the rest."""
     found: dict[str, tuple[Line2D, int]] = {}
     ceiling = _lower_the_ceiling(axes, kind, runs)
     for number, run in enumerate(runs):
@@ -273,26 +247,26 @@ def _mark_what_has_no_place(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> l
             ("above the axis", "2", 1.0, finite & (values > ceiling)),
             ("zero or less", "v", 0.0, finite & (values <= 0) & (kind.scale != "linear")),
         ]
-        color = ALERT if len(runs) == 1 else SERIES[number % len(SERIES)]
+        color = style.ALERT if len(runs) == 1 else style.SERIES[number % len(style.SERIES)]
         for label, marker, edge, here in groups:
             at = steps[here]
             if len(at):
                 look: dict[str, Any] = {"marker": marker, "ls": "", "markersize": 7, "clip_on": False}
                 place = axes.get_xaxis_transform()  # x: steps; y: 0 to 1, from the lower edge to the upper
                 axes.plot(at, np.full(len(at), edge), transform=place, zorder=6, color=color, **look)
-                handle = Line2D([], [], color=ALERT if len(runs) == 1 else INK, **look)
+                handle = Line2D([], [], color=style.ALERT if len(runs) == 1 else style.INK, **look)
                 found[label] = (handle, len(at) + (found[label][1] if label in found else 0))
     return [(handle, _counted(label, count)) for label, (handle, count) in found.items()]
 
 
 def _of_its_step(line: JsonRecord) -> JsonRecord:
-    """A line whose mean loss leaves out its own step, which was not finite, with the loss of that step."""
+    """Return a line whose mean loss leaves out its own step, which was not finite, with the loss of that step."""
     own = line.get("step_loss")
     return {**line, "loss": own} if isinstance(own, float) and not math.isfinite(own) else line
 
 
-def _lower_the_ceiling(axes: Axes, kind: Kind, runs: Sequence[Curves]) -> float:
-    """Where a linear axis ends, if single spikes would otherwise press the curve flat; else infinity."""
+def _lower_the_ceiling(axes: Axes, kind: Kind, runs: Sequence[Run]) -> float:
+    """End a linear axis where single spikes would otherwise press the curve flat; return its end, else infinity."""
     values = column([line for run in runs for line in kind.lines(run)], kind.column)[1]
     values = values[np.isfinite(values)]
     if kind.scale != "linear" or len(values) < MIN_TO_SMOOTH:

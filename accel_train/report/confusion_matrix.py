@@ -9,20 +9,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from accel_train.observe.canvas import INK, MUTED, PAPER, SERIES, render
-from accel_train.observe.charts import Chart
-from accel_train.observe.curves import short_number
+from accel_train.report.charts import Chart
+from accel_train.report.curves import short_number
+from accel_train.report.style import INK, MUTED, PAPER, SERIES, render
 
 WIDTH = 480
 """CSS pixels: half the page; many classes take the whole of it."""
 
 MAX_NAME = 22
 DEEPEST = 0.55
-"""Opacity of a cell that has its whole row: text on it stays readable in the light and in the dark."""
+"""Opacity of a cell that has its whole row: text on it stays readable in light and dark."""
 
 
 def draw_confusion_matrix(matrix: NDArray[np.int64], label_names: Sequence[str]) -> Chart:
-    """Counts as text, colour by the share of the row: (C, C), rows are the truth."""
+    """Draw a (C, C) matrix, rows are the truth: counts as text, colour by the share of the row."""
     names = [name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…" for name in label_names]
     count, longest = len(names), max(len(name) for name in names)
     beside = 6.3 * longest + 34  # CSS pixels, as all here
@@ -42,13 +42,12 @@ def draw_confusion_matrix(matrix: NDArray[np.int64], label_names: Sequence[str])
         axes.set(xlim=(0, count), ylim=(count, 0), aspect="equal")
         axes.set_xlabel("prediction", color=MUTED)
         axes.set_ylabel("truth", color=MUTED)
-        axes.tick_params(length=0, pad=6)
+        axes.tick_params(pad=6)
         axes.spines[:].set_visible(False)
-        axes.set_facecolor("none")
 
     about = "of the evaluation: rows are the truth, columns the prediction"
-    drawing = render(draw, "confusion_matrix", "Confusion matrix", size, about=about)
-    return Chart("confusion_matrix", drawing.svg, None, drawing.png, "details", round(size[0]))
+    svg, png = render(draw, "confusion_matrix", "Confusion matrix", size, about=about)
+    return Chart("confusion_matrix", svg, None, png, "details", round(size[0]))
 
 
 def _fill_cells(axes: Axes, matrix: NDArray[np.int64], cell: float) -> None:

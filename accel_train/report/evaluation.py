@@ -1,90 +1,79 @@
-"""What the report shows of a run's last evaluation: its metrics, and by class where they come from.
+"""The report's section on a run's last evaluation: its metrics, and the results by class.
 
-Its parts are read from evaluation.json, which a task of somebody's own may have filled: what is missing or of another
-shape is left out.
+Its parts are read from evaluation.json, which a custom task may have filled: what is missing or of another shape is left out.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.metrics.classes import SUMMARY_ROWS
-from accel_train.observe.headlines import Run, final_metrics
-from accel_train.observe.ledger import NONFINITE_NAMES
-from accel_train.observe.metric_names import FOLLOWS_FROM_LOSS, MISSING, NOT_A_SCORE, is_variant, label, show_value
+from accel_train.metrics.scores import SUMMARY_ROWS
+from accel_train.report.metric_names import (
+    FOLLOWS_FROM_LOSS,
+    MISSING,
+    NOT_A_SCORE,
+    is_number,
+    is_variant,
+    label,
+    show_value,
+)
+from accel_train.report.run import Run
 
 MAX_CLASSES = 25
 """A confusion matrix of more has no room for its counts in one picture."""
-
 MAX_ROWS = 20
 """Longer tables of classes are folded."""
-
 MAX_PAIRS = 10
-"""Rows of the table of what was mistaken for what."""
-
+"""Rows of the table of the most frequent mistakes."""
 Block = dict[str, Any]
 """A piece of the section, as the template takes it: `kind` is table, bars or text."""
 
 
 def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
-    """The section on the last evaluation, piece by piece; empty where the headline numbers say it all."""
-    blocks = [_metrics_of_one(runs[0]) if len(runs) == 1 else _metrics_of_several(runs)]
+    """Return the section on the last evaluation, piece by piece; empty where the headline numbers say it all."""
+    blocks = [_table_of_metrics(runs)]
     if len(runs) == 1:
-        run = runs[0]
-        blocks += _describe_classification(_mapping(run.details("classification")))
-        blocks += _describe_segmentation(_mapping(run.details("segmentation")))
-        blocks.append(_describe_augmentation(_mapping(run.details("test_time_augmentation"))))
+        details = runs[0].details
+        blocks += [
+            *_describe_classification(details("classification")),
+            *_describe_segmentation(details("segmentation")),
+        ]
+        blocks.append(_describe_augmentation(details("test_time_augmentation")))
     return [block for block in blocks if block]
 
 
-def confusion_matrix(part: Any) -> tuple[NDArray[np.int64], list[str]] | None:
-    """The matrix and the names of a part of the details; None unless it is square, and counts something."""
-    part = _mapping(part)
-    names, rows = _names(part), part.get("confusion_matrix")
-    if not names or not isinstance(rows, list) or len(rows) != len(names):
+def confusion_matrix(part: Mapping[str, Any]) -> tuple[NDArray[np.int64], list[str]] | None:
+    """Return the matrix and the names of a part of the details; None unless it is square, and counts something."""
+    names = _names(part)
+    try:
+        matrix = np.array(part.get("confusion_matrix"))
+    except ValueError:  # rows of different lengths
         return None
-    if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
-        return None
-    if any(isinstance(cell, bool) or not isinstance(cell, int) or cell < 0 for row in rows for cell in row):
-        return None
-    matrix = np.array(rows, dtype=np.int64)
-    return (matrix, names) if matrix.any() else None
+    is_counts = matrix.dtype.kind == "i" and matrix.shape == (len(names), len(names)) and (matrix >= 0).all()
+    return (matrix.astype(np.int64), names) if is_counts and matrix.any() else None
 
 
-def _metrics_of_one(run: Run) -> Block:
-    """Every metric, beside what each baseline reaches in it; less the averages that stand below the table of classes."""
-    metrics = _scores(final_metrics(run))
-    if not set(metrics) - FOLLOWS_FROM_LOSS:
-        return {}
-    baselines = _by_baseline(_mapping(run.summary.get("baselines")), metrics)
-    compared = {name for found in baselines.values() for name in found}
-    if _mapping(_mapping(run.details("classification")).get("report")):
-        metrics = {name: metrics[name] for name in metrics if name in compared or not is_variant(name, list(metrics))}
-    rows = [
-        _row(label(name), [show_value(value), *(show_value(found.get(name)) for found in baselines.values())])
-        for name, value in metrics.items()
-    ]
-    return _table("Metrics", ["", "this run" if baselines else "", *baselines], rows)
-
-
-def _metrics_of_several(runs: Sequence[Run]) -> Block:
-    found = [_scores(final_metrics(run)) for run in runs]
-    names = list(dict.fromkeys(name for metrics in found for name in metrics))
+def _table_of_metrics(runs: Sequence[Run]) -> Block:
+    """Return every metric of each run; of a single one beside its baselines, without the averages below the table of classes."""
+    columns = [{name: value for name, value in run.final_metrics().items() if name not in NOT_A_SCORE} for run in runs]
+    head, names = [run.name for run in runs], list(dict.fromkeys(name for metrics in columns for name in metrics))
     if not set(names) - FOLLOWS_FROM_LOSS:
         return {}
-    rows = [_row(label(name), [show_value(metrics.get(name)) for metrics in found]) for name in names]
-    return _table("Metrics", ["", *(run.name for run in runs)], rows)
-
-
-def _scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if name not in NOT_A_SCORE}
+    if len(runs) == 1:
+        baselines = _by_baseline(runs[0].summary.get("baselines", {}), names)
+        compared = {name for found in baselines.values() for name in found}
+        if _mapping(runs[0].details("classification").get("report")):
+            names = [name for name in names if name in compared or not is_variant(name, names)]
+        head, columns = ["this run" if baselines else "", *baselines], [*columns, *baselines.values()]
+    rows = [_row(label(name), [show_value(metrics.get(name)) for metrics in columns]) for name in names]
+    return _table("Metrics", ["", *head], rows)
 
 
 def _by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """`majority_accuracy` is the accuracy of `majority`; what ends like no metric of the run is left out."""
+    """Group baselines: `majority_accuracy` is the accuracy of `majority`; a name that ends like no metric is left out."""
     by_name: dict[str, dict[str, Any]] = {}
     for key, value in baselines.items():
         fitting = [metric for metric in metrics if key.endswith(f"_{metric}")]
@@ -126,16 +115,15 @@ def _table_of_classes(report: Mapping[str, Any]) -> Block:
 
 
 def _table_of_pairs(matrix: NDArray[np.int64], names: Sequence[str], unit: str) -> Block:
-    """Which classes are most often mistaken for which."""
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)
     totals = matrix.sum(axis=1)
     rows = []
     for flat in np.argsort(-wrong, axis=None, kind="stable")[:MAX_PAIRS].tolist():
-        truth, said = divmod(flat, len(names))
-        count = int(wrong[truth, said])
+        truth, answer = divmod(flat, len(names))
+        count = int(wrong[truth, answer])
         if count:
-            rows.append(_row(names[truth], [names[said], f"{count:,}", f"{100 * count / totals[truth]:.1f} %"]))
+            rows.append(_row(names[truth], [names[answer], f"{count:,}", f"{100 * count / totals[truth]:.1f} %"]))
     head = ["truth", "taken for", unit, "of the class"]
     return _table("Most frequent mistakes", head, rows) | {"text_columns": 1} if rows else {}
 
@@ -145,7 +133,7 @@ def _describe_segmentation(part: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     if names and isinstance(ious, list) and len(ious) == len(names):
         bars = [_bar(name, iou) for name, iou in zip(names, ious, strict=True)]
-        known = [iou for iou in ious if _is_number(iou)]
+        known = [iou for iou in ious if is_number(iou)]
         mean = math.fsum(known) / len(known) if known else None
         bars.append(_bar("mean", mean) | {"this": True})
         title = "Intersection over union by class"
@@ -158,7 +146,7 @@ def _describe_segmentation(part: Mapping[str, Any]) -> list[Block]:
 
 
 def _bar(name: str, iou: Any) -> Block:
-    known = _is_number(iou)
+    known = is_number(iou)
     percent = round(82 * min(max(iou, 0.0), 1.0), 2) if known else 0
     return {"label": name, "percent": percent, "value": f"{iou:.3f}" if known else "does not occur", "this": False}
 
@@ -168,13 +156,13 @@ def _describe_augmentation(part: Mapping[str, Any]) -> Block:
     rows = []
     for name in dict.fromkeys((*plain, *augmented)):
         before, after = plain.get(name), augmented.get(name)
-        change = f"{after - before:+.4f}" if _is_number(before) and _is_number(after) else MISSING
+        change = f"{after - before:+.4f}" if is_number(before) and is_number(after) else MISSING
         rows.append(_row(label(name), [show_value(before), show_value(after), change]))
     return _table("Test-time augmentation", ["", "without", "with", "change"], rows) if rows else {}
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Block]) -> Block:
-    """The first column names the row; `text_columns` more are text, the rest numbers."""
+    # The first column names the row; `text_columns` more are text, the rest numbers.
     shown = {"kind": "table", "title": title, "head": list(head), "rows": list(rows)}
     return shown | {"text_columns": 0, "folded": False, "hint": ""}
 
@@ -184,15 +172,11 @@ def _row(name: str, cells: Sequence[str], *, summary: bool = False) -> Block:
 
 
 def _figure(value: Any) -> str:
-    return f"{value:.3f}" if _is_number(value) else show_value(value)
+    return f"{value:.3f}" if is_number(value) else show_value(value)
 
 
 def _count(value: Any) -> str:
-    return f"{value:,.0f}" if _is_number(value) else show_value(value)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return f"{value:,.0f}" if is_number(value) else show_value(value)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -200,9 +184,5 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _names(part: Mapping[str, Any]) -> list[str]:
-    """The label names; one called NaN was read as the number that it stands for elsewhere in JSON."""
     names = part.get("label_names")
-    if not isinstance(names, list):
-        return []
-    spelled = {str(value): name for name, value in NONFINITE_NAMES.items()}
-    return [spelled.get(str(name), str(name)) if isinstance(name, float) else str(name) for name in names]
+    return [str(name) for name in names] if isinstance(names, list) else []

@@ -1,56 +1,125 @@
-"""What the report says about a run in words, numbers and tables, and how runs compare."""
+"""The words, numbers and tables of the report on a run, its headline numbers first, and the comparison of runs."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import yaml
-
-from accel_train.observe.headlines import (
-    HEADLINES,
-    Run,
-    final_metric,
-    in_summary,
-    large_number,
-    shared_targets,
-)
+from accel_train.core.format import format_count, format_seconds
+from accel_train.core.state import JsonRecord
 from accel_train.observe.incident_record import INCIDENTS, TEXT
 from accel_train.observe.incident_text import main_facts
-from accel_train.observe.metric_names import MISSING
 from accel_train.observe.trackers import flatten
-from accel_train.state import JsonRecord
+from accel_train.report.metric_names import MISSING, is_number, label, show_value
+from accel_train.report.run import Run
 
+MOODS = {"done": "good", "finished": "good", "stopped early": "good", "stopped": "bad", "failed": "bad"}
+"""Colours of the run's status."""
 BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed"})
 
 
+@dataclass(frozen=True)
+class Headline:
+    """One headline number; `label` and `unit` may hold `{targets}`, which is what the run counts."""
+
+    label: str
+    find: Callable[[Run], Any]
+    show: Callable[[float], str]
+    unit: str = ""
+    better: Callable[..., float] | None = None
+
+    def read(self, run: Run) -> float | None:
+        """Return the run's number; None where there is none."""
+        value = self.find(run)
+        return value if isinstance(value, int | float) else None
+
+    def label_for(self, targets: str) -> str:
+        """Return the label with `targets` in it, capitalised."""
+        text = self.label.format(targets=targets)
+        return text[:1].upper() + text[1:]
+
+    def text(self, value: float) -> str:
+        return self.show(value) if math.isfinite(value) else show_value(value)
+
+
+def shared_targets(runs: Sequence[Run]) -> str:
+    """Return what the compared runs count; `targets` where that differs."""
+    words = {run.targets for run in runs}
+    return words.pop() if len(words) == 1 else "targets"
+
+
+def final_metric(metric: str, run: Run) -> Any:
+    """Return one value of the last evaluation."""
+    return run.final_metrics().get(metric)
+
+
+def large_number(value: float) -> str:
+    """Return `950`, `12,300`, `124.4 M` or `2.10 G`."""
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if abs(value) >= factor:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value:,.0f}"
+
+
+def _logged(key: str, column: str, run: Run) -> Any:
+    """Return a value of the summary, or that of the last line where the run has not ended."""
+    value = run.summary.get(key)
+    return run.train[-1].get(column) if value is None and run.train else value
+
+
+def _peak_memory(run: Run) -> float | None:
+    phases = run.summary.get("peak_memory_bytes") or {}
+    return max((size for size in phases.values() if isinstance(size, int | float)), default=None)
+
+
+_four_decimals = "{:.4f}".format
+_LOWER_IS_BETTER = frozenset({"hamming_loss", "mae"})
+_SCORES = ("accuracy", "f1_macro", "mcc", "auroc", "hamming_loss", "mean_iou", "pixel_accuracy", "mae", "r2")
+HEADLINES = (
+    Headline("Evaluation loss", partial(final_metric, "loss"), _four_decimals, better=min),
+    Headline("Perplexity", partial(final_metric, "perplexity"), "{:.4g}".format, better=min),
+    Headline("Bits per byte", partial(final_metric, "bits_per_byte"), _four_decimals, better=min),
+    *(
+        Headline(label(name), partial(final_metric, name), _four_decimals, "", min if name in _LOWER_IS_BETTER else max)
+        for name in (*_SCORES, "pearson", "spearman")
+    ),
+    Headline("Steps", partial(_logged, "steps", "step"), large_number),
+    Headline("{targets}", lambda run: run.summary.get("num_targets"), large_number),
+    Headline("Training time", partial(_logged, "train_seconds", "train_seconds"), format_seconds),
+    Headline("Throughput", partial(_logged, "throughput", "throughput"), large_number, "{targets}/s", max),
+    Headline("Model FLOP utilisation", lambda run: run.summary.get("mfu"), lambda mfu: f"{100 * mfu:.1f}", "%", max),
+    Headline("Peak memory", _peak_memory, lambda value: f"{value / 2**30:.1f}", "GiB per device", min),
+    Headline("Skipped steps", lambda run: run.summary.get("skipped_steps"), large_number, better=min),
+)
+
+
 def describe_run(run: Run) -> dict[str, Any]:
-    """Everything the page shows of one run beside its curves, as the template takes it."""
+    """Return everything the page shows of one run beside its curves, as the template takes it."""
     summary, targets = run.summary, run.targets
     status = str(summary.get("status", "no summary yet: still running, or killed"))
+    sample = summary.get("sample") or {}
+    prompt = str(sample.get("prompt") or "")  # the text may repeat it
+    kinds = Counter(event["event"] for event in run.events)
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],
-        "mood": {"done": "good", "finished": "good", "stopped early": "good", "stopped": "bad", "failed": "bad"}.get(
-            status, ""
-        ),
+        "mood": MOODS.get(status, ""),
         "lead": _lead(run, targets),
         "numbers": [
-            {
-                "label": headline.label_for(targets),
-                "value": headline.text(value),
-                "unit": headline.unit_for(targets),
-            }
-            for headline in HEADLINES
-            if (value := headline.read(run)) is not None
+            {"label": each.label_for(targets), "value": each.text(value), "unit": each.unit.format(targets=targets)}
+            for each in HEADLINES
+            if (value := each.read(run)) is not None
         ],
-        "sample": _sample(summary.get("sample")),
-        "events": [_event_row(event) for event in run.curves.events],
-        "events_summary": ", ".join(
-            f"{kind.replace('_', ' ')} ×{count}"
-            for kind, count in Counter(event["event"] for event in run.curves.events).items()
-        ),
-        "incidents": [_incident(record) for record in run.incidents],
+        "sample": {"prompt": prompt, "text": str(sample.get("text") or "").removeprefix(prompt)} if sample else None,
+        "events": [_event_row(event) for event in run.events],
+        "events_summary": ", ".join(f"{kind.replace('_', ' ')} ×{count}" for kind, count in kinds.items()),
+        "incidents": [
+            {**record, "link": f"{INCIDENTS}/{record['folder']}/{TEXT}", "facts": main_facts(record)}
+            for record in run.incidents
+        ],
+        "profiles": run.profiles,
         "damage": run.damage,
         "tables": _tables(summary),
         "recipe": run.recipe_text,
@@ -58,15 +127,15 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row per headline number that some run has; `best` are the columns with the best value, if they differ."""
-    rows, targets = [], shared_targets(list(runs))
+    """Return one row per headline number that some run has; `best` are the columns with the best value, if they differ."""
+    rows, targets = [], shared_targets(runs)
     for headline in HEADLINES:
         values = [headline.read(run) for run in runs]
         if all(value is None for value in values):
             continue
         numbers = {value for value in values if value is not None and not math.isnan(value)}
         best = headline.better(numbers) if headline.better and len(numbers) > 1 else None
-        unit = f" {headline.unit_for(targets)}" if headline.unit else ""
+        unit = f" {headline.unit.format(targets=targets)}" if headline.unit else ""
         rows.append(
             {
                 "label": headline.label_for(targets),
@@ -78,67 +147,51 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings in which the runs' recipes differ, with each run's value."""
-    recipes = [_flat_recipe(run.recipe_text) for run in runs]
+    """Return the settings in which the runs' recipes differ, with each run's value."""
+    read = [run.recipe for run in runs]
+    recipes = [{"recipe.yaml": "cannot be read"} if recipe is None else flatten(recipe) for recipe in read]
     settings = list(dict.fromkeys(name for recipe in recipes for name in recipe))
     table = [(name, [str(recipe.get(name, MISSING)) for recipe in recipes]) for name in settings]
     return [(name, values) for name, values in table if len(set(values)) > 1]
 
 
 def compare_baselines(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Bars: each run's bits per byte beside what needs no training, xz and the frequencies of single bytes."""
-    bars: list[tuple[str, float | None, int]] = [
-        (run.name if len(runs) > 1 else "this run", final_metric("bits_per_byte")(run), number)
+    """Return bars: each run's bits per byte beside what needs no training, xz and the frequencies of single bytes."""
+    bars: list[tuple[str, Any, int]] = [
+        (run.name if len(runs) > 1 else "this run", final_metric("bits_per_byte", run), number)
         for number, run in enumerate(runs, start=1)
     ]
-    for key, label in (("xz_bits_per_byte", "xz -9"), ("unigram_bits_per_byte", "byte frequencies")):
-        values = {in_summary("baselines", key)(run) for run in runs}  # runs on the same data share them
-        bars += [(label, value, 0) for value in sorted(value for value in values if value is not None)]
-    present = [(label, value, run) for label, value, run in bars if value is not None and math.isfinite(value)]
+    baselines = [run.summary.get("baselines", {}) for run in runs]
+    for key, name in (("xz_bits_per_byte", "xz -9"), ("unigram_bits_per_byte", "byte frequencies")):
+        values = {found[key] for found in baselines if is_number(found.get(key))}  # runs on the same data share them
+        bars += [(name, value, 0) for value in sorted(values)]
+    present = [(name, value, run) for name, value, run in bars if is_number(value)]
     if all(run for _, _, run in present):
         return []
     longest = max(value for _, value, _ in present)
     return [
-        {"label": label, "value": f"{value:.3f}", "percent": round(82 * value / longest, 2), "run": run}
-        for label, value, run in present
+        {"label": name, "value": f"{value:.3f}", "percent": round(82 * value / longest, 2), "run": run}
+        for name, value, run in present
     ]
 
 
-def _flat_recipe(text: str) -> dict[str, Any]:
-    try:
-        recipe = yaml.safe_load(text) or {}
-    except yaml.YAMLError:
-        recipe = None
-    return flatten(recipe) if isinstance(recipe, dict) else {"recipe.yaml": "cannot be read"}
-
-
 def _lead(run: Run, targets: str) -> str:
-    """`124.4 M parameters on 8 processes: 4,000 steps, 2.097 G tokens in 1h 15m. 2 steps were skipped.`"""
+    """Return `124.4 M parameters on 8 processes: 4,000 steps, 2.097 G tokens in 1h 15m. 2 steps were skipped.`"""
     summary = run.summary
     shown = {
         headline.label: headline.text(value) for headline in HEADLINES if (value := headline.read(run)) is not None
     }
     who = [f"{large_number(summary['parameters'])} parameters"] if "parameters" in summary else []
     if "world_size" in summary:
-        who.append(f"on {_count(summary['world_size'], 'process', 'processes')}")
+        who.append(f"on {format_count(summary['world_size'], 'process', 'processes')}")
     did = [f"{shown['Steps']} steps"] if "Steps" in shown else []
     did += [f"{shown['{targets}']} {targets}"] if "{targets}" in shown else []
     sentence = ", ".join(did) + (f" in {shown['Training time']}" if did and "Training time" in shown else "")
     lead = ": ".join(part for part in (" ".join(who), sentence) if part)
     skipped = summary.get("skipped_steps")
-    return (f"{lead}." if lead else "") + (f" {_count(skipped, 'step was', 'steps were')} skipped." if skipped else "")
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
-def _sample(sample: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Prompt and continuation apart, whether or not the text repeats its prompt."""
-    if not sample:
-        return None
-    prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
-    return {"prompt": prompt, "text": text.removeprefix(prompt)}
+    return (f"{lead}." if lead else "") + (
+        f" {format_count(skipped, 'step was', 'steps were')} skipped." if skipped else ""
+    )
 
 
 def _event_row(event: JsonRecord) -> dict[str, Any]:
@@ -153,19 +206,8 @@ def _event_row(event: JsonRecord) -> dict[str, Any]:
     }
 
 
-def _incident(record: JsonRecord) -> dict[str, Any]:
-    """What the page shows of an incident: its sentence, what to do, and the main facts of its Markdown, which it links to."""
-    return {
-        "step": f"{record['step']:,}",
-        "sentence": record["sentence"],
-        "link": f"{INCIDENTS}/{record['folder']}/{TEXT}",
-        "facts": main_facts(record),
-        "next": record["next"],
-    }
-
-
 def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
-    """What is worth a look but not a headline: choices, evaluation, memory, environment."""
+    """Return the tables below the curves: choices, evaluation, memory, data, environment."""
     phases = (summary.get("peak_memory_bytes") or {}).items()
     memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in phases if isinstance(size, int | float)}
     evaluation = {

@@ -1,21 +1,18 @@
 """The picture of a learning-rate range test: the loss over the rate, and up to which rate it falls steeply."""
 
-from typing import Any
-
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from accel_train.observe.canvas import GRID, INK, MUTED, SERIES, Size, draw_legend, render
-from accel_train.observe.curves import short_number
+from accel_train.report.curves import Array, short_number
+from accel_train.report.style import INK, MUTED, SERIES, Size, draw_legend, render
 
 SIZE: Size = (720.0, 370.0)
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int | None) -> bytes:
-    """A PNG of the losses over the learning rates; `smoothed` may be shorter, where the last losses are not finite.
+    """Return a PNG of the losses over the learning rates; `smoothed` may be shorter, where the last losses are not finite.
 
     Losses far above the first ones, where the test has diverged, are cut off.
     """
@@ -41,10 +38,8 @@ def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int
             top = min(high, float(np.median(losses[finite][: max(5, len(rates) // 10)])) * 1.5)
             margin = 0.06 * max(top - low, 1e-9)
             axes.set_ylim(low - margin, max(top, low) + margin)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.grid(color=GRID, lw=0.8)
+        axes.grid(lw=0.8)
         axes.set_axisbelow(True)
-        axes.tick_params(length=0, pad=7)
         axes.xaxis.set_major_locator(LogLocator(base=10, numticks=12))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_locator(MaxNLocator(6))
@@ -52,7 +47,6 @@ def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int
             axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
         axes.set_xlabel("learning rate, as the optimizer has it", color=MUTED)
         axes.set_ylabel("training loss", color=INK)
-        axes.set_facecolor("none")
         draw_legend(figure, legend)
 
-    return render(draw, "find-lr", "Learning-rate range test", SIZE).png
+    return render(draw, "find-lr", "Learning-rate range test", SIZE)[1]

@@ -1,11 +1,11 @@
-"""How metrics are called on the page, how their values read, and which of them get a curve."""
+"""Names and values of metrics on the page, and which of them get a curve."""
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
-from accel_train.observe.curves import Curves
+from accel_train.report.run import Run
 
 MISSING = "–"
 MAX_CURVES = 12
@@ -40,7 +40,7 @@ _AVERAGED = re.compile(r"(.+)_(macro|micro|weighted|binary)")
 
 
 def label(name: str) -> str:
-    """`f1_macro` as `F1, macro`; a name that is not known as it is, without underscores."""
+    """Return `F1, macro` for `f1_macro`; an unknown name without its underscores."""
     averaged = _AVERAGED.fullmatch(name)
     if averaged and averaged[1] in LABELS:
         return f"{LABELS[averaged[1]]}, {averaged[2]}"
@@ -48,7 +48,7 @@ def label(name: str) -> str:
 
 
 def show_value(value: Any) -> str:
-    """A metric's value for a table: four decimals, fewer where there are digits before the point."""
+    """Return a metric's value for a table: four decimals, fewer where there are digits before the point."""
     if value is None:
         return MISSING
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -62,29 +62,32 @@ def show_value(value: Any) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1000 else f"{value:.4g}"
 
 
-def metrics_with_curves(runs: Sequence[Curves]) -> list[str]:
-    """The metrics, other than the loss, that some run has evaluated at least twice; at most MAX_CURVES.
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-    Of precision, recall and F1 only the macro F1: the curves of the others tell the same.
+
+def metrics_with_curves(runs: Sequence[Run]) -> list[str]:
+    """Return the metrics, other than the loss, that some run has evaluated at least twice; at most MAX_CURVES.
+
+    For precision, recall and F1 only the macro F1: the curves of the others look the same.
     """
-    steps: dict[str, dict[int, set[int]]] = {}
+    found: dict[str, bool] = {}  # by name: some run has evaluated it twice
     unusable = set(NOT_A_SCORE | FOLLOWS_FROM_LOSS)
-    for number, run in enumerate(runs):
+    for run in runs:
+        first_step: dict[str, int] = {}
         for line in run.evals:
             for name, value in line.items():
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                     unusable.add(name)
                 elif value is not None:
-                    steps.setdefault(name, {}).setdefault(number, set()).add(line["step"])
-    names = [
-        name
-        for name, by_run in steps.items()
-        if name not in unusable and max(len(seen) for seen in by_run.values()) > 1
-    ]
+                    again = first_step.setdefault(name, line["step"]) != line["step"]
+                    found[name] = found.get(name, False) or again
+    names = [name for name, is_curve in found.items() if is_curve and name not in unusable]
     return [name for name in names if not is_variant(name, names)][:MAX_CURVES]
 
 
 def is_variant(name: str, names: Sequence[str]) -> bool:
-    """An average of precision, recall or F1 beside the macro F1 that stands for them."""
+    """Return whether a metric is an average of precision, recall or F1 beside the macro F1 that stands for them."""
     averaged = _AVERAGED.fullmatch(name)
     return name != "f1_macro" and averaged is not None and averaged[1] in LABELS and "f1_macro" in names

@@ -5,7 +5,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -29,25 +28,22 @@ Size = tuple[float, float]
 """Width and height in CSS pixels, with text of 11."""
 
 WIDE, HALF, THIRD, PHONE = (960.0, 370.0), (450.0, 260.0), (330.0, 230.0), (340.0, 320.0)
-"""Across the page; two in a row; three in a row; and the wide one again, for a phone."""
+"""Charts across the page, two in a row, three in a row, and the wide one again for a phone."""
 
 LOOK: dict[str, Any] = {
     "svg.fonttype": "none",  # real text: it takes the page's font, and can be searched
     "font.size": 11.0,
     "text.color": INK,
     "axes.edgecolor": GRID,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
+    "axes.facecolor": "none",
+    "grid.color": GRID,
+    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
+    **dict.fromkeys(("xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
+    **dict.fromkeys(("xtick.major.pad", "ytick.major.pad"), 7),
+    "path.simplify_threshold": 1.0,  # pixels: a curve of 100,000 steps takes 70 kB, and keeps every spike
 }
 PNG_DPI = 160  # of 72 per CSS pixel: sharp on a screen with two pixels for one
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure as text for the page, and as a PNG file (empty if it was not asked for)."""
-
-    svg: str
-    png: bytes
 
 
 def render(
@@ -58,10 +54,10 @@ def render(
     *,
     png: bool = True,
     about: str = "over the steps",
-) -> Drawing:
-    """Let `draw` fill a figure, and take it down in both forms; no global state of matplotlib is changed for good.
+) -> tuple[str, bytes]:
+    """Let `draw` fill a figure; return its SVG for the page, and a PNG file (empty if `png` is off). matplotlib's global state is not changed for good.
 
-    `about` follows the title where the picture is described in words.
+    `about` follows the title in the description of the picture in words.
     """
     salt = {"svg.hashsalt": f"{name}-{size[0]}"}  # the same run gives the same file, and no two figures share an id
     with rc_context(LOOK | salt), warnings.catch_warnings():  # type: ignore[arg-type]
@@ -74,7 +70,7 @@ def render(
         figure.savefig(svg, format="svg", transparent=True, metadata=nothing)
         if png:
             figure.savefig(bitmap, format="png", dpi=PNG_DPI)
-    return Drawing(_for_page(svg.getvalue().decode(), f"{title} {about}"), bitmap.getvalue())
+    return _for_page(svg.getvalue().decode(), f"{title} {about}"), bitmap.getvalue()
 
 
 def draw_legend(figure: Figure, entries: Sequence[tuple[Line2D, str]]) -> None:
@@ -83,13 +79,11 @@ def draw_legend(figure: Figure, entries: Sequence[tuple[Line2D, str]]) -> None:
         return
     widest = max(len(label) for _, label in entries)
     fitting = max(1, int(figure.get_size_inches()[0] * 72 / (5.8 * min(widest, 40) + 50)))
-    columns = math.ceil(len(entries) / math.ceil(len(entries) / fitting))  # rows of equal length
-    placeholders = [str(number) for number in range(len(entries))]
     legend = figure.legend(
         [handle for handle, _ in entries],
-        placeholders,
+        [str(number) for number in range(len(entries))],  # placeholders
         loc="outside lower left",
-        ncols=columns,
+        ncols=math.ceil(len(entries) / math.ceil(len(entries) / fitting)),
         frameon=False,
         fontsize=10,
         handlelength=1.6,
@@ -104,7 +98,7 @@ def draw_legend(figure: Figure, entries: Sequence[tuple[Line2D, str]]) -> None:
 
 
 def _for_page(svg: str, description: str) -> str:
-    """The SVG without what a page has already (declaration, style, fonts, size), its colours as CSS variables."""
+    """Return the SVG without what a page has already (declaration, style, fonts, size), its colours as CSS variables."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)

@@ -1,0 +1,121 @@
+"""The records of a run's folder, read for the report: also of a run that is still running or was killed."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accel_train.core.ownership import recipe_of_run
+from accel_train.core.state import JsonRecord
+from accel_train.observe import run_folder
+from accel_train.observe.incident_record import RECORD, incident_folders
+from accel_train.task import TARGET_UNITS, target_rate
+
+EVALUATION_FILE = "evaluation.json"
+PROFILES = "profile/rank-*-steps-*"
+SUMMARY_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("eval", "baselines", "sample", "data", "peak_memory_bytes", "choices", "environment"), dict),
+    **dict.fromkeys(
+        ("steps", "num_targets", "parameters", "world_size", "skipped_steps", "train_seconds"), (int, float)
+    ),
+}
+"""Types that the page needs of a summary's values, to format them as a mapping or as a number."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a run's folder; `summary` is empty if it has not ended, `evaluation` if it was never evaluated."""
+
+    name: str
+    train: Sequence[JsonRecord] = ()
+    """Lines of metrics.jsonl about steps, in their order; `evals` are those about evaluations."""
+    evals: Sequence[JsonRecord] = ()
+    events: Sequence[JsonRecord] = ()
+    summary: JsonRecord = field(default_factory=dict)
+    recipe_text: str = ""
+    evaluation: JsonRecord = field(default_factory=dict)
+    """evaluation.json: `step`, `metrics`, `details`."""
+    incidents: Sequence[JsonRecord] = ()
+    """Records of its incidents, by step."""
+    profiles: Sequence[str] = ()
+    """Paths of its traces and tables of operations, from the folder."""
+    damage: Sequence[str] = ()
+    """Sentences about files that cannot be read."""
+
+    def final_metrics(self) -> Mapping[str, Any]:
+        """Return all of the last evaluation: of evaluation.json, else of the summary, else of the last line."""
+        for found in (self.evaluation.get("metrics"), self.summary.get("eval"), *reversed(self.evals)):
+            if isinstance(found, Mapping) and found:
+                return found
+        return {}
+
+    def details(self, part: str) -> Mapping[str, Any]:
+        """Return a part of evaluation.json's details; empty where there is none."""
+        found = self.evaluation.get("details")
+        found = found.get(part) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """The settings of the recipe; None where it cannot be read."""
+        try:
+            recipe = yaml.safe_load(self.recipe_text) or {}
+        except yaml.YAMLError:
+            return None
+        return recipe if isinstance(recipe, dict) else None
+
+    @property
+    def targets(self) -> str:
+        """Unit of `num_targets`: `tokens`, `images` ...; `targets` for a custom task."""
+        recipe = self.recipe
+        return "targets" if recipe is None else TARGET_UNITS.get(str(recipe.get("task", "causal-lm")), "targets")
+
+
+def load_run(folder: Path, name: str | None = None) -> Run:
+    """Read the records of a run, also one that is still running or was killed; what is damaged is left out and named.
+
+    Raises:
+        ValueError: the folder holds no run; the text says what is missing.
+    """
+    if not (folder / run_folder.METRICS_FILE).is_file():
+        missing = f"it has no {run_folder.METRICS_FILE}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} holds no run: {missing}; give the output_dir of a run")
+    damage: list[str] = []
+    lines = sorted(run_folder.read_metrics(folder, damage), key=lambda line: line["step"])
+    train, evals = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
+    # A run that was killed may not have written one yet.
+    events = run_folder.read_events(folder, damage) if (folder / run_folder.EVENTS_FILE).is_file() else []
+    summary = _usable_summary(folder / run_folder.SUMMARY_FILE, damage)
+    for record in (*train, summary):
+        record["throughput"] = target_rate(record)
+    recipe = recipe_of_run(folder)
+    incidents = [run_folder.read_record(path / RECORD, damage) for path in incident_folders(folder)]
+    return Run(
+        name or folder.resolve().name,
+        train,
+        evals,
+        events,
+        summary,
+        recipe_text="" if recipe is None else recipe.read_text(encoding="utf-8", errors="replace"),
+        evaluation=run_folder.read_record(folder / EVALUATION_FILE, damage),
+        incidents=[record for record in incidents if record],
+        profiles=[path.relative_to(folder).as_posix() for path in sorted(folder.glob(PROFILES))],
+        damage=damage,
+    )
+
+
+def _usable_summary(path: Path, damage: list[str]) -> JsonRecord:
+    """Return a summary without the values that are not of the kind that a run writes."""
+    summary = run_folder.read_record(path, damage)
+    odd = [
+        name
+        for name, kinds in SUMMARY_KINDS.items()
+        if summary.get(name) is not None and not isinstance(summary[name], kinds)
+    ]
+    if odd:
+        damage.append(f"{path} is damaged ({', '.join(odd)}): what cannot be read is not used")
+        print(damage[-1], file=sys.stderr)
+    return {name: value for name, value in summary.items() if name not in odd and value is not None}
