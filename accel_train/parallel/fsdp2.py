@@ -1,109 +1,178 @@
 """Weights spread over the processes by FSDP2, through Accelerate: how a model is wrapped, and what of it is held here."""
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType, ParallelismConfig, broadcast_object_list, fsdp2_prepare_model
+from accelerate.utils import DistributedType, ParallelismConfig, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from accel_train.batching import divisors
-from accel_train.compiling import repeated_blocks
-from accel_train.data_group import data_group
-from accel_train.recipe import Parallel
-from accel_train.running_statistics import has_batch_norm
-from accel_train.state import Choice
-from accel_train.step import TrainingModule
-from accel_train.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
-from accel_train.zero import choose_zero
+from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
+from accel_train.checkpoint.sharded import ShardWriter
+from accel_train.core.state import Choice
+from accel_train.model.batch_norm import has_batch_norm
+from accel_train.model.compile import repeated_blocks
+from accel_train.model.training_module import TrainingModule
+from accel_train.parallel.dims import check_divides, parallel_dims
+from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strategy
+from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
+from accel_train.recipe.parallel import Parallel
+from accel_train.runtime.private import flatten_mesh
+from accel_train.runtime.process_group import on_main
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def choose_sharding(section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
-    """Processes that share one copy of the model (1: each holds all of it), with the reason; of tensor parallelism, groups.
+class Fsdp2(Strategy):
+    """Weights, gradients and moments are sharded over the processes (FSDP2), layers split over some of them (tensor parallelism)."""
 
-    Raises:
-        ValueError: the number of processes is no multiple of dp_shard_size or tp_size, or an offload would lead nowhere.
-    """
-    if section.strategy == "ddp":
-        return Choice(1, "parallel.strategy ddp: every process holds the whole model")
-    if section.strategy == "deepspeed":
-        return choose_zero(section, world_size)
-    if section.cpu_offload and device.type == "cpu":
-        raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
-    if section.tp_size > 1:
-        return _choose_groups(section, world_size)
-    size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size
-    if world_size % size:
-        fitting = [str(divisor) for divisor in range(1, world_size + 1) if world_size % divisor == 0]
-        raise ValueError(
-            f"parallel.dp_shard_size={size} does not divide the {world_size} processes of this run; use {', '.join(fitting)} or auto"
+    name = "fsdp2"
+    is_replicated = has_whole_weights = syncs_buffers = False
+    builds_empty = True
+    _saving_group: dist.ProcessGroup
+    """Process group of the threads that save: their collectives must not mix with the training's."""
+    _weights: Mapping[str, Tensor] | None = None
+    """Full weights of the model that was built empty, on the main process."""
+
+    @classmethod
+    def choose(cls, section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
+        """Return `dp_shard_size`, or the groups of processes that split layers.
+
+        Raises:
+            ValueError: the number of processes is no multiple of dp_shard_size or tp_size, or an offload would lead nowhere.
+        """
+        if section.cpu_offload and device.type == "cpu":
+            raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
+        if section.tp_size > 1:
+            return _choose_groups(section, world_size)
+        size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size
+        check_divides("dp_shard_size", size, world_size, " or auto")
+        if world_size == 1:
+            return Choice(1, ALONE)
+        copies = world_size // size
+        reason = f"fsdp2: weights, gradients and optimizer state sharded over {size} processes"
+        return Choice(size, reason if copies == 1 else f"{reason}, {copies} copies (HSDP)")
+
+    def precision(self, precision: Choice[str]) -> Choice[str]:
+        """Return the precision, its reason with what gathering in 16 bits costs."""
+        if self.choice.value == 1 or precision.value == "no":
+            return precision
+        cost = (
+            f"fsdp2 gathers weights in {precision.value}, half of what fp32 would send; embeddings and norms compute with them, which "
+            "ddp keeps in fp32: losses are 3 to 9 times as far from those of fp32 (small GPT-2; a model with batch norm is gathered in fp32)"
         )
-    if world_size == 1:
-        return Choice(1, "one process: there is nobody to share the model with")
-    copies = world_size // size
-    shared = f"fsdp2: weights, gradients and optimizer spread over {size} processes"
-    return Choice(size, shared if copies == 1 else f"{shared}, {copies} copies (HSDP)")
+        return replace(precision, reason=f"{precision.reason}; {cost}")
+
+    def accelerator_arguments(self, world_size: int, mixed_precision: str) -> dict[str, Any]:
+        """Return the FSDP plugin and the mesh."""
+        size, split = self.shard_size, self.section.tp_size
+        arguments: dict[str, Any] = {"fsdp_plugin": fsdp_plugin(self.section, mixed_precision)} if size > 1 else {}
+        if size < world_size:
+            arguments["parallelism_config"] = ParallelismConfig(
+                dp_replicate_size=world_size // (size * split), dp_shard_size=size, tp_size=split, cp_size=1, sp_size=1
+            )
+        return arguments
+
+    @property
+    def shard_size(self) -> int:
+        """Processes that share one copy of the model, or of a neighbour's share of it."""
+        return self.choice.value
+
+    @property
+    def num_copies(self) -> int:
+        """Processes that hold the same shards (HSDP); 1 with plain sharding."""
+        config = self.accelerator.parallelism_config
+        is_hsdp = config is not None and self.accelerator.is_fsdp2 and self.dims.tp_size == 1
+        return int(config.dp_replicate_size) if is_hsdp else 1
+
+    def copies_group(self) -> dist.ProcessGroup | None:
+        """Return the group of those processes."""
+        return self.accelerator.torch_device_mesh["dp_replicate"].get_group()
+
+    def independent_modules(self) -> list[nn.Module]:
+        """Return the blocks, whose forward computes by itself between FSDP2's own hooks."""
+        blocks: list[nn.Module] = [each for each in list(self.inner.modules())[1:] if isinstance(each, FSDPModule)]
+        return blocks if blocks and self.dims.num_sharing == 1 else super().independent_modules()
+
+    def build(self, make: Callable[[], nn.Module], make_empty: Callable[[], nn.Module]) -> nn.Module:
+        """* Build an empty model, with its weights on the main process alone, so that only there is it ever whole.
+
+        Where that cannot be (a custom task that computes while it builds), every process builds the whole model.
+        """
+        problem, model = "", None
+        try:
+            model = make_empty()
+        except Exception as error:  # whatever a custom task does that tensors without values cannot
+            problem = f"{type(error).__name__}: {error}"
+        if self.accelerator.is_main_process and model is not None:
+            whole = make()
+            self._weights = {**dict(whole.named_buffers()), **whole.state_dict()}
+            expected = {**dict(model.named_buffers()), **model.state_dict()}
+            shapes, other = ({name: each.shape for name, each in found.items()} for found in (self._weights, expected))
+            if shapes != other:
+                problem = "it has other weights without values than with them"
+        if on_main(lambda: problem) or model is None:
+            self._weights = None
+            return make()
+        return model
+
+    def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
+        """* Split and shard the training module in place, and make the optimizer over its shards."""
+        wrapped = shard_model(self.accelerator, inner, self._weights)
+        self._weights = None
+        self.module = inner
+        self.take(inner, make_optimizer)
+        self._saving_group = dist.new_group(backend="gloo")
+        return wrapped
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Reduce the gradients of each micro-batch: whole ones would not fit."""
+        return nullcontext()
+
+    def release_gathered(self) -> None:
+        """Forget gathered weights, or the next forward would use them after the shards have changed."""
+        reshard(self.inner)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """* Gather the weights a tensor at a time, and keep them on the main process."""
+        self.release_gathered()
+        found = {}
+        for name, tensor in model_tensors(self.inner.model).items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.accelerator.is_main_process:
+                found[name] = whole.cpu()
+        return found
+
+    def snapshot(self) -> Snapshot:
+        """* Copy this process's shards; the files of all processes make the checkpoint."""
+        tensors = {f"model/{name}": tensor for name, tensor in model_tensors(self.inner.model).items()}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(self.optimizer).items()}
+        if self.average is not None:
+            tensors |= {f"average/{name}": tensor for name, tensor in self.average.tensors().items()}
+        return Snapshot({}, ShardWriter(tensors, self._saving_group))
 
 
 def _choose_groups(section: Parallel, world_size: int) -> Choice[int]:
-    split = section.tp_size
-    if world_size % split:
-        raise ValueError(
-            f"parallel.tp_size={split} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; use "
-            f"{', '.join(map(str, divisors(world_size)))}, or run on {split} or {2 * split} processes"
-        )
-    groups = world_size // split
+    size = section.tp_size
+    check_divides("tp_size", size, world_size)
+    groups = world_size // size
     if section.dp_shard_size not in ("auto", groups):
         raise ValueError(
-            f"parallel.dp_shard_size={section.dp_shard_size} x parallel.tp_size={split} is not the number of processes, "
+            f"parallel.dp_shard_size={section.dp_shard_size} x parallel.tp_size={size} is not the number of processes, "
             f"{world_size}; several copies of a model whose layers are split are not supported: leave dp_shard_size at auto"
         )
-    reason = f"tensor parallelism: layers are split over {split} neighbours, which read the same samples"
+    reason = f"tensor parallelism: layers are split over groups of {size} processes, which read the same samples"
     return Choice(groups, reason if groups == 1 else f"{reason}; fsdp2 over {groups} such groups")
-
-
-def processes_on_machine(world_size: int) -> int:
-    """Of this run, by what the launcher says; all of them where it says nothing."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(said) if said.isdigit() and int(said) > 0 else world_size
-
-
-def across_machines(section: Parallel, processes_on_machine: int) -> str | None:
-    """What to know where neighbours that split layers are on several machines; None where they are on one."""
-    if section.tp_size == 1 or processes_on_machine % section.tp_size == 0:
-        return None
-    return (
-        f"parallel.tp_size={section.tp_size} reaches over machines of {processes_on_machine} processes, and each layer waits for the "
-        f"network several times; use {', '.join(map(str, divisors(processes_on_machine)))}"
-    )
-
-
-def sharding_plugins(section: Parallel, shard_size: int, world_size: int, mixed_precision: str) -> dict[str, Any]:
-    """What the Accelerator is told of it, by its own names; nothing where every process holds the whole model."""
-    split = section.tp_size
-    plugins: dict[str, Any] = {}
-    if section.strategy != "fsdp2":
-        return plugins
-    if shard_size > 1:
-        plugins["fsdp_plugin"] = fsdp_plugin(section, mixed_precision)
-    if shard_size < world_size and (split > 1 or shard_size > 1):
-        copies = world_size // (shard_size * split)
-        plugins["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=copies, dp_shard_size=shard_size, tp_size=split, cp_size=1, sp_size=1
-        )
-    return plugins
 
 
 def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataParallelPlugin:
@@ -121,49 +190,10 @@ def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataPara
     )
 
 
-def precision_when_gathered(section: Parallel, shard_size: int, precision: Choice[str]) -> Choice[str]:
-    """Return the precision, whose reason says what FSDP2 makes of it."""
-    if section.strategy != "fsdp2" or shard_size == 1 or precision.value == "no":
-        return precision
-    said = (
-        f"fsdp2 gathers weights in {precision.value}, half of what fp32 would send; embeddings and norms compute with them, which ddp "
-        "keeps in fp32: losses are 3 to 9 times as far from those of fp32 (small GPT-2; a model with batch norm is gathered in fp32)"
-    )
-    return replace(precision, reason=f"{precision.reason}; {said}")
-
-
 def allow_sharding(device: torch.device) -> None:
     """Let Accelerate take its FSDP plugin, or a mesh, on a CPU as well, where it would quietly use DDP; before the Accelerator is built."""
     if device.type == "cpu":
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def build_for_sharding(
-    accelerator: Accelerator, build: Callable[[], nn.Module], build_empty: Callable[[], nn.Module]
-) -> tuple[nn.Module, Mapping[str, Tensor] | None]:
-    """A model without weights on every process, and the weights and buffers on the main one; so only there is it ever whole.
-
-    `build` is as for a run on one process, `build_empty` makes the same on the meta device. Where that cannot be (a task of
-    one's own that computes while it builds), every process builds the whole model, and the weights are None.
-    """
-    weights: dict[str, Tensor] | None = None
-    problem: str | None = None
-    model = None
-    try:
-        model = build_empty()
-    except Exception as error:  # whatever a task of one's own does that tensors without values cannot
-        problem = f"{type(error).__name__}: {error}"
-    if accelerator.is_main_process and model is not None:
-        whole = build()
-        weights = {**dict(whole.named_buffers()), **whole.state_dict()}
-        expected = {**dict(model.named_buffers()), **model.state_dict()}
-        if {name: value.shape for name, value in weights.items()} != {name: v.shape for name, v in expected.items()}:
-            problem = "it has other weights without values than with them"
-    told = [problem]
-    broadcast_object_list(told)
-    if model is None or told[0] is not None:
-        return build(), None
-    return model, weights
+        PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None) -> Choice[str]:
@@ -174,7 +204,7 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
     """
     tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
     split = None
-    if data_group(accelerator).num_alike > 1:
+    if parallel_dims(accelerator).tp_size > 1:
         if not is_empty:
             inner.to(accelerator.device)
         split = split_layers(inner.model, accelerator.torch_device_mesh["tp"])
@@ -205,8 +235,8 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
         # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
         fsdp2_prepare_model(accelerator, inner)
     first = next(inner.parameters())
-    if isinstance(first, DTensor) and data_group(accelerator).num_alike > 1:
-        first.device_mesh._flatten()  # so that the gradient norm is one collective, not two
+    if isinstance(first, DTensor) and parallel_dims(accelerator).tp_size > 1:
+        flatten_mesh(first)  # so that the gradient norm is one collective, not two
         # Gathering the whole of a weight at the end takes two, and is as meant.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not blocks:
@@ -218,7 +248,7 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
 def _fill(
     accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, tied: Sequence[Sequence[str]]
 ) -> None:
-    """Storage for what is on the meta device, and the main process's values in it: a parameter at a time over the wire."""
+    """Give storage to what is on the meta device, and send the main process's values, one parameter at a time."""
     offloads = accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     inner.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
     tie(inner, tied)
@@ -237,14 +267,7 @@ def _fill(
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of gathered weights: before weights are changed outside of a step, or the next forward would use the old ones."""
+    """Release gathered weights before weights change outside of a step, or the next forward would use the old ones."""
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
-
-
-def forget_broken_pass(root: FSDPModule) -> None:
-    """Let FSDP2 begin a forward, whatever became of the one before; before torch 2.13 it can where that one ended."""
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-    reshard(root)  # type: ignore[arg-type]

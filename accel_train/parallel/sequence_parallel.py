@@ -9,9 +9,9 @@ DeepSpeed's engine and its data loader are not used, nor is its registration: th
 own `sdpa`, for everything else in the process as well.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,88 +20,78 @@ from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 from torch import Tensor, nn
 
-from accel_train.batching import divisors
-from accel_train.data_group import data_group
-from accel_train.model_check import pretrained_config
-from accel_train.precision import COLLECTIVE_TIMEOUT_SECONDS
-from accel_train.recipe import Parallel, Recipe
-from accel_train.sharding import processes_on_machine
-from accel_train.state import Choice
-from accel_train.task import TASKS, Task
-from accel_train.zero import import_deepspeed
+from accel_train.data.batch_sizes import divisors
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.parallel.dims import ParallelDims, parallel_dims
+from accel_train.parallel.zero import import_deepspeed
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS
+from accel_train.task import TaskData
 
-BY_POSITION = "loss_is_by_position"
-"""What a task of one's own says that may have its sequences split: its loss is a sum over positions, of each one's logits and label."""
-
+SPLIT = ("input_ids", "labels")
 ROPES_OF_EACH_POSITION = ("default", "linear", "yarn", "llama3")
 """Rotary embeddings by transformers' names that turn a position the same way whatever else is in the batch."""
 
 
-def check_sequence_parallel(recipe: Recipe, task: Task) -> None:
-    """Refuse what cannot be trained on slices of sequences, before data is read or a model is built.
+@dataclass(frozen=True)
+class Slices:
+    """A task's collate, of whose batches one slice is kept."""
+
+    collate: Callable[[Sequence[Any]], dict[str, Any]]
+    """Samples -> whole sequences."""
+    part: int
+    num_parts: int
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return this process's slice of the batch, with the slice's own `num_targets`."""
+        batch = slice_of(self.collate(rows), self.part, self.num_parts)
+        return {**batch, "num_targets": int((batch["labels"] != IGNORED_LABEL).sum())}
+
+
+def in_slices(data: TaskData, group: ParallelDims) -> TaskData:
+    """Return the data with only this process's slice of each sequence: all of it, where nobody shares them.
 
     Raises:
-        ValueError: names the setting, why, and what to do.
+        ValueError: it comes in batches of its own.
     """
-    size = recipe.parallel.sp_size
-    if size == 1:
-        return
-    for what, remedy in _refused(recipe, task):
-        raise ValueError(f"parallel.sp_size={size} {what}; {remedy}")
-    if recipe.task not in TASKS:
-        return  # its model tells (`check_model`)
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from accel_train.causal_attention import choose_attention
-
-    fields = dict(recipe.model.config or {})
-    config = pretrained_config(recipe) if not fields else CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else the task says that it is no language model
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        attention = choose_attention("auto", model_class, config, recipe.data.sequence_length)
-        _check_attention(config, attention.value, attention.reason, size)
+    num_parts = group.sp_size
+    if num_parts == 1:
+        return data
+    if data.step_batches is not None:
+        raise ValueError(f"parallel.sp_size={num_parts}: this data comes in batches of its own; set it to 1")
+    return replace(data, collate=Slices(data.collate, group.slice_index, num_parts))
 
 
-def _refused(recipe: Recipe, task: Task) -> Iterator[tuple[str, str]]:
-    """What is asked and cannot be had, and what to do."""
-    size, data, off = recipe.parallel.sp_size, recipe.data, "or set parallel.sp_size to 1"
-    if recipe.task in TASKS and recipe.task != "causal-lm":
-        yield f"is for causal-lm, and task is {recipe.task}", "set it to 1"
-    if not _is_by_position(task):
-        said = f"needs a loss that is a sum over positions, which {recipe.task} does not say of its own"
-        yield said, f"set {BY_POSITION} = True in the class that defines it where that is so, {off}"
-    if data.format != "text":
-        yield f"is for text, and data.format is {data.format}, whose rows share windows under a mask", "set it to 1"
-    if data.mask_documents:
-        why = "does not go with data.mask_documents: attention over slices takes no mask"
-        yield why, f"leave that out, {off}"
-    if data.sequence_length % size:
-        nearest = data.sequence_length // size * size
-        fitting = " or ".join(str(length) for length in (nearest, nearest + size) if length)
-        yield f"does not divide data.sequence_length={data.sequence_length}", f"use {fitting} tokens, {off}"
-    if recipe.model.attn_implementation != "auto":
-        asked = recipe.model.attn_implementation
-        yield f"attends by causal SDPA, and model.attn_implementation is {asked}", f"set that to auto, {off}"
-    if recipe.precision.compile is not False:
-        why = "does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled"
-        yield why, f"leave that out, {off}"
-    if find_spec("deepspeed") is None:
-        yield "needs the package deepspeed", "install it: pip install 'accel-train[deepspeed]'"
+def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, Any]:
+    """Slice `part` (from 0) of `num_parts` equal ones: `input_ids`, `labels` and their `position_ids`, (B, T / num_parts) each.
+
+    labels[:, t] is the token after input t, in the whole batch already: so the last target of a slice is the first input of the
+    next one, and none is lost between them.
+
+    Raises:
+        ValueError: there is more in the batch than a plain language model reads, or its length does not divide.
+    """
+    others = sorted(name for name in batch if name not in (*SPLIT, "num_targets"))
+    if others or any(name not in batch for name in SPLIT):
+        raise ValueError(
+            f"parallel.sp_size={num_parts} splits batches of input_ids and labels, and these have {', '.join(sorted(batch))}; set "
+            "it to 1"
+        )
+    num_samples, length = batch["input_ids"].shape
+    if length % num_parts:
+        raise ValueError(f"parallel.sp_size={num_parts} does not divide a batch of {length} tokens; set it to 1")
+    begin, end = part * length // num_parts, (part + 1) * length // num_parts
+    own: dict[str, Any] = {name: batch[name][:, begin:end].contiguous() for name in SPLIT}
+    own["position_ids"] = torch.arange(begin, end).repeat(num_samples, 1)
+    return own
 
 
-def _is_by_position(task: Task) -> bool:
-    """Whether the class whose loss it is says so itself: one that puts another in its place has not been asked."""
-    classes = type(task).__mro__
-    for method in ("loss_sum", "evaluate_batch"):
-        defined = next((number for number, each in enumerate(classes) if method in vars(each)), 0)
-        said = (vars(each)[BY_POSITION] for each in classes[: defined + 1] if BY_POSITION in vars(each))
-        if next(said, False) is not True:
-            return False
-    return True
+def check_attention(config: Any, attention: str, reason: str, size: int) -> None:
+    """Refuse a model whose attention over slices would differ from that over the whole.
 
-
-def _check_attention(config: Any, attention: str, reason: str, size: int) -> None:
-    from accel_train.causal_attention import CAUSAL_SDPA
+    Raises:
+        ValueError: it has another attention, rotary embeddings that look further, or heads that do not divide.
+    """
+    from accel_train.model.kernels.attention import CAUSAL_SDPA
 
     text = config.get_text_config()
     if attention != CAUSAL_SDPA:
@@ -127,7 +117,7 @@ def _check_attention(config: Any, attention: str, reason: str, size: int) -> Non
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Of a model's `rope_parameters`, which may be one set or one for each kind of layer."""
+    """Yield the types in a model's `rope_parameters`, which may be one set or one for each kind of layer."""
     if "rope_type" in parameters:
         yield str(parameters["rope_type"])
     for each in parameters.values():
@@ -148,33 +138,11 @@ def check_model(model: nn.Module, size: int) -> None:
             "set it to 1"
         )
     attention = config._attn_implementation
-    _check_attention(config, attention, f"that of {type(model).__name__} is {attention}", size)
-
-
-def choose_sequences(section: Parallel, world_size: int, on_machine: int | None = None) -> Choice[int]:
-    """Processes that split each sequence, with what that means; a machine has `on_machine` of them, or what the launcher says.
-
-    Raises:
-        ValueError: the number of processes is no multiple of them.
-    """
-    size = section.sp_size
-    if world_size % size:
-        raise ValueError(
-            f"parallel.sp_size={size} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; use "
-            f"{', '.join(map(str, divisors(world_size)))}, or run on {size} or {2 * size} processes"
-        )
-    reason = f"{size} neighbours read the same samples, each has a slice of every sequence, and DeepSpeed's attention joins them"
-    on_machine = on_machine or processes_on_machine(world_size)
-    if on_machine % size:
-        reason += (
-            f"; they reach over machines of {on_machine} processes, and each layer waits for the network several times: "
-            f"use {', '.join(map(str, divisors(on_machine)))}"
-        )
-    return Choice(size, reason)
+    check_attention(config, attention, f"that of {type(model).__name__} is {attention}", size)
 
 
 def tell_accelerator(accelerator: Accelerator, size: int) -> None:
-    """Let Accelerate's ParallelismConfig say how many processes split each sequence, so that whoever asks finds it there.
+    """Let Accelerate's ParallelismConfig say how many processes split each sequence, so that others find it there.
 
     Once it is built: on a CPU Accelerate knows no ParallelismConfig without FSDP2, and one with sequences in it makes no mesh,
     which copies of a sharded model need.
@@ -189,13 +157,13 @@ def tell_accelerator(accelerator: Accelerator, size: int) -> None:
 
 
 def attend_over_slices(accelerator: Accelerator, model: nn.Module) -> None:
-    """From now on the model attends together with those that have the other slices of its sequences, if there are any; all
+    """Let the model attend together with the processes that have the other slices of its sequences, if there are any; all
     processes call it.
 
     Raises:
         ValueError: as `check_model`.
     """
-    size = data_group(accelerator).num_slices
+    size = parallel_dims(accelerator).sp_size
     if size == 1:
         return
     check_model(model, size)
@@ -203,7 +171,7 @@ def attend_over_slices(accelerator: Accelerator, model: nn.Module) -> None:
     from deepspeed import comm
     from transformers import AttentionInterface
 
-    from accel_train.causal_attention import SEQUENCE_SDPA
+    from accel_train.model.kernels.attention import SEQUENCE_SDPA
 
     comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
@@ -219,13 +187,7 @@ class UlyssesAttention:
         self._of_shape: dict[tuple[int, ...], Any] = {}
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """(B, heads, T / n, head size) of this slice -> (B, T / n, heads, head size), causal over all T positions."""
         assert attention_mask is None, "an attention of this name is given no mask"
@@ -245,7 +207,7 @@ class UlyssesAttention:
         if shape not in self._of_shape:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-            from accel_train.causal_attention import causal_sdpa
+            from accel_train.model.kernels.attention import causal_sdpa
 
             self._of_shape[shape] = UlyssesSPAttentionHF(
                 causal_sdpa,

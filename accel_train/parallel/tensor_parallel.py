@@ -5,7 +5,7 @@ every process holds alike: so the gradient norm, the fused optimizer and a check
 once. (Accelerate 1.15's `prepare` means to do this, by a class that transformers 5.23 no longer has.)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from accel_train.recipe import Recipe
-from accel_train.state import Choice
-from accel_train.task import TASKS
+from accel_train.core.state import Choice
+from accel_train.data.batch_sizes import divisors
 
 ROWS, COLUMNS, WHOLE = 0, -1, None
 STYLES: dict[str, int | None] = {
@@ -32,45 +31,12 @@ SUMMED = "replicated_with_grad_allreduce"
 MODELS = "llama, mistral, qwen2, qwen3, gemma and gpt_neox are some that can"
 
 
-def check_tensor_parallel(recipe: Recipe) -> None:
-    """Refuse what tensor parallelism cannot train, before data is read or a model is built.
+def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
+    """Refuse a model that its plan does not split over `size` processes.
 
     Raises:
-        ValueError: the model has no plan, or heads that do not divide; or it is asked for with what it does not go with.
+        ValueError: it has no plan, one with other styles, or heads that do not divide.
     """
-    size = recipe.parallel.tp_size
-    if size == 1:
-        return
-    untested = "it is not tested to train as one process does"
-    for name, is_set, why in (
-        ("model.lora", recipe.model.lora is not None, "adapters are plain tensors, which cannot be multiplied with layers that are split"),
-        ("precision.compile", recipe.precision.compile is not False, f"split layers swap their weights in each forward, and {untested}"),
-        ("parallel.cpu_offload", recipe.parallel.cpu_offload, untested),
-    ):  # fmt: skip
-        if is_set:
-            raise ValueError(f"parallel.tp_size={size} does not go with {name}: {why}; leave one of them out")
-    try:
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"parallel.tp_size={size} needs a newer transformers ({error}); it is known to work with 5.23"
-        ) from error
-    if recipe.task not in TASKS:
-        return  # a task of one's own: its model tells (`styles_of`)
-    if recipe.task != "causal-lm":
-        raise ValueError(f"parallel.tp_size={size} is for causal-lm, and task is {recipe.task}; set it to 1")
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from accel_train.model_check import pretrained_config
-
-    fields = dict(recipe.model.config or {})
-    config = pretrained_config(recipe) if not fields else CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else the task says that it is no language model
-        of_head = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_tp_plan", None) or {}
-        _check_plan(config, {**(config.base_model_tp_plan or {}), **of_head} if config.base_model_tp_plan else {}, size)
-
-
-def _check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
     text = config.get_text_config()
     if not plan:
         raise ValueError(
@@ -88,16 +54,12 @@ def _check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
         if isinstance(heads, int) and heads % size:
             raise ValueError(
                 f"parallel.tp_size={size} does not divide the {heads} {text.attribute_map.get(name, name)} of "
-                f"{text.model_type}, and heads are not cut; use {_divisors_in_words(heads)}"
+                f"{text.model_type}, and heads are not cut; use {', '.join(map(str, divisors(heads)))}"
             )
 
 
-def _divisors_in_words(number: int) -> str:
-    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
-
-
 def styles_of(model: nn.Module, size: int) -> dict[str, str]:
-    """The style of each module and parameter that the model's plan names, by its full name.
+    """Return the style of each module and parameter that the model's plan names, by its full name.
 
     Raises:
         ValueError: it has no plan, one with styles or heads that do not fit, or ties a weight that is split to one that is not.
@@ -110,7 +72,7 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
             f"parallel.tp_size={size}: {type(model).__name__} is no model of transformers, which say how they are split; "
             "set it to 1"
         )
-    _check_plan(config, plan or {}, size)
+    check_plan(config, plan or {}, size)
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     found: dict[str, str] = expand(plan)
     for first, *others in tied_names(model):
@@ -124,7 +86,7 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -153,14 +115,12 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
     tie(model, tied)
     for name, module in model.named_modules():
         _hold_alike(module, mesh, is_summed=styles.get(name) == SUMMED)
-    count = sum(isinstance(parameter, DTensor) and _is_split(parameter) for parameter in model.parameters())
+    held = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    count = sum(not all(each.is_replicate() for each in parameter.placements) for parameter in held)
     return Choice(
-        str(mesh.size()), f"{count} weights are split over {mesh.size()} neighbours, the rest is held by each"
+        str(mesh.size()),
+        f"{count} weights are split over groups of {mesh.size()} processes, each process holds the rest",
     )
-
-
-def _is_split(parameter: DTensor) -> bool:
-    return not all(isinstance(placement, Replicate) for placement in parameter.placements)
 
 
 def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None:
@@ -172,23 +132,18 @@ def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None
         alike = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
         module.register_parameter(name, nn.Parameter(alike, requires_grad=parameter.requires_grad))
     forward, of_gradient = module.forward, [Partial() if is_summed else Replicate()]
-    module.forward = _with_plain(module, tuple(whole), forward, of_gradient)
 
-
-def _with_plain(
-    module: nn.Module, names: Sequence[str], forward: Callable[..., Any], of_gradient: Sequence[Any]
-) -> Callable[..., Any]:
     def with_plain(*args: Any, **kwargs: Any) -> Any:
-        held = {name: module._parameters[name] for name in names}  # FSDP has put there what it gathered
-        for name, parameter in held.items():
-            if isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local(grad_placements=of_gradient)
+        held = {name: getattr(module, name) for name in whole}  # FSDP has put there what it gathered
+        plain = {n: p.to_local(grad_placements=of_gradient) for n, p in held.items() if isinstance(p, DTensor)}
+        vars(module).update(plain)  # an attribute of the object itself is found before a parameter
         try:
             return forward(*args, **kwargs)
         finally:
-            module._parameters.update(held)
+            for name in plain:
+                del vars(module)[name]
 
-    return with_plain
+    module.forward = with_plain
 
 
 def keep_gradients_in_parts(model: nn.Module) -> None:
@@ -210,7 +165,7 @@ def _like_its_weight(parameter: torch.Tensor) -> None:
 
 
 def part_shapes(model: nn.Module, size: int) -> dict[int, torch.Size]:
-    """What the first of `size` neighbours holds of each parameter, by its id: the largest part, where they are unequal.
+    """Return the shape that the first of `size` neighbours holds of each parameter, by its id: the largest shard.
 
     Raises:
         ValueError: as `styles_of`.

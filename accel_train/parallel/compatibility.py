@@ -1,0 +1,120 @@
+"""Settings that do not go together: settings that are refused before data is read or a model is built."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from accel_train.model.pretrained import pretrained_config
+from accel_train.recipe.schema import Recipe
+from accel_train.task import TASKS, Task
+
+BY_POSITION = "loss_is_by_position"
+"""Set by a custom task whose sequences may be split: its loss is a sum over positions, of each one's logits and label."""
+UNTESTED = "it is not tested to train as one process does"
+SP_OFF = "or set parallel.sp_size to 1"
+UNDER_ZERO = "cannot be had with parallel.strategy deepspeed"
+ELSEWHERE = "parallel.strategy fsdp2 or ddp"
+UNDER_DEEPSPEED = ("adamw", "adam", "sgd")
+INSTALL = "install it: pip install 'accel-train[deepspeed]'"
+
+
+class Asked(NamedTuple):
+    """A recipe, its task, and the precision that it comes to."""
+
+    recipe: Recipe
+    task: Task
+    precision: str
+
+    @property
+    def is_other_task(self) -> bool:
+        """The task is one of this package, and no language model."""
+        return self.recipe.task in TASKS and self.recipe.task != "causal-lm"
+
+
+# What `parallel.tp_size`, `parallel.sp_size` above 1 or `parallel.strategy: deepspeed` does not go with: when, why, what to do.
+CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
+    ("tp_size", lambda asked: asked.recipe.model.lora is not None, "does not go with model.lora: adapters are plain tensors, which cannot be multiplied with layers that are split; leave one of them out"),
+    ("tp_size", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: split layers swap their weights in each forward, and {UNTESTED}; leave one of them out"),
+    ("tp_size", lambda asked: asked.recipe.parallel.cpu_offload, f"does not go with parallel.cpu_offload: {UNTESTED}; leave one of them out"),
+    ("tp_size", lambda _: not _is_installed("transformers.distributed.tensor_parallel"), "needs a newer transformers; it is known to work with 5.23"),
+    ("tp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
+    ("tp_size", lambda asked: asked.recipe.loss.chunked is True, "does not go with loss.chunked: the output layer is split over processes; set that to auto, or parallel.tp_size to 1"),
+    ("sp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
+    ("sp_size", lambda asked: not is_by_position(asked.task), f"needs a loss that is a sum over positions, which {{recipe.task}} does not say of its own; set {BY_POSITION} = True in the class that defines it where that is so, {SP_OFF}"),
+    ("sp_size", lambda asked: asked.recipe.data.format != "text", "is for text, and data.format is {recipe.data.format}, whose rows share windows under a mask; set it to 1"),
+    ("sp_size", lambda asked: asked.recipe.data.mask_documents, f"does not go with data.mask_documents: attention over slices takes no mask; leave that out, {SP_OFF}"),
+    ("sp_size", lambda asked: asked.recipe.data.sequence_length % asked.recipe.parallel.sp_size != 0, f"does not divide data.sequence_length={{recipe.data.sequence_length}}; use {{lengths}} tokens, {SP_OFF}"),
+    ("sp_size", lambda asked: asked.recipe.model.attn_implementation != "auto", f"attends by causal SDPA, and model.attn_implementation is {{recipe.model.attn_implementation}}; set that to auto, {SP_OFF}"),
+    ("sp_size", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled; leave that out, {SP_OFF}"),
+    ("sp_size", lambda _: not _is_installed("deepspeed"), f"needs the package deepspeed; {INSTALL}"),
+    ("deepspeed", lambda _: not _is_installed("deepspeed"), f"parallel.strategy deepspeed needs the package deepspeed; {INSTALL}"),
+    ("deepspeed", lambda asked: asked.precision == "fp16", f"precision.mixed_precision fp16 {UNDER_ZERO}: its loss scale is not the guarded one of this program; use bf16 or no, or {ELSEWHERE}"),
+    ("deepspeed", lambda asked: asked.recipe.precision.compile is not False, f"precision.compile {UNDER_ZERO}: its hooks on weights and gradients break the compiled graph; use {ELSEWHERE}"),
+    ("deepspeed", lambda asked: asked.recipe.optimizer.name not in UNDER_DEEPSPEED, f"optimizer.name {{recipe.optimizer.name}} {UNDER_ZERO}: each process holds parts of flattened weights there, and {UNTESTED}; use {', '.join(UNDER_DEEPSPEED)}, or {ELSEWHERE}"),
+    ("deepspeed", lambda asked: asked.recipe.optimizer.ema_decay is not None and asked.recipe.parallel.zero_stage == 3, f"optimizer.ema_decay {UNDER_ZERO}: the average is of full weights, and in zero_stage 3 no process holds them; set parallel.zero_stage to 2, or use {ELSEWHERE}"),
+)  # fmt: skip
+
+
+def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None = None) -> None:
+    """Refuse what cannot be trained together; `mixed_precision` is what the recipe's comes to, where that is known.
+
+    Raises:
+        ValueError: names the setting, why, and what to do.
+    """
+    section, length = recipe.parallel, recipe.data.sequence_length
+    is_on = {
+        "tp_size": section.tp_size > 1,
+        "sp_size": section.sp_size > 1,
+        "deepspeed": section.strategy == "deepspeed",
+    }
+    asked = Asked(recipe, task, mixed_precision or recipe.precision.mixed_precision)
+    shorter = length - length % section.sp_size
+    lengths = " or ".join(str(each) for each in (shorter, shorter + section.sp_size) if each)
+    for part, refuses, text in CONFLICTS:
+        if is_on[part] and refuses(asked):
+            setting = "" if part == "deepspeed" else f"parallel.{part}={getattr(section, part)} "
+            raise ValueError(setting + text.format(recipe=recipe, lengths=lengths))
+    if recipe.task == "causal-lm" and section.num_sharing > 1:
+        _check_language_model(recipe)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # a package around it is missing
+        return False
+
+
+def is_by_position(task: Task) -> bool:
+    """Return whether the class that defines the task's loss says itself that it is a sum over positions."""
+    classes = type(task).__mro__
+    for method in ("loss_sum", "evaluate_batch"):
+        defined = next((number for number, each in enumerate(classes) if method in vars(each)), 0)
+        said = (vars(each)[BY_POSITION] for each in classes[: defined + 1] if BY_POSITION in vars(each))
+        if next(said, False) is not True:
+            return False
+    return True
+
+
+def _check_language_model(recipe: Recipe) -> None:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from accel_train.model.kernels.attention import choose_attention
+    from accel_train.parallel.sequence_parallel import check_attention
+    from accel_train.parallel.tensor_parallel import check_plan
+
+    fields = dict(recipe.model.config or {})
+    config: Any = pretrained_config(recipe) if not fields else CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return  # the task says that it is no language model
+    model_class, section = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], recipe.parallel
+    if section.tp_size > 1:
+        of_head = getattr(model_class, "_tp_plan", None) or {}
+        check_plan(
+            config,
+            {**(config.base_model_tp_plan or {}), **of_head} if config.base_model_tp_plan else {},
+            section.tp_size,
+        )
+    if section.sp_size > 1:
+        attention = choose_attention("auto", model_class, config, recipe.data.sequence_length)
+        check_attention(config, attention.value, attention.reason, section.sp_size)
