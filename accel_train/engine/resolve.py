@@ -1,7 +1,6 @@
-"""What follows from a recipe and its data before anything is built: the same for a run and for its plan."""
+"""Check a recipe, and find steps and data order before anything is built: the same for a run and for its plan."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,35 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from accel_train.batching import BatchSizes, scale_learning_rate
-from accel_train.data.tokenizers import check_tokenizer
-from accel_train.freezing import freeze
-from accel_train.model_check import check_model_config, pretrained_config
+from accel_train.core.state import Choice
+from accel_train.data.batch_sizes import BatchSizes
+from accel_train.data.order import DataOrder
+from accel_train.data.text.tokenizers import check_tokenizer
+from accel_train.model.activation_checkpointing import checkpoint_activations
+from accel_train.model.freeze import freeze
+from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
 from accel_train.observe.trackers import check_tracker_names
-from accel_train.recipe import Recipe
-from accel_train.sampling import DataOrder
-from accel_train.schedule import StepPlan, resolve_steps
-from accel_train.sequence_parallel import check_sequence_parallel
-from accel_train.state import Choice
+from accel_train.optim.schedule import StepPlan, resolve_steps
+from accel_train.parallel.compatibility import check_compatibility
+from accel_train.recipe.schema import Recipe
+from accel_train.recipe.writer import who_set
 from accel_train.task import TASKS, Task, TaskData, load_task
-from accel_train.tensor_parallel import check_tensor_parallel
 
 MOST_READS_PER_STEP = 100
 """A step may take several passes over very few samples; far more is a slip, and the memory for their order alone runs out."""
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """How long a run is, how fast it learns, and in which order it reads."""
-
-    steps: StepPlan
-    learning_rate: Choice[float]
-    """The peak, after scaling; the reason is the formula with its numbers."""
-    order: DataOrder
-
-
 def check_recipe(recipe: Recipe) -> Task:
-    """The recipe's task, after what can be wrong with a recipe before its data is read.
+    """Return the recipe's task, after checking what can be wrong with a recipe before its data is read.
 
     Raises:
         ValueError: no such task, a field that its model does not know, a package that is not installed.
@@ -54,8 +44,9 @@ def check_recipe(recipe: Recipe) -> Task:
         raise ValueError(
             f"data.{column} is none, so there is nothing to learn from; it is for `accel-train predict` alone"
         )
-    check_tensor_parallel(recipe)
-    check_sequence_parallel(recipe, task)
+    if recipe.loss.chunked is True and recipe.task in TASKS and recipe.task != "causal-lm":
+        raise ValueError(f"loss.chunked=True is for causal-lm, and task is {recipe.task}; set it to auto")
+    check_compatibility(recipe, task)
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
     check_tracker_names(recipe.log.trackers)
@@ -67,15 +58,13 @@ def check_recipe(recipe: Recipe) -> Task:
 
 
 def resolve_run(
-    recipe: Recipe,
-    data: TaskData,
-    sizes: BatchSizes,
-    epoch_order: Callable[[int], NDArray[np.int64]] | None = None,
-) -> Resolved:
-    """Steps, learning rate and order of a run on this data; `epoch_order` takes the place of our own order.
+    recipe: Recipe, data: TaskData, sizes: BatchSizes, epoch_order: Callable[[int], NDArray[np.int64]] | None = None
+) -> tuple[StepPlan, DataOrder]:
+    """Return how long a run on this data is, and in which order it reads; `epoch_order` takes the place of our own order.
 
     Raises:
-        ValueError: there is nothing to train on, the warmup is longer than the run, or samples have no lengths to group by.
+        ValueError: there is nothing to train on, the warmup or `log.profile_steps` goes beyond the run, or samples have no
+            lengths to group by.
     """
     num_samples = len(data.train)  # type: ignore[arg-type]
     section = recipe.data
@@ -87,31 +76,37 @@ def resolve_run(
     steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size, section.last_batch)
     if section.group_by_length and data.lengths is None:
         raise ValueError(f"data.group_by_length: the samples of {recipe.task} are all of one length; leave it out")
+    profiled = recipe.log.profile_steps
+    if profiled is not None and profiled[1] > steps.max_steps:
+        raise ValueError(
+            f"log.profile_steps={list(profiled)} ({who_set(recipe, 'log.profile_steps')}) ends after step {steps.max_steps}, the last "
+            "of the run; give earlier steps"
+        )
     lengths = data.lengths if section.group_by_length else None
     order = DataOrder(
         num_samples, sizes.global_batch_size, recipe.seed, section.shuffle, section.last_batch, lengths, epoch_order
     )
-    peak = scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes)
-    return Resolved(steps, peak, order)
+    return steps, order
 
 
-def change_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, dict[str, Choice[Any]]]:
-    """The task's model, in training mode, with adapters put in and frozen what the recipe freezes.
+def change_model(recipe: Recipe, task: Task, model: nn.Module) -> tuple[nn.Module, dict[str, Choice[Any]]]:
+    """Return the model in training mode, with checkpointed blocks, adapters and frozen parameters as the recipe says, and the
+    choices made.
 
     Raises:
-        ValueError: a pattern of the recipe matches nothing, or the task built something else.
+        ValueError: a pattern of the recipe matches nothing, the task built something else or refuses the model, or its blocks
+            cannot be checkpointed.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"build_model of task={recipe.task!r} returned {'None' if model is None else f'a {type(model).__name__}'}; return a "
-            "torch.nn.Module on the CPU"
-        )
+        kind = "None" if model is None else f"a {type(model).__name__}"
+        raise ValueError(f"build_model of task={recipe.task!r} returned {kind}; return a torch.nn.Module on the CPU")
     model.train()  # `from_pretrained` hands models over in evaluation mode, without dropout
-    choices: dict[str, Choice[Any]] = {}
+    checkpoint_activations(model, recipe.precision)
+    choices = describe_kernels(recipe, model)
     if recipe.model.lora is not None:
-        from accel_train.lora import add_adapters
+        from accel_train.model.lora import add_adapters
 
         choices["model.lora"] = add_adapters(model, recipe.model.lora)
     if recipe.model.freeze or recipe.model.freeze_batch_norm:
         choices["model.freeze"] = freeze(model, recipe.model)
-    return model, choices
+    return model, choices | task.choices(recipe, model)

@@ -1,0 +1,261 @@
+"""Find the largest micro-batch that fits before the first step; all processes take the same, and it is remembered for the next start.
+
+It is searched for only where the recipe leaves both per_device_batch_size and gradient_accumulation_steps open: the global batch
+stays, and accumulation follows. Each process tries sizes from the largest down, as `accelerate.utils.find_executable_batch_size` does, with
+a real forward and backward of each. Processes communicate before and after, and not in between, so one that runs out of memory
+keeps nobody waiting. A run that has run out of memory remembers a smaller size as well, also where the recipe fixes it.
+"""
+
+import json
+import math
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import Tensor, nn
+
+from accel_train.core.files import make_folders
+from accel_train.core.json_io import json_digest, write_plain_json
+from accel_train.core.state import Choice
+from accel_train.core.version import __version__
+from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
+from accel_train.data.cache import cache_root
+from accel_train.model.isolation import isolated
+from accel_train.model.memory_estimate import largest_samples, state_numel
+from accel_train.model.training_module import TrainingModule
+from accel_train.recipe.schema import Recipe
+from accel_train.runtime.doctor import device_name
+from accel_train.runtime.memory import is_out_of_memory
+from accel_train.task import TaskData
+
+
+class BatchCache:
+    """The micro-batch size for one model, input and device: CACHE/micro_batches/DIGEST.json, which holds the key as well."""
+
+    def __init__(self, folder: Path, key: Mapping[str, Any], share: int) -> None:
+        self.key, self.share = json.loads(json.dumps(key)), share
+        self.path = folder / f"{json_digest(self.key)[:32]}.json"
+
+    def read(self) -> tuple[int, str] | None:
+        """Return samples of a micro-batch, and a sentence on where that comes from; None where nothing usable is remembered."""
+        try:
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            size, reason, found = kept["per_device_batch_size"], str(kept["said"]), str(kept["found"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if kept.get("key") != self.key or type(size) is not int or size < 1 or self.share % size:
+            return None
+        return size, f"found {found[:10]}, {reason}; remembered in {self.path}"
+
+    def write(self, size: int, reason: str) -> str:
+        """Replace what is remembered; return a sentence on whether that worked."""
+        found = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            make_folders(self.path.parent)
+            write_plain_json(
+                self.path, {"per_device_batch_size": size, "said": reason, "found": found, "key": self.key}
+            )
+        except OSError as error:
+            return f"not remembered: {self.path.parent} cannot be written to ({error.strerror})"
+        return f"remembered in {self.path}"
+
+
+def open_batch_cache(
+    recipe: Recipe,
+    inner: nn.Module,
+    sizes: BatchSizes,
+    inputs: Mapping[str, Any] | str,
+    *,
+    mixed_precision: str,
+    device: torch.device,
+    device_bytes: int,
+) -> BatchCache:
+    """Return the cache of this model on this device.
+
+    `inputs` are a micro-batch of the longest sample, where a search is to read one; else the fingerprint of the data.
+    """
+    share = sizes.global_batch_size // sizes.world_size
+    parameters = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in inner.named_parameters()]
+    sections = dict.fromkeys(("task", "model", "loss", "options", "parallel", "batch"), True)
+    fields = {
+        "optimizer": {"name", "options", "momentum", "ema_decay"},
+        "precision": {"gradient_checkpointing", "compile"},
+    }
+    settings = recipe.model_dump(mode="json", include={**sections, **fields})
+    if not isinstance(inputs, str):
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        inputs = {name: [str(value.dtype), *value.shape[1:]] for name, value in tensors.items()}
+    key = {
+        "accel_train": __version__,
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "device_bytes": device_bytes,
+        "model": json_digest([settings, parameters]),
+        "inputs": inputs,
+        "mixed_precision": mixed_precision,
+        "samples_per_process": share,
+        "world_size": sizes.world_size,
+    }
+    return BatchCache(cache_root(recipe.data) / "micro_batches", key, share)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Trial steps on a training module that was just built: on its device, in training mode, neither wrapped nor compiled."""
+
+    recipe: Recipe
+    data: TaskData
+    inner: TrainingModule
+    accelerator: Accelerator
+
+    def collated(self, count: int) -> dict[str, Any]:
+        """Return the micro-batch of so many samples that takes the most memory."""
+        batch = self.data.collate(largest_samples(self.data, self.recipe.seed, count))
+        batch.pop("num_targets")
+        return batch
+
+    def fits(self, count: int) -> bool:
+        """Return whether memory is enough for a forward and backward of so many samples."""
+        device = self.accelerator.device
+        try:
+            batch = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in self.collated(count).items()}
+            with self.accelerator.autocast():
+                loss_sum = self.inner(batch)
+            loss_sum.backward()
+            return True
+        except (RuntimeError, MemoryError) as error:
+            if not (is_out_of_memory(error) or should_reduce_batch_size(error)):
+                raise
+        finally:
+            clear_device_cache(garbage_collection=True)
+        return False
+
+    @contextmanager
+    def as_in_a_step(self, headroom_bytes: int) -> Iterator[None]:
+        """Hold in memory what a step holds besides activations, and the head-room; put gradients, buffers and random numbers back.
+
+        A step holds gradients, the optimizer's moments and averaged weights. DDP's buckets are the gradients
+        (gradient_as_bucket_view).
+        """
+        trained, section = [p for p in self.inner.parameters() if p.requires_grad], self.recipe.optimizer
+        gradients, weight_bytes = [p.grad for p in trained], sum(p.numel() * p.element_size() for p in trained)
+        num_bytes = 4 * state_numel(self.inner.model, section) + headroom_bytes
+        num_bytes += weight_bytes if section.ema_decay is not None else 0
+        with isolated(self.inner, self.accelerator.device):
+            try:
+                for parameter in trained:
+                    parameter.grad = torch.zeros_like(parameter)
+                block = torch.empty(num_bytes, dtype=torch.uint8, device=self.accelerator.device)
+                yield
+                del block
+            finally:
+                for parameter, gradient in zip(trained, gradients, strict=True):
+                    parameter.grad = gradient
+                clear_device_cache(garbage_collection=True)
+
+
+def fit_micro_batch(
+    trials: Trials, sizes: BatchSizes, *, is_empty: bool
+) -> tuple[BatchSizes, dict[str, Choice[Any]], BatchCache | None]:
+    """Return the micro-batch that fits on every process: remembered, fixed by the recipe, or the largest that a search finds;
+    the choice with its reason, where one was made; and the cache, where there is more than one size.
+
+    Nothing is searched where each process has an answer already, or where the module `is_empty` until it is sharded. What any
+    process remembers to have run out of memory with, none of them tries again.
+    """
+    recipe, accelerator, device = trials.recipe, trials.accelerator, trials.accelerator.device
+    share, device_bytes = sizes.global_batch_size // sizes.world_size, memory_limit(device)
+    if trials.data.step_batches is not None or (share == 1 and not is_open(recipe.batch)):
+        return sizes, {}, None
+    if share == 1:
+        return sizes, {"batch.per_device_batch_size": Choice(1, "a process has one sample a step")}, None
+    if is_open(recipe.batch):
+        answer = _answer_without_search(device.type, share, device_bytes, is_empty)
+    else:
+        answer = Choice(sizes.per_device_batch_size, "as the recipe has it")
+    can_search = answer is None
+    cache = open_batch_cache(
+        recipe,
+        trials.inner,
+        sizes,
+        trials.collated(1) if can_search else trials.data.fingerprint,
+        mixed_precision=accelerator.mixed_precision,
+        device=device,
+        device_bytes=device_bytes,
+    )
+    kept = cache.read()
+    if kept is not None and (answer is None or kept[0] < answer.value):
+        answer = Choice(*kept)
+    everywhere = gather(0 if answer is None else answer.value, accelerator)
+    if 0 in everywhere:
+        if can_search:  # what this process remembers is measured again where another has to measure
+            answer = search(trials, share, device_bytes)
+        assert answer is not None, "a process that cannot search knows at once"
+        everywhere = gather(answer.value, accelerator)
+        if can_search:
+            answer = Choice(answer.value, f"{answer.reason}; {cache.write(min(everywhere), answer.reason)}")
+    assert answer is not None, "every process has one"
+    size, reason = min(everywhere), answer.reason
+    if size < answer.value:
+        reason = f"process {everywhere.index(size)} holds no more; here {answer.value}: {reason}"
+    if size != sizes.per_device_batch_size:
+        update = {"global_batch_size": sizes.global_batch_size, "per_device_batch_size": size}
+        batch = recipe.batch.model_copy(update={**update, "gradient_accumulation_steps": "auto"})
+        section = recipe.parallel
+        sizes = resolve_batch(batch, sizes.world_size * section.num_sharing, section.num_sharing, section.shared_by)
+    elif not is_open(recipe.batch):
+        return sizes, {}, cache  # there is nothing to announce
+    accelerator.gradient_accumulation_steps = sizes.gradient_accumulation_steps
+    return sizes, {"batch.per_device_batch_size": Choice(size, reason)}, cache
+
+
+def _answer_without_search(kind: str, share: int, device_bytes: int, is_empty: bool) -> Choice[int] | None:
+    """Return the size that needs no search; None where one is to be searched for."""
+    if not device_bytes:
+        why = f"{kind} has no " + ("limit on its address space (ulimit -v)" if kind == "cpu" else "memory of its own")
+    elif is_empty:
+        why = "processes of a sharded model wait for each other in a forward; where memory runs out, half is taken"
+    else:
+        return None
+    return Choice(share, f"all of a process's samples at once; not searched, for {why}")
+
+
+def gather(number: int, accelerator: Accelerator) -> list[int]:
+    """Return the number of each process, on all of them: one small collective."""
+    numbers: list[int] = accelerator.gather(torch.tensor([number], device=accelerator.device)).tolist()
+    return numbers
+
+
+def memory_limit(device: torch.device) -> int:
+    """Return the bytes of memory beyond which an allocation on this device fails; 0 where there is no such limit.
+
+    On a CPU it is the limit on the address space (RLIMIT_AS, `ulimit -v`). A container's limit is none: the kernel kills.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limit, none = resource.getrlimit(resource.RLIMIT_AS)[0], resource.RLIM_INFINITY
+    return limit if device.type == "cpu" and limit != none else 0
+
+
+def search(trials: Trials, share: int, device_bytes: int) -> Choice[int]:
+    """Return the largest divisor of a process's `share` of a step that fits besides the head-room.
+
+    A single sample is not tried: batch norm refuses it, and there is nothing smaller to take.
+    """
+    headroom, sizes, size = trials.recipe.batch.memory_headroom, divisors(share), 1
+    try:
+        with trials.as_in_a_step(math.ceil(headroom * device_bytes)):
+            size = next((count for count in reversed(sizes[1:]) if trials.fits(count)), 1)
+    except (RuntimeError, MemoryError) as error:  # not even gradients, optimizer and head-room fit
+        if not is_out_of_memory(error):
+            raise
+    rest = "they leave" if size == share else f"{sizes[sizes.index(size) + 1]} would leave less than"
+    free = f"{headroom:.0%} of {device_bytes / 2**30:.1f} GiB free"
+    return Choice(size, f"measured on {device_name(trials.accelerator.device)}: {rest} {free}")

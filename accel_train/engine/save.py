@@ -1,0 +1,196 @@
+"""Save a run, refuse to save broken weights, and report saves that failed on all processes."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_train.checkpoint.contents import trainer_writers
+from accel_train.checkpoint.fingerprint import identity_origins
+from accel_train.checkpoint.health import protected_steps
+from accel_train.checkpoint.store import checkpoint_folders, read_trainer, rotate
+from accel_train.checkpoint.trainer_state import read_state
+from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
+from accel_train.core.state import TrainState
+from accel_train.engine.run import RunContext
+from accel_train.model.tensors import names_not_finite
+from accel_train.parallel.strategy import Strategy
+from accel_train.recipe.schema import Recipe
+from accel_train.runtime.process_group import on_main
+
+SLOW_SECONDS = 1.0
+"""A longer wait for the checkpoint before is an event."""
+LAST_WAIT_SECONDS = 5.0
+"""A run that fails waits that long for the checkpoint being written."""
+
+
+def save_run(run: RunContext, *, wait: bool = False) -> None:
+    """Save a checkpoint of this step, and remove older ones; with `wait` it is published when this returns.
+
+    Else training continues while a thread writes a copy. One save that fails is an event; the second in a row ends the run.
+
+    Raises:
+        CheckpointError: on all processes: with `wait`, it could not be written; or not for the second time in a row. Older
+            checkpoints are untouched.
+    """
+    run.state.train_seconds = run.observer.train_seconds
+    with run.observer.pause(), run.memory.phase("save"):
+        refused = _start_save(run, wait) if run.accelerator.is_main_process or not run.strategy.is_replicated else None
+        report_saves(run)
+        if wait:
+            raise_save_error(run, refused or run.saver.last_error)
+        elif not run.plan.recipe.checkpoint.in_background:
+            raise_save_error(run)
+
+
+def _start_save(run: RunContext, wait: bool) -> CheckpointError | None:
+    """Start a save on each process that writes; return why nothing is saved, if so."""
+    state, saver = run.state, run.saver
+    if problem := weights_problem(run):
+        message = f"step {state.step} is not saved: {problem}"
+        run.observer.on_event("checkpoint_refused", state.step, message)
+        return CheckpointError(f"{message}; the checkpoints before it are good")
+    seconds = saver.wait()  # before anything is copied: there are never two copies
+    report_saves(run)
+    if seconds > SLOW_SECONDS:
+        message = f"training waited {seconds:.1f} s for the checkpoint before, which was still being written"
+        run.observer.on_event("checkpoint_slow", state.step, message, seconds=round(seconds, 3))
+    snapshot = run.strategy.snapshot()
+    run.health.begun(state.step)
+    if run.accelerator.is_main_process:
+        writers = {**trainer_writers(_trainer(run), run.facts.description), **snapshot.files}
+        then = partial(rotate_run, saver.root, run.plan.recipe, state.best_step)
+        saver.save(state.step, writers, then, snapshot.shards)
+    elif snapshot.shards is not None:
+        saver.save(state.step, {}, lambda: None, snapshot.shards)
+    if wait:
+        saver.wait()
+    return None
+
+
+def _trainer(run: RunContext) -> dict[str, Any]:
+    """Return what `trainer.json` holds: counters, loss scale, and what makes it the same run."""
+    scaler, plan, settings = run.accelerator.scaler, run.plan, run.facts.settings
+    return {
+        "state": asdict(run.state),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "identity": dict(plan.identity),
+        "settings": dict(settings.values),
+        "origins": {**settings.origins, **identity_origins(plan.recipe, plan.identity)},
+        "world_size": run.accelerator.num_processes,
+        "torch": torch.__version__,
+    }
+
+
+def restore(strategy: Strategy, folder: Path) -> TrainState:
+    """Read a verified checkpoint into the model, the optimizer and the loss scale; return the counters.
+
+    Raises:
+        ValueError: it was made for another model.
+        CheckpointError: it holds something else than this version writes.
+    """
+    state, scaler = read_state(folder), read_trainer(folder)["scaler"]
+    strategy.check_stored(folder)
+    strategy.restore_weights(folder)
+    strategy.restore_optimizer(folder)
+    if strategy.accelerator.scaler is not None and scaler is not None:
+        strategy.accelerator.scaler.load_state_dict(scaler)
+    return state
+
+
+def rotate_run(root: Path, recipe: Recipe, best_step: int | None) -> None:
+    """Remove checkpoints that are neither among the newest, nor the best, nor protected for a rollback."""
+    protected = {best_step} if recipe.checkpoint.keep_best else set()
+    if recipe.guard.max_rollbacks:
+        protected |= protected_steps(root)
+    rotate(root, recipe.checkpoint.keep, protected)
+
+
+def weights_problem(run: RunContext) -> str | None:
+    """Return why the present weights must not become a checkpoint: one is not finite; the same on all processes."""
+    tensors = run.strategy.local_tensors()
+    if run.strategy.average is not None:
+        tensors |= {f"the average of {name}": tensor for name, tensor in run.strategy.average.tensors().items()}
+    broken = names_not_finite(tensors, across_ranks=not run.strategy.is_replicated)
+    more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+    return f"{broken[0]} is not finite{more}" if broken else None
+
+
+def refuse_nonfinite_model(run: RunContext) -> None:
+    """Refuse to write `model/` from weights that are not finite, or whose last loss is not.
+
+    Raises:
+        TrainingStopped: on all processes; the text names the tensor and what is kept.
+    """
+    found = weights_problem(run)
+    problem = on_main(lambda: found)
+    loss = run.evaluation.scores.get("loss", 0.0)
+    if problem is None and run.plan.extensions.evaluate is None and not math.isfinite(loss):
+        problem = f"the loss of the last evaluation is {loss}, of finite weights"
+    if problem is not None:
+        message = f"{problem}: model/ is not written. {kept_checkpoints(run)}"
+        run.observer.on_event("stop", run.state.step, message)
+        raise TrainingStopped(message)
+
+
+def kept_checkpoints(run: RunContext) -> str:
+    """Return a sentence on the checkpoints of a run that is stopped, once the save under way has ended."""
+    run.saver.wait()
+    kept = checkpoint_folders(run.saver.root)
+    if not kept:
+        return f"There is no checkpoint in {run.plan.output_dir} yet"
+    return f"The checkpoints in {run.plan.output_dir} are from before, {kept[-1].name} is the newest"
+
+
+def report_saves(run: RunContext) -> None:
+    """Report to the observer how saves have ended since the last call."""
+    for step, error, left_undone, seconds in run.saver.take_ended():
+        if error is not None:
+            again = "" if run.saver.failed else "; the next one is tried all the same"
+            run.observer.on_event("checkpoint_failed", step, f"{error}{again}")
+            continue
+        run.observer.on_event("checkpoint", step, f"saved step-{step:08d}", seconds=round(seconds, 6))
+        if left_undone is not None:
+            message = f"step-{step:08d} is saved, but older checkpoints could not be removed ({left_undone})"
+            run.observer.on_event("rotation_failed", step, message)
+
+
+def raise_save_error(run: RunContext, error: CheckpointError | None = None) -> None:
+    """Raise on all processes what keeps the main process from saving: `error`, or else two failures in a row.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    error = on_main(lambda: error or (run.saver.last_error if run.saver.failed else None))
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def saves_finished(run: RunContext) -> Iterator[None]:
+    """Finish the save under way on leaving.
+
+    A run that is interrupted abandons it at once, and one that fails in a way nobody foresaw, after some seconds: what is on
+    the disk is good, and a launcher that waits for this process kills it before long.
+    """
+    try:
+        yield
+        run.saver.wait()
+    except KeyboardInterrupt:
+        run.saver.abandon()
+        raise
+    except (TrainingStopped, Preempted, CheckpointError):
+        run.saver.wait()
+        raise
+    except BaseException:
+        run.saver.wait(LAST_WAIT_SECONDS)
+        run.saver.abandon()
+        raise
+    finally:
+        report_saves(run)
+        run.health.tag()

@@ -1,0 +1,65 @@
+"""The forward and backward of a step, and its random numbers. Nothing here waits for the device."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from accel_train.engine.agreement import Agreement, number_on_host
+from accel_train.parallel.strategy import Strategy
+
+MicroBatch = tuple[Mapping[str, Tensor], int]
+"""Tensors by name on the device, and how many targets they hold on this process."""
+
+
+def forward_backward(
+    strategy: Strategy, micro_batches: Sequence[MicroBatch], agreement: Agreement, *, reduce: bool = True
+) -> Tensor:
+    """Accumulate the gradient of (loss sum / targets of the global batch); return this process's loss sum, detached.
+
+    The division is done once, by the count over all processes and micro-batches, so the gradient does not depend on how
+    the global batch was cut. A loss that is not finite sends NaN backward: the gradient norm, which all processes share,
+    then shows it to all of them. Without `reduce` each process keeps its gradients, which are reduced later.
+    """
+    loss_sums = []
+    last = len(micro_batches) - 1
+    for index, (batch, num_targets) in enumerate(micro_batches):
+        with strategy.accumulating(reduce and index == last):
+            loss_sum = strategy.module(batch)
+            detached = loss_sum.detach()
+            if index == 0:
+                share = agreement.share_of_a_target()
+                if strategy.accelerator.scaler is not None:
+                    share = strategy.accelerator.scaler.scale(share)
+            if num_targets == 0:  # there to keep the processes together, or without a label: it weighs nothing
+                loss_sum.backward(0 * share)
+                detached = torch.zeros_like(detached)
+            else:
+                loss_sum.backward(_weight(share, detached))
+            loss_sums.append(detached)
+    return loss_sums[0] if last == 0 else torch.stack(loss_sums).sum()
+
+
+def _weight(share: Tensor, loss: Tensor) -> Tensor:
+    """Return the weight of a loss in the gradient: its share, or NaN where the loss is not finite."""
+    # No operators where the host has the number.
+    if type(loss) is Tensor and loss.device.type == "cpu" and math.isfinite(number_on_host(loss)):
+        return share
+    return share + (loss - loss)  # x - x is 0, or NaN where x is not finite
+
+
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
+    """Make the random numbers of a step (dropout) a function of seed, step and process.
+
+    So a checkpoint needs no generator states, a resume repeats the same dropout, and an evaluation or a text sample in
+    between changes nothing. The mixing is splitmix64's (Steele, Lea & Flood 2014). The default generators are seeded
+    directly, because `torch.manual_seed` asks every backend there is.
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    torch.default_generator.manual_seed(mixed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(mixed)
