@@ -1,0 +1,239 @@
+"""Recompute one process's share of a bad step: does it happen again, with which samples, in which module.
+
+It changes nothing of the run: pending gradients, buffers and random numbers stay as they are.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_train.engine.step import MicroBatch, seed_step
+from accel_train.model.isolation import RandomState, isolated
+from accel_train.model.tensors import names_not_finite
+from accel_train.model.training_module import TrainingModule
+from accel_train.recovery.module_watch import ModuleWatch
+from accel_train.recovery.recompute import DiagnosisRequest, Outcome, Recomputation, SamplesOf
+from accel_train.runtime.doctor import device_name
+from accel_train.task import TaskData
+
+MAX_LISTED = 50
+"""Limit of samples, parameters and so on that are named; more are only counted."""
+MAX_ORIGINS = 10
+TOP = 10
+
+
+@dataclass
+class Finding:
+    """The result of one process's diagnosis; filled as far as it got."""
+
+    rank: int
+    device: str
+    happens_again: bool | None = None
+    """None where it was not recomputed, and for spikes, where only all processes together can tell."""
+    place: str | None = None
+    """Origin of the first number that is not finite: `weights`, `batch`, `module`, `loss` or `gradient`."""
+    micro_batch: int | None = None  # the first bad one, from 0
+    samples: list[int] = field(default_factory=list)
+    """The first `MAX_LISTED` samples that are bad alone, as indices in the data set (or rows where it has none)."""
+    num_samples: int = 0  # bad alone
+    suspects: list[int] = field(default_factory=list)
+    """All samples of the bad micro-batch, or of the step where none is bad any more."""
+    module: str | None = None
+    module_kind: str | None = None
+    weights_not_finite: list[str] = field(default_factory=list)
+    gradients_not_finite: list[str] = field(default_factory=list)
+    num_gradients_not_finite: int = 0
+    largest_gradients: list[tuple[str, float]] = field(default_factory=list)
+    """Finite gradient norms by parameter, of this process only."""
+    loss_sum: float | None = None  # of this process, recomputed
+    gradient_norm: float | None = None
+    """Gradient norm of this process only, recomputed: the sum over its micro-batches, an upper bound."""
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Shape, smallest and largest number, and count of NaN and Inf of each tensor of the bad micro-batch, or the first."""
+    heaviest: list[dict[str, float]] = field(default_factory=list)
+    """After a spike: samples with their own loss and gradient norm, the largest first."""
+    seconds: float = 0.0
+    error: str | None = None  # that ended the diagnosis early
+
+
+def examine(
+    inner: TrainingModule, micro_batches: Sequence[MicroBatch], request: DiagnosisRequest, device: torch.device
+) -> tuple[Finding, list[RandomState]]:
+    """Recompute a process's share of a step and find what is wrong with it; an error is part of the finding.
+
+    Also returns the random state before each of its micro-batches that were recomputed.
+    """
+    began = time.monotonic()
+    finding = Finding(request.rank, describe_device(device))
+    states: list[RandomState] = []
+    try:
+        with isolated(inner, device), torch.compiler.set_stance("force_eager") if request.compiled else nullcontext():
+            _examine(Recomputation(inner, request, device), micro_batches, finding, states)
+    except Exception as error:  # a failed diagnosis must not fail the run
+        finding.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    finding.seconds = round(time.monotonic() - began, 3)
+    return finding, states
+
+
+def not_examined(request: DiagnosisRequest, device: torch.device) -> Finding:
+    """Return the finding without recomputing anything."""
+    suspects = [sample for share in request.samples or [] for sample in share][:MAX_LISTED]
+    return Finding(request.rank, describe_device(device), suspects=suspects)
+
+
+def origins_of(finding: Finding, data: TaskData) -> list[str]:
+    """Return where the named samples come from (`7: train.jsonl, row 7`), as far as the data set knows."""
+    if data.where is None or data.step_batches is not None:
+        return []
+    named = finding.samples or [int(each["sample"]) for each in finding.heaviest]
+    try:
+        return [f"{index}: {data.where(index)}" for index in named[:MAX_ORIGINS]]
+    except Exception as error:  # of the data set
+        return [f"not known: {error}"]
+
+
+def describe_device(device: torch.device) -> str:
+    """Return `cuda:3 (NVIDIA H200)`, `cpu`."""
+    return f"{device} ({device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def _examine(
+    recomputation: Recomputation, micro_batches: Sequence[MicroBatch], finding: Finding, states: list[RandomState]
+) -> None:
+    """Fill the finding, and the random state before each micro-batch."""
+    request = recomputation.request
+    finding.weights_not_finite = names_not_finite(dict(recomputation.inner.model.named_parameters()))[:MAX_LISTED]
+    finding.columns = _describe_columns(micro_batches[0][0])
+    finding.suspects = [sample for share in request.samples or [] for sample in share]
+    seed_step(request.seed, request.step - 1, request.random_rank, recomputation.device)
+    bad: int | None = None
+    finding.loss_sum = finding.gradient_norm = 0.0
+    for number, micro_batch in enumerate(micro_batches):
+        states.append(RandomState(recomputation.device))
+        outcome = recomputation.compute(micro_batch)
+        finding.loss_sum += outcome.loss
+        finding.gradient_norm += outcome.total
+        if not finding.largest_gradients or not outcome.is_finite:
+            _note_gradients(finding, outcome)
+        if not outcome.is_finite:
+            bad = number
+            break
+    if request.is_spike:
+        return _find_heaviest(recomputation, micro_batches, finding, states)
+    finding.happens_again = bad is not None
+    if bad is None:
+        return
+    finding.micro_batch = bad
+    finding.columns = _describe_columns(micro_batches[bad][0])
+    samples = SamplesOf(micro_batches[bad], None if request.samples is None else request.samples[bad])
+    finding.suspects = samples.indices
+    rows = [] if finding.weights_not_finite else _bad_rows(recomputation, samples, states[bad])
+    finding.num_samples = len(rows)
+    finding.samples = [samples.indices[row] for row in rows[:MAX_LISTED]]
+    _name_place(recomputation, samples, rows, states[bad], finding)
+
+
+def _describe_columns(batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return shape, kind, smallest and largest number of each tensor of a batch, and how many of them are NaN or Inf."""
+    columns = {}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            continue
+        facts: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        facts["not_finite"] = 0
+        if value.numel() and not value.is_complex() and value.dtype != torch.bool:
+            facts["not_finite"] = int((~torch.isfinite(value)).sum()) if value.is_floating_point() else 0
+            facts |= {"min": value.min().item(), "max": value.max().item()}
+        columns[name] = facts
+    return columns
+
+
+def _note_gradients(finding: Finding, outcome: Outcome) -> None:
+    finite = [(name, norm) for name, norm in outcome.norms.items() if math.isfinite(norm)]
+    finding.largest_gradients = sorted(finite, key=lambda item: item[1], reverse=True)[:TOP]
+    finding.gradients_not_finite = outcome.not_finite[:MAX_LISTED]
+    finding.num_gradients_not_finite = len(outcome.not_finite)
+
+
+def _bad_rows(recomputation: Recomputation, samples: SamplesOf, state: RandomState) -> list[int]:
+    """Return the rows that are not finite alone, by halving; empty where only several together are, or time ran out."""
+    if not samples.can_be_cut:
+        return []
+
+    def is_bad(rows: Sequence[int]) -> bool:
+        part = samples.part(rows)
+        return not recomputation.is_late and not recomputation.recompute(part, state, by_row=True).is_finite
+
+    return find_rows(is_bad, range(samples.num_rows))
+
+
+def find_rows(is_bad: Callable[[Sequence[int]], bool], rows: Sequence[int]) -> list[int]:
+    """Return those of some bad rows that are bad alone."""
+    if len(rows) == 1:
+        return list(rows)
+    middle = len(rows) // 2
+    return [row for half in (rows[:middle], rows[middle:]) if is_bad(half) for row in find_rows(is_bad, half)]
+
+
+def _name_place(
+    recomputation: Recomputation, samples: SamplesOf, rows: list[int], state: RandomState, finding: Finding
+) -> None:
+    """Name the first module with an output that is not finite: in the forward or, where the loss is finite, in the backward."""
+    bad_part = samples.part(rows[:1]) if rows else samples.micro_batch
+    with ModuleWatch(recomputation.inner.model) as watch:
+        outcome = recomputation.recompute(bad_part, state, watch, by_row=bool(rows))
+    ignored: set[str] = set()
+    good = [row for row in range(samples.num_rows) if row not in rows] if rows else []
+    if good:  # modules that are not finite for a good sample either (a mask of -Inf) are not the cause
+        with ModuleWatch(recomputation.inner.model) as good_watch:
+            is_finite = recomputation.recompute(samples.part(good[:1]), state, good_watch, by_row=True).is_finite
+        ignored = good_watch.not_finite() if is_finite else set()
+    first = watch.first_not_finite(ignored)
+    columns = _describe_columns(bad_part[0])
+    if finding.weights_not_finite:
+        finding.place = "weights"
+    elif any(column["not_finite"] for column in columns.values()):
+        finding.place = "batch"
+        first = next((call for call in watch.calls if not call.output_finite), None)
+    elif first is not None:
+        finding.place = "module"
+    elif not math.isfinite(outcome.loss):
+        finding.place = "loss"
+    else:
+        finding.place, first = "gradient", watch.first_in_backward
+    if first is not None:
+        finding.module, finding.module_kind = first.name, first.kind
+    elif finding.place == "gradient" and watch.calls and watch.calls[-1].output_gradients_finite:
+        # Every gradient between modules is finite, so the gradient of a parameter itself is not.
+        finding.module = (outcome.not_finite or finding.gradients_not_finite or ["."])[0].rpartition(".")[0]
+        parts = dict(recomputation.inner.model.named_modules())
+        finding.module_kind = type(parts[finding.module]).__name__ if finding.module in parts else None
+
+
+def _find_heaviest(
+    recomputation: Recomputation, micro_batches: Sequence[MicroBatch], finding: Finding, states: Sequence[RandomState]
+) -> None:
+    """Measure loss and gradient norm of single samples, in the order of the step, as many as there is time for."""
+    indices = recomputation.request.samples
+    measured = []
+    for number, micro_batch in enumerate(micro_batches):
+        samples = SamplesOf(micro_batch, None if indices is None else indices[number])
+        for row in range(samples.num_rows if samples.can_be_cut else 0):
+            if recomputation.is_late:
+                break
+            alone = recomputation.recompute(samples.part([row]), states[number], by_row=True)
+            facts = {"sample": samples.indices[row], "micro_batch": number}
+            measured.append({**facts, "loss": alone.loss, "gradient_norm": alone.total})
+    measured.sort(
+        key=lambda each: math.inf if math.isnan(each["gradient_norm"]) else each["gradient_norm"], reverse=True
+    )
+    finding.heaviest = measured[:TOP]
+    if measured:
+        finding.micro_batch = int(measured[0]["micro_batch"])
+        finding.columns = _describe_columns(micro_batches[finding.micro_batch][0])

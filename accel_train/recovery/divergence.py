@@ -1,0 +1,75 @@
+"""Check that all processes still hold the same weights: a checksum on the device, and one collective, where there is a pause."""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from accel_train.core.errors import TrainingStopped
+from accel_train.engine.run import RunContext
+from accel_train.engine.save import kept_checkpoints
+from accel_train.model.tensors import local_part
+from accel_train.recovery.rollback import RollBack
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NONNEGATIVE = 2**62 - 1
+
+
+def check_divergence(run: RunContext) -> None:
+    """Compare the weights of all processes; where they differ, report it and roll back to a checkpoint.
+
+    With several copies of a sharded model (HSDP), each shard is compared with its copies.
+
+    Raises:
+        RollBack: to a healthy checkpoint, from before they were last compared.
+        TrainingStopped: the guard allows no further rollback.
+    """
+    run.strategy.release_gathered()
+    weights = dict(run.strategy.inner.model.named_parameters())
+    sums = checksums([local_part(each) for each in weights.values()]).to(run.accelerator.device)
+    copies = run.strategy.copies_group()
+    # The largest sums and (negated) the smallest in one collective.
+    extremes = torch.cat((sums, -sums))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=copies)
+    differ = extremes[: len(sums)] != -extremes[len(sums) :]
+    if copies is not None:  # each shard has copies of its own, and all processes must decide alike
+        anywhere = differ.to(torch.uint8)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        differ = anywhere != 0
+    if not bool(differ.any()):
+        return
+    names = [name for name, is_other in zip(weights, differ.tolist(), strict=True) if is_other]
+    step, more = run.state.step, f" and {len(names) - 1} more" if len(names) > 1 else ""
+    odd = _odd_ranks(run, sums[differ], copies)
+    message = f"step {step}: the weights differ between processes{odd}: {names[0]}{more}"
+    run.observer.on_event("drift", step, message, parameters=names)
+    decision = run.guard.roll_back_or_stop(message)
+    if decision.action == "stop":
+        run.observer.on_event("stop", step, decision.reason)
+        raise TrainingStopped(f"{decision.reason}. {kept_checkpoints(run)}")
+    raise RollBack(decision.reason, step)
+
+
+def checksums(tensors: list[Tensor]) -> Tensor:
+    """Return a number for each tensor that any single changed bit changes: the sum of its bits as integers, on the device."""
+    return torch.stack([_bits(tensor).sum(dtype=torch.int64) & _NONNEGATIVE for tensor in tensors])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.contiguous().view(_BITS[values.element_size()])
+
+
+def _odd_ranks(run: RunContext, here: Tensor, copies: dist.ProcessGroup | None) -> str:
+    """Return which ranks differ from a majority of those that should hold the same."""
+    group = range(run.accelerator.num_processes) if copies is None else dist.get_process_group_ranks(copies)
+    everywhere = gather_object([(tuple(here.tolist()), list(group))])
+    odd = []
+    for rank, (sums, others) in enumerate(everywhere):
+        usual, count = Counter(everywhere[other][0] for other in others).most_common(1)[0]
+        if sums != usual and 2 * count > len(others):
+            odd.append(f"rank {rank}")
+    return f", and {' and '.join(odd)} {'is' if len(odd) == 1 else 'are'} not as the others" if odd else ""

@@ -1,0 +1,138 @@
+"""The folder of an incident: its micro-batches and weights, published whole or not at all, and read again."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from accel_train.checkpoint.store import remove_leftovers
+from accel_train.core.files import follow_umask, publish_folder, sync, write_atomically
+from accel_train.core.json_io import NONFINITE_NAMES, write_json
+from accel_train.engine.step import MicroBatch
+from accel_train.model.isolation import RandomState
+from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS
+from accel_train.observe.incident_text import format_incident
+from accel_train.observe.run_folder import METRICS_FILE
+
+MAX_BATCH_BYTES = 2**28
+"""Limit of the micro-batches of one process that are kept with an incident."""
+TAIL_BYTES = 2**16
+HOST, CUDA = "random_state.host", "random_state.cuda"
+
+
+@dataclass(frozen=True)
+class KeptMicroBatch:
+    """A micro-batch from an incident's folder, on the device."""
+
+    number: int  # of the micro-batch in its step, from 0
+    micro_batch: MicroBatch
+    state: RandomState
+    """Random numbers before it was computed, as far as they were kept."""
+    samples: list[int] | None
+    """Indices in the data set; None where they are not known."""
+
+
+def write_incident(
+    run_folder: Path, record: Mapping[str, Any], batches: Mapping[str, bytes], weights: Mapping[str, Tensor] | None
+) -> Path:
+    """Publish an incident's folder: JSON, Markdown, micro-batches by file name, and weights.
+
+    Raises:
+        Exception: it could not be written (a full disk); nothing of it is left behind.
+    """
+    root = run_folder / INCIDENTS
+    final = root / str(record["folder"])
+    staging = root / f".tmp-{final.name}-{os.getpid()}"
+    root.mkdir(exist_ok=True)
+    remove_leftovers(root)
+    with publish_folder(final, staging):
+        for name, content in batches.items():
+            write_atomically(staging / name, content)
+        if weights is not None:
+            path = staging / WEIGHTS
+            save_file(dict(weights), path)
+            follow_umask(path)
+            sync(path)
+        write_json(staging / RECORD, record)
+        write_atomically(staging / TEXT, format_incident(record).encode())
+    return final
+
+
+def pack_micro_batches(
+    micro_batches: Sequence[MicroBatch],
+    numbers: Sequence[int],
+    states: Sequence[RandomState],
+    samples: list[list[int]] | None,
+) -> bytes | None:
+    """Return some micro-batches as a safetensors file: `0/input_ids`, with the random state before each, where it is known.
+
+    None where they are too large, or cannot be packed.
+    """
+    tensors: dict[str, Tensor] = {}
+    num_targets: dict[int, int] = {}
+    try:
+        for number in numbers:
+            batch, num_targets[number] = micro_batches[number]
+            kept = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            tensors |= {f"{number}/{name}": each.detach().cpu().contiguous().clone() for name, each in kept.items()}
+            if number < len(states):
+                tensors[f"{number}/{HOST}"] = states[number].host
+                if (cuda := states[number].cuda) is not None:
+                    tensors[f"{number}/{CUDA}"] = cuda
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > MAX_BATCH_BYTES:
+            return None
+        facts = {"num_targets": json.dumps(num_targets), "samples": json.dumps(samples)}
+        return save(tensors, metadata=facts)
+    except Exception:  # the other processes wait for this one
+        return None
+
+
+def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]:
+    """Read the micro-batches of a file, in the order of the step.
+
+    Raises:
+        ValueError: the file is gone or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = file.metadata() or {}
+        num_targets, samples = json.loads(facts["num_targets"]), json.loads(facts.get("samples", "null"))
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    kept: list[KeptMicroBatch] = []
+    for key, targets in num_targets.items():
+        named = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.partition("/")[0] == key}
+        number, state = int(key), RandomState(device)
+        state.host, cuda = named.pop(HOST, state.host), named.pop(CUDA, state.cuda)
+        state.cuda = None if state.cuda is None else cuda
+        batch = {name: tensor.to(device) for name, tensor in named.items()}
+        kept.append(KeptMicroBatch(number, (batch, int(targets)), state, samples and samples[number]))
+    return kept
+
+
+def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
+    """Return the last logged training losses with their steps; empty where none can be read."""
+    path = run_folder / METRICS_FILE
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines()[1 if path.stat().st_size > TAIL_BYTES else 0 :]
+    except OSError:
+        return []
+    last: list[tuple[int, float]] = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line costs itself alone
+            record = json.loads(line)
+            if record["split"] == "train":
+                loss = record.get("step_loss", record["loss"])
+                last.append((record["step"], NONFINITE_NAMES.get(loss, loss)))
+    return last[-most:]

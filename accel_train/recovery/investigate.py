@@ -1,0 +1,231 @@
+"""The diagnosis of a bad step: which process, which samples, which module, and whether it happens again."""
+
+import math
+import shlex
+import socket
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+from accel_train.checkpoint.store import free_path, steps_of
+from accel_train.core.redaction import redact
+from accel_train.core.state import JsonRecord, StepResult
+from accel_train.data.samples import fetch
+from accel_train.engine.run import RunContext
+from accel_train.engine.step import MicroBatch
+from accel_train.guard.guard import Decision
+from accel_train.model.isolation import RandomState
+from accel_train.observe.incident_record import (
+    FORMAT,
+    INCIDENTS,
+    TEXT,
+    WEIGHTS,
+    batch_file,
+    can_replay,
+    classify,
+    heaviest_sample,
+    incident_folders,
+    next_actions,
+    not_finite_then,
+    summarise_incident,
+)
+from accel_train.parallel.sequence_parallel import Slices
+from accel_train.recovery.diagnosis import Finding, examine, not_examined, origins_of
+from accel_train.recovery.incident_folder import last_losses, pack_micro_batches, write_incident
+from accel_train.recovery.recompute import DiagnosisRequest
+from accel_train.runtime.doctor import environment
+from accel_train.runtime.process_group import on_main
+
+MAX_BATCHES = 4
+"""Limit of the processes whose micro-batches are kept, where it is known which of them were bad."""
+MAX_BATCHES_BYTES = 2**30
+"""Limit of the micro-batches of all processes that are kept with an incident."""
+MAX_WEIGHTS_BYTES = 2**31
+OF_RESULT = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "max_grad_norm", "skipped", "num_targets")
+
+
+def diagnose(
+    run: RunContext, result: StepResult, decision: Decision, micro_batches: list[MicroBatch]
+) -> tuple[str | None, str]:
+    """Find the cause of a bad step: each process recomputes its share, and the main process writes the incident's folder.
+
+    Return the folder's name (None where it could not be written, and on the other processes) and a sentence, which is empty where
+    the run has written its `guard.max_incidents`.
+
+    Where no process can compute alone (sharded weights, split layers, split sequences), batches and whole weights are kept for
+    `replay`, which does the same on one process. Weights, gradients that wait for their update, moments, buffers and random
+    numbers are left as they are.
+    """
+    with run.observer.pause():
+        allowed = run.plan.recipe.guard.max_incidents
+        if on_main(lambda: len(incident_folders(run.plan.output_dir)) >= allowed):
+            return None, ""
+        request, why_not = _request(run, result, len(micro_batches)), _why_not_here(run)
+        states: list[RandomState] = []
+        if why_not is None:
+            finding, states = examine(run.strategy.inner, micro_batches, request, run.accelerator.device)
+        else:
+            finding = not_examined(request, run.accelerator.device)
+        findings = gather_object([_as_record(run, finding, result)])
+        record = _record(run, result, decision, findings, why_not)
+        share = _whole_sequences(run, result.step - 1, micro_batches)
+        numbers = list(range(len(states) or len(share))) if finding.micro_batch is None else [finding.micro_batch]
+        pack = partial(pack_micro_batches, share, numbers, states, request.samples)
+        batches = _collect_batches(run, record, pack)
+        weights = _weights(run)
+        sentence = record["sentence"]
+        if not run.accelerator.is_main_process:
+            return None, sentence
+        try:
+            folder = _write(run, record, batches, weights)
+        except Exception as error:  # a full disk, say: it costs the folder, and not the run
+            return None, f"{sentence}. The incident could not be written: {error}"
+        if why_not is not None and can_replay(record):
+            sentence += f"; accel-train replay {shlex.quote(str(folder))} names sample and module"
+        return folder.name, f"{sentence}; see {INCIDENTS}/{folder.name}/{TEXT}"
+
+
+def _why_not_here(run: RunContext) -> str | None:
+    """Return why no process can recompute its share alone; None where each can."""
+    if run.strategy.dims.sp_size > 1:
+        return "sequences are split over the processes (parallel.sp_size)"
+    if run.strategy.dims.tp_size > 1:
+        return "several processes compute each layer together (parallel.tp_size)"
+    if not run.strategy.has_whole_weights:
+        return f"each process holds a shard of the weights (parallel.strategy {run.plan.recipe.parallel.strategy})"
+    return None
+
+
+def _weights(run: RunContext) -> dict[str, Tensor] | None:
+    """Return the weights, on the main process; None where they are too large to be kept with each incident."""
+    num_bytes = sum(shape.numel() for shape in run.strategy.weight_shapes().values()) * torch.float32.itemsize
+    return run.strategy.full_weights() if num_bytes < MAX_WEIGHTS_BYTES else None
+
+
+def _request(run: RunContext, result: StepResult, num_micro_batches: int) -> DiagnosisRequest:
+    dims, recipe = run.strategy.dims, run.plan.recipe
+    return DiagnosisRequest(
+        step=result.step,
+        seed=recipe.seed,
+        rank=run.accelerator.process_index,
+        random_rank=dims.random_rank,
+        world_size=dims.size,
+        num_targets=result.num_targets,
+        loss_scale=result.loss_scale,
+        samples=_samples(run, result.step - 1, num_micro_batches),
+        is_spike=result.finite,
+        compiled=recipe.precision.compile is not False,
+        seconds=recipe.guard.incident_seconds,
+    )
+
+
+def _samples(run: RunContext, step: int, num_micro_batches: int) -> list[list[int]] | None:
+    """Return the samples of this process's micro-batches in a 0-based step, as indices into the training data."""
+    if run.plan.data.step_batches is not None:
+        return None
+    order, dims = run.plan.order, run.strategy.dims
+    share = order.rank_micro_batches(step, dims.rank, dims.size, run.sizes.per_device_batch_size)
+    # In a short step a process without samples forwards another's, with no weight, so that it takes part in the collectives.
+    return share + [order.step_samples(step)[:1].tolist()] * (num_micro_batches - len(share))
+
+
+def _as_record(run: RunContext, finding: Finding, result: StepResult) -> JsonRecord:
+    """Return a finding as plain values, with the run's own numbers of the step."""
+    return {
+        **asdict(finding),
+        "loss_sum_then": result.loss_sum_here,
+        "gradients_finite_then": math.isfinite(result.gradient_sum_here),
+        "unit": "sample" if run.plan.data.step_batches is None else "row",
+        "origins": origins_of(finding, run.plan.data),
+        "host": socket.gethostname(),
+    }
+
+
+def _record(
+    run: RunContext, result: StepResult, decision: Decision, findings: list[JsonRecord], why_not: str | None
+) -> JsonRecord:
+    record: JsonRecord = {
+        "format": FORMAT,
+        "run": run.plan.output_dir.name,
+        **{name: getattr(result, name) for name in OF_RESULT},
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "kind": "spike" if result.finite else "not finite",
+        "action": decision.action,
+        "reason": decision.reason,
+        "precision": run.plan.choices["precision.mixed_precision"].value,
+        "seed": run.plan.recipe.seed,
+        "world_size": run.accelerator.num_processes,
+        "num_sharing": run.strategy.dims.num_sharing,
+        "not_diagnosed": why_not,
+        "processes": findings,
+        "seconds": max(each["seconds"] for each in findings),
+    }
+    record["classification"] = classify(record)
+    record["sentence"] = summarise_incident(record)
+    return record
+
+
+def _whole_sequences(run: RunContext, step: int, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches of a 0-based step, with whole sequences where this process has computed slices of them."""
+    collate = run.plan.data.collate
+    if not isinstance(collate, Slices):
+        return micro_batches
+    samples, train = _samples(run, step, len(micro_batches)) or [], run.plan.data.train
+    whole = [collate.collate(fetch(train, indices)) for indices in samples]
+    return [(batch, int(batch.pop("num_targets"))) for batch in whole]
+
+
+def _collect_batches(run: RunContext, record: JsonRecord, pack: Callable[[], bytes | None]) -> dict[str, bytes]:
+    """Send the micro-batches worth keeping to the main process, one process at a time, until `MAX_BATCHES_BYTES` are reached."""
+    kept, num_bytes, record["batches"] = {}, 0, []
+    for rank in _ranks_to_keep(record):
+        content: list[Any] = [pack() if rank == run.accelerator.process_index else None]
+        broadcast_object_list(content, from_process=rank)
+        if content[0] is None:
+            continue
+        num_bytes += len(content[0])
+        if num_bytes > MAX_BATCHES_BYTES:
+            break
+        record["batches"].append({"file": batch_file(rank), "rank": rank})
+        if run.accelerator.is_main_process:
+            kept[batch_file(rank)] = content[0]
+    return kept
+
+
+def _ranks_to_keep(record: JsonRecord) -> list[int]:
+    """Return the processes whose micro-batches are worth keeping; the same on all processes."""
+    findings, heaviest = record["processes"], heaviest_sample(record)
+    if heaviest is not None:
+        return [heaviest[0]["rank"]]
+    then = [each["rank"] for each in not_finite_then(findings)]
+    if record["not_diagnosed"] is not None:
+        # One of those that read the same samples; all of them where gradients were summed before anything looked at them.
+        share = record["num_sharing"]
+        return list({rank // share: rank for rank in then or range(len(findings))}.values())
+    again = [each["rank"] for each in findings if each["happens_again"]]
+    failed = [each["rank"] for each in findings if each["error"]]
+    bad = sorted({*again, *failed}) if again else then or failed
+    return (bad or [each["rank"] for each in findings if len(findings) == 1])[:MAX_BATCHES]
+
+
+def _write(run: RunContext, record: JsonRecord, batches: dict[str, bytes], weights: dict[str, Tensor] | None) -> Path:
+    """Add what only the main process knows, and write the folder."""
+    # On an abandoned branch the same step may have failed before.
+    record["folder"] = free_path(run.plan.output_dir / INCIDENTS / f"step-{record['step']:08d}").name
+    before = [step for step in steps_of(run.saver.root) if 0 < step < record["step"]]
+    record["weights"] = {
+        "file": None if weights is None else WEIGHTS,
+        "checkpoint": f"step-{before[-1]:08d}" if weights is None and before else None,
+        "of": "those that it was computed with" if record["skipped"] else "after its update, which was clipped",
+    }
+    record["last_losses"] = last_losses(run.plan.output_dir) or list(enumerate(run.state.losses[-50:]))
+    record["environment"] = environment(run.accelerator.device)
+    record["next"] = next_actions(record)
+    return write_incident(run.plan.output_dir, redact(record), batches, weights)

@@ -1,0 +1,236 @@
+"""Out of memory in a step: the run continues with smaller micro-batches and the same global batch.
+
+Where each process computes by itself (one process, DDP), all continue at once and do the step again. Where a forward waits for other
+processes (FSDP2, ZeRO, tensor and sequence parallelism), the run ends with exit code 75, and the next start uses the smaller
+micro-batches. Nothing here recovers inside an `except`: there the error's traceback keeps the activations alive.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+
+from accel_train.checkpoint.store import steps_of
+from accel_train.core.errors import OUT_OF_MEMORY_REMEDY, OutOfMemory, RestartNeeded, StepAgain
+from accel_train.core.format import format_count
+from accel_train.core.state import StepResult
+from accel_train.data.batch_sizes import BatchSizes
+from accel_train.data.order import DataOrder
+from accel_train.engine.agreement import Agreement
+from accel_train.engine.run import RunContext
+from accel_train.engine.save import LAST_WAIT_SECONDS
+from accel_train.engine.step import MicroBatch
+from accel_train.recovery.unused_parameters import UnusedParameters, check_first_step, check_later_step, gradients_seen
+from accel_train.runtime.memory import is_out_of_memory
+
+CAREFUL_STEPS = 2
+"""The first step allocates gradients and activations, its update the moments: from the second one on memory stays as it is."""
+
+
+class RanOutOfMemory(StepAgain):
+    """Raised where some process ran out of memory, and all can repeat the step with smaller micro-batches.
+
+    `message` is that of this process's allocator, empty where this process had enough.
+    """
+
+    def __init__(self, ranks: list[int], message: str) -> None:
+        super().__init__(message)
+        self.ranks, self.message = ranks, message
+
+
+@dataclass
+class NewSizes:
+    """Finds steps that may need more memory than earlier ones: the first ones, and any with a longer sample than all before."""
+
+    order: DataOrder
+    num_seen: int = 0
+    longest: int = 0
+
+    def is_new(self, step: int) -> bool:
+        """Return whether this 0-based step is one; the same on every process, since it follows from the order."""
+        lengths = self.order.lengths
+        longest = 0 if lengths is None else int(lengths[self.order.step_samples(step)].max())
+        is_new = self.num_seen < CAREFUL_STEPS or longest > self.longest
+        self.num_seen += 1
+        self.longest = max(self.longest, longest)
+        return is_new
+
+
+class MemoryCare:
+    """Ensures that a process that runs out of memory keeps no other one waiting, and that its step is repeated.
+
+    Under DDP a process that fails within the backward pass would leave the others waiting in a collective. So in a step of new
+    sizes each process first computes its gradients without a reduction, then all exchange who ran out of memory, and only
+    then gradients are reduced. This costs one more collective and one more forward of a micro-batch (with no weight, and by
+    DDP's own buckets, so that the sum is the same to the bit as without this care). Other steps need no more than earlier ones,
+    and cost nothing; a process that still runs out of memory contributes NaN, so that no process applies the step.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._sizes = run, NewSizes(run.plan.order)
+        self._is_alone = run.accelerator.num_processes == 1
+        self._reduces_later = False
+        self._watch = ExitStack()
+        self._seen: Collection[str] | None = None
+
+    def reduces_at_once(self, step: int) -> bool:
+        """Return whether gradients are reduced with the last backward of this 0-based step; called before its first forward."""
+        strategy, is_new = self._run.strategy, self._sizes.is_new(step)
+        self._reduces_later = is_new and not self._is_alone and strategy.is_replicated
+        if not self._reduces_later:
+            strategy.begin_step()
+        if self._is_first and not strategy.keeps_gradients:
+            self._seen = self._watch.enter_context(gradients_seen(strategy.inner.model))
+        return not self._reduces_later
+
+    @property
+    def _is_first(self) -> bool:
+        return self._sizes.num_seen == 1
+
+    def after_backward(
+        self, micro_batches: Sequence[MicroBatch], agreement: Agreement, loss_sum: Tensor | None, shortage: str
+    ) -> tuple[Tensor | None, StepAgain | None]:
+        """Return the loss sum, or the reason to repeat the step on all processes. `loss_sum` is None after a `shortage` here.
+
+        Raises:
+            RestartNeeded: the others cannot continue without this process; a smaller micro-batch is saved for the next start.
+            OutOfMemory: the same, and there is no smaller micro-batch.
+            RecipeError: a parameter took no part, and no step looks for such ones.
+        """
+        run, strategy = self._run, self._run.strategy
+        self._watch.close()
+        if loss_sum is None:
+            if strategy.meets_in_forward:
+                end_for_smaller_micro_batches(run, shortage)
+            agreement.share_of_a_target()  # receive the last step's outcome, if the first forward failed before
+        if self._reduces_later:
+            ranks = _failed_ranks(run.accelerator, loss_sum is None)
+            if loss_sum is None or ranks:
+                return None, RanOutOfMemory(ranks, shortage)
+            if self._is_first and check_first_step(run):
+                return None, UnusedParameters()
+            strategy.reduce_now(micro_batches[-1][0], is_first=self._is_first)
+        elif loss_sum is None:
+            return (None, RanOutOfMemory([0], shortage)) if self._is_alone else (_contribute_nan(run, shortage), None)
+        if strategy.waits_for_all_parameters:
+            check_later_step(run)
+        elif self._is_first:
+            check_first_step(run, self._seen)
+        return loss_sum, None
+
+
+def shortage_in(error: Exception) -> str:
+    """Return the first line of an out-of-memory error, or its kind where it has no text; raise any other error again."""
+    if not is_out_of_memory(error):
+        raise error
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _failed_ranks(accelerator: Accelerator, has_failed: bool) -> list[int]:
+    """Return the processes that have failed; all call it."""
+    failed = torch.zeros(accelerator.num_processes, device=accelerator.device)
+    failed[accelerator.process_index] = has_failed
+    dist.all_reduce(failed)
+    ranks: list[int] = failed.nonzero().flatten().tolist()
+    return ranks
+
+
+def _contribute_nan(run: RunContext, shortage: str) -> Tensor:
+    """End the step so that no process applies the update; all learn the reason with its outcome (`undo_step`)."""
+    run.out_of_memory = shortage
+    free_memory(run.strategy.optimizer, run.accelerator.device)
+    if not run.strategy.contribute_nan():
+        end_for_smaller_micro_batches(run, shortage)
+    return torch.full((), torch.nan, device=run.accelerator.device)
+
+
+def undo_step(run: RunContext, result: StepResult) -> RanOutOfMemory:
+    """Set the run back to before a step that no process applied, because one ran out of memory; return the error to raise."""
+    message, run.out_of_memory = run.out_of_memory, ""
+    run.state.step = result.step - 1
+    if result.loss_scale is not None:
+        run.accelerator.scaler.update(result.loss_scale)  # the NaN was no overflow, and must not lower the scale
+    run.strategy.undo_step()
+    return RanOutOfMemory(_failed_ranks(run.accelerator, bool(message)), message)
+
+
+def free_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Drop the gradients, and return what the allocator keeps to the device."""
+    optimizer.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def use_smaller_micro_batches(run: RunContext, error: RanOutOfMemory) -> None:
+    """Repeat the step that ran out of memory with smaller micro-batches: the same samples, the same loss.
+
+    Raises:
+        OutOfMemory: they hold one sample already, or the data set makes its own batches.
+    """
+    run.undo_forward()
+    free_memory(run.strategy.optimizer, run.accelerator.device)
+    step, (reason, smaller) = run.state.step + 1, _shrink(run, error.ranks, error.message)
+    run.sizes = smaller
+    if run.batch_cache is not None:
+        run.batch_cache.write(smaller.per_device_batch_size, f"because {reason}")
+    run.accelerator.gradient_accumulation_steps = smaller.gradient_accumulation_steps
+    run.observer.on_event("out_of_memory", step, f"{reason}; continuing with {smaller.reason}", ranks=error.ranks)
+
+
+def end_for_smaller_micro_batches(run: RunContext, message: str) -> NoReturn:
+    """Save a smaller micro-batch for the next start, and end the run: the others cannot continue without this process.
+
+    `message` is that of this process's allocator.
+
+    Raises:
+        RestartNeeded: the smaller size is saved.
+        OutOfMemory: micro-batches hold one sample already, or the smaller size cannot be saved.
+    """
+    rank, step = run.accelerator.process_index, run.state.step + 1
+    reason, smaller = _shrink(run, [rank], message)
+    size = smaller.per_device_batch_size
+    assert run.batch_cache is not None, "there are several samples per process"
+    written = run.batch_cache.write(size, f"because {reason}")
+    if (run.batch_cache.read() or (0, ""))[0] != size:  # the next start would run out of memory again
+        raise OutOfMemory(f"{reason}; smaller ones are {written}; {OUT_OF_MEMORY_REMEDY}")
+    run.saver.wait(LAST_WAIT_SECONDS)
+    saved = max(steps_of(run.saver.root), default=0)
+    steps = f"Step {step} is" if step == saved + 1 else f"Steps {saved + 1} to {step} are"
+    origin = f"checkpoint {saved}" if saved else "the beginning"
+    text = (
+        f"out of memory at step {step} with micro-batches of {format_count(run.sizes.per_device_batch_size, 'sample')}; {size} "
+        f"{'is' if size == 1 else 'are'} remembered for this machine. {steps} computed again from {origin}: {run.plan.how_to_resume}"
+    )
+    run.observer.on_event("out_of_memory", step, text, ranks=[rank])
+    raise RestartNeeded(text)
+
+
+def _shrink(run: RunContext, ranks: Sequence[int], message: str) -> tuple[str, BatchSizes]:
+    """Return who ran out of memory, and the next smaller micro-batches."""
+    who = " and ".join(f"process {rank}" for rank in ranks)
+    size = format_count(run.sizes.per_device_batch_size, "sample")
+    reason = f"{who} ran out of memory in step {run.state.step + 1} with {size} per micro-batch"
+    smaller = smaller_micro_batches(run.sizes) if run.plan.data.step_batches is None else None
+    if smaller is None:
+        raise OutOfMemory(f"{reason}{f' ({message})' if message else ''}; {OUT_OF_MEMORY_REMEDY}")
+    return reason, smaller
+
+
+def smaller_micro_batches(sizes: BatchSizes) -> BatchSizes | None:
+    """Return the next smaller micro-batches of the same global batch, at most half as large; None where they hold one sample."""
+    share, half = sizes.global_batch_size // sizes.world_size, sizes.per_device_batch_size // 2
+    size = next((size for size in range(half, 0, -1) if share % size == 0), None)
+    if size is None:
+        return None
+    return replace(
+        sizes,
+        per_device_batch_size=size,
+        gradient_accumulation_steps=share // size,
+        reason=f"{sizes.global_batch_size} = {size} per device x {share // size} accumulation x {sizes.world_size}, "
+        "because memory ran out with more",
+    )

@@ -1,0 +1,148 @@
+"""Name the process that keeps the others waiting, and the part of a step that it is slow in.
+
+A step takes every process as long as it takes the slowest, so its time names nobody. Compared is the time that each process does
+not wait for others, by the host's clock: waiting for data, and on a CPU the forward. (A GPU computes while the host continues, so
+there only data is compared. A backward waits for the gradients of the others, and is slow where the forward is.) The averages of
+a window of steps travel in one small collective and are read a window later, so the host waits for no device.
+"""
+
+from collections.abc import Iterator, Sequence
+from statistics import median_low
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_train.engine.run import RunContext
+
+T = TypeVar("T")
+
+LEAST_SHARE = 0.1
+"""Least wait of the others for a slow process, as a share of a step, before it is named."""
+DATA, COMPUTE = "reading data", "the forward"
+
+
+class Work(NamedTuple):
+    """Seconds of a process in a step, averaged over a window."""
+
+    data: float  # reading its samples, or waiting for its data workers
+    forward: float  # 0 where the forward is not timed
+    whole: float  # from one batch to the next, waiting for other processes included
+
+    @property
+    def own(self) -> float:
+        """Return the seconds in which the process waits for no other."""
+        return self.data + self.forward
+
+
+class StragglerWatch:
+    """Compares the processes of a run; off with one process, and with `guard.straggler_factor: none`."""
+
+    def __init__(self, run: RunContext) -> None:
+        self.run, self.section = run, run.plan.recipe.guard
+        self.is_on = self.section.straggler_factor is not None and run.accelerator.num_processes > 1
+        self._since, self._begin = perf_counter(), 0.0
+        self._data = self._forward = 0.0
+        self._num_steps = 0
+        self._sent: Tensor | None = None
+        self._slow_rank, self._num_windows = -1, 0
+
+    def reading(self, batches: Iterator[T]) -> Iterator[T]:
+        """Return the same batches, and measure the wait for each; while they are read, forwards are timed as well."""
+        return self._timed(batches) if self.is_on else batches
+
+    def compare(self, step: int) -> None:
+        """Send this process's averages where a window of steps ends, and compare those of the window before.
+
+        All processes call it after every step.
+        """
+        if not self.is_on or step % self.section.straggler_window_steps:
+            return
+        arrived, self._sent = self._sent, self._send(self.take())
+        if arrived is not None:  # its copy to the host was queued at least two steps ago, which are over
+            self._name_straggler([Work(*seconds) for seconds in arrived.tolist()], step)
+
+    def take(self) -> Work:
+        """Return the averages since the last call."""
+        now, steps = perf_counter(), max(self._num_steps, 1)
+        work = Work(self._data / steps, self._forward / steps, (now - self._since) / steps)
+        self._since, self._data, self._forward, self._num_steps = now, 0.0, 0.0, 0
+        return work
+
+    def _timed(self, batches: Iterator[T]) -> Iterator[T]:
+        hooks = []
+        for module in timed_modules(self.run):  # after FSDP2's hook that gathers weights, and before it frees them
+            hooks.append(module.register_forward_pre_hook(self._before))
+            hooks.append(module.register_forward_hook(self._after, prepend=True))
+        try:
+            begin = perf_counter()
+            for batch in batches:
+                self._data += perf_counter() - begin
+                self._num_steps += 1
+                yield batch
+                begin = perf_counter()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        self._begin = perf_counter()
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if module.training:
+            self._forward += perf_counter() - self._begin
+
+    def _send(self, work: Work) -> Tensor:
+        accelerator = self.run.accelerator
+        seconds = torch.zeros(accelerator.num_processes, len(work), device=accelerator.device)
+        for place, value in enumerate(work):
+            seconds[accelerator.process_index, place] = value  # a kernel's argument: no copy that the host waits for
+        dist.all_reduce(seconds)
+        return seconds.to("cpu", non_blocking=True)
+
+    def _name_straggler(self, works: Sequence[Work], step: int) -> None:
+        """Report the slow process, once it has been slow in enough windows in a row."""
+        assert self.section.straggler_factor is not None, "it is on"
+        rank = slowest(works, self.section.straggler_factor)
+        self._num_windows = self._num_windows + 1 if rank is not None and rank == self._slow_rank else 1
+        self._slow_rank = -1 if rank is None else rank
+        if rank is None or self._num_windows != self.section.straggler_windows:  # named once, until it has caught up
+            return
+        heartbeats = self.run.watchdog.heartbeats if self.run.watchdog is not None else None
+        who = heartbeats.describe(rank) if heartbeats is not None else f"rank {rank}"
+        part, here, elsewhere = slow_part(works, rank)
+        window = self.section.straggler_window_steps
+        message = (
+            f"{who} keeps the others waiting: {part} takes it {1000 * here:.3g} ms a step, and {1000 * elsewhere:.3g} ms elsewhere "
+            f"(median), in {self._num_windows * window} steps up to {step - window}"
+        )
+        slow = "data" if part == DATA else "compute"
+        seconds = {"seconds": here, "usual_seconds": elsewhere}
+        self.run.observer.on_event("straggler", step, message, rank=rank, slow=slow, **seconds)
+
+
+def timed_modules(run: RunContext) -> Sequence[nn.Module]:
+    """Return the modules whose forward is timed; none on a GPU, and none in compiled code, which would contain the hooks."""
+    modules, compiled = run.strategy.independent_modules(), run.plan.choices["precision.compile"].value
+    is_compiled = compiled == "model" or (compiled == "blocks" and modules != [run.strategy.inner])
+    return modules if run.accelerator.device.type == "cpu" and not is_compiled else []
+
+
+def slowest(works: Sequence[Work], factor: float) -> int | None:
+    """Return the process whose own work takes the longest, where that is `factor` times the median, and a part of the step.
+
+    Of two processes the faster one counts as the median.
+    """
+    own = [work.own for work in works]
+    usual, longest = median_low(own), max(own)
+    is_slow = longest > factor * usual and longest - usual > LEAST_SHARE * max(work.whole for work in works)
+    return own.index(longest) if is_slow else None
+
+
+def slow_part(works: Sequence[Work], rank: int) -> tuple[str, float, float]:
+    """Return the part of its work in which a slow process loses time, its seconds, and the median ones."""
+    every = ((DATA, [work.data for work in works]), (COMPUTE, [work.forward for work in works]))
+    parts = [(name, seconds[rank], median_low(seconds)) for name, seconds in every]
+    return max(parts, key=lambda part: part[1] - part[2])
