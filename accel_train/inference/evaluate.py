@@ -2,28 +2,18 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.evaluation import evaluate
-from accel_train.observe.ledger import json_text
-from accel_train.ownership import check_file, write_file
-from accel_train.trained import TrainedRun, check_finished, open_run
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What an evaluation of a finished run found, the same on all processes."""
-
-    metrics: dict[str, Any]
-    """The loss, the task's metrics, and `num_targets`."""
-    details: dict[str, Any]
-    """A classification report, a confusion matrix; plain JSON values."""
+from accel_train.core.json_io import json_text
+from accel_train.core.ownership import check_file, write_file
+from accel_train.engine.evaluation import EvaluationReader, evaluate
+from accel_train.inference.finished_run import TrainedRun, check_finished, open_run
+from accel_train.task import Scores
 
 
 def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
-    """The run with data to evaluate it on.
+    """Return the run with data to evaluate it on.
 
     Raises:
         ValueError: there is no finished run, no data to evaluate on, or a file of the user's where the result is to go.
@@ -37,23 +27,19 @@ def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] 
     return run
 
 
-def measure(run: TrainedRun) -> Measured:
-    """Evaluate on all of the data, as the run itself does at its end: with the same weights, the same numbers."""
-    result = evaluate(
-        run.accelerator,
-        run.inner,
-        run.data,
-        run.sizes.per_device_eval_batch_size,
-        max_samples=None,
-        num_workers=run.num_workers,
-        pin_memory=run.pin_memory,
-    )
+def measure(run: TrainedRun) -> Scores:
+    """Evaluate on all of the data, as the run itself does at its end: with the same weights, the same numbers.
+
+    The metrics are the loss, the task's, and `num_targets`; they are the same on all processes.
+    """
+    reader = EvaluationReader(run.accelerator, run.data, run.sizes.per_device_eval_batch_size, run.reading)
+    result = evaluate(reader, run.inner)
     found = run.task.score(result.loss, result.totals, run.data)
-    return Measured({"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details)
+    return Scores({"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details)
 
 
-def write_evaluation(run: TrainedRun, measured: Measured, data: str | None) -> Path:
-    """Write what was found to `evaluation_file`; returns its path."""
+def write_evaluation(run: TrainedRun, measured: Scores, data: str | None) -> Path:
+    """Write the results to `evaluation_file`, and return its path."""
     metrics = {name: value for name, value in measured.metrics.items() if name != "num_targets"}
     record: dict[str, Any] = {"step": run.steps, "metrics": metrics, "details": measured.details}
     if data is not None:
@@ -62,29 +48,25 @@ def write_evaluation(run: TrainedRun, measured: Measured, data: str | None) -> P
 
 
 def evaluation_file(folder: Path, data: str | None) -> Path:
-    """`evaluation.json` of the run's own data, `evaluation-NAME.json` of other data."""
+    """Return `evaluation.json` for the run's own data, `evaluation-NAME.json` for other data."""
     return folder / ("evaluation.json" if data is None else f"evaluation-{short_name(data)}.json")
 
 
 def short_name(data: str) -> str:
-    """What a data source is called in the name of a file: `test` for `tables/test.csv`, `user-set` for `user/set`."""
+    """Return a data source's name within a file name: `test` for `tables/test.csv`, `user-set` for `user/set`."""
     path = Path(data)
     stem = path.stem if path.exists() else data
     return re.sub(r"[^A-Za-z0-9_]+", "-", stem).strip("-") or "data"
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """One line a metric, aligned as at the end of a run."""
-    return "\n".join(
-        f"  {name.replace('_', ' '):24}{value:>14,.4f}"
-        if isinstance(value, float)
-        else f"  {name.replace('_', ' '):24}{value:>14,}"
-        for name, value in metrics.items()
-    )
+    """Return one line a metric, aligned as at the end of a run."""
+    forms = {name: ",.4f" if isinstance(value, float) else "," for name, value in metrics.items()}
+    return "\n".join(f"  {name.replace('_', ' '):24}{metrics[name]:>14{form}}" for name, form in forms.items())
 
 
 def format_augmentation(details: Mapping[str, Any]) -> str:
-    """What test-time augmentation made of the metrics, a line each; empty where there was none."""
+    """Return the metrics with and without test-time augmentation, a line each; empty where there was none."""
     part = details.get("test_time_augmentation")
     if not part:
         return ""
@@ -95,8 +77,8 @@ def format_augmentation(details: Mapping[str, Any]) -> str:
     return "\n".join(["With test-time augmentation:", *rows])
 
 
-def format_measured(measured: Measured) -> str:
-    """Metrics, those with test-time augmentation, and the classification report where there is one."""
+def format_measured(measured: Scores) -> str:
+    """Return metrics, those with test-time augmentation, and the classification report where there is one."""
     report = str(measured.details.get("classification", {}).get("report_text", "")).rstrip()
     parts = [format_metrics(measured.metrics), format_augmentation(measured.details), report]
     return "\n\n".join(part for part in parts if part)

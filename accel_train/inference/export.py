@@ -6,12 +6,9 @@
 import copy
 import re
 import shutil
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -20,23 +17,21 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
-from accel_train.evaluating import measure
-from accel_train.evaluation import evaluation_mode, evaluation_reader
-from accel_train.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
-from accel_train.model_check import check_weight_files
-from accel_train.observe.ledger import read_json, write_json
-from accel_train.ownership import MARKER, check_folder, replacing
-from accel_train.recipe import Recipe
-from accel_train.task import TASKS
-from accel_train.trained import (
+from accel_train.core.json_io import read_json, write_json
+from accel_train.core.ownership import MARKER, check_folder, replacing
+from accel_train.inference.finished_run import (
     DataNotFound,
     TrainedRun,
-    check_finished,
     open_run,
     put_in_adapters,
     recipe_of_trained,
     with_model,
 )
+from accel_train.inference.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
+from accel_train.inference.int8_cost import compare
+from accel_train.model.pretrained import check_weight_files, new_weights
+from accel_train.recipe.schema import Recipe
+from accel_train.task import TASKS
 
 EXPORT_FILE = "export.json"
 INT8_FILE = "model-int8.safetensors"
@@ -44,8 +39,6 @@ INT8_FILE = "model-int8.safetensors"
 COPIED_SUFFIXES = (".safetensors", ".json", ".txt", ".md", ".model", ".spm", ".tiktoken", ".jinja")
 COPIED_NAMES = ("LICENSE", "NOTICE")
 """Weights, configurations, tokenizers and texts; no pickle (`*.bin`, `*.pt`) and no code."""
-_TIMED_BATCHES = 4
-_TIMED_SECONDS = 1.0
 _CODE_BLOCK = re.compile(r"```python\n.*?```\n", re.DOTALL)
 _HOW_TO_LOAD = """
 ## int8
@@ -54,69 +47,64 @@ The matrices are int8 (weight-only, by torchao), in `{file}`; `from_pretrained` 
 Load the model so (a tokenizer or image processor loads with transformers as ever):
 
 ```python
-from accel_train.export import load_exported
+from accel_train import load_exported
 
 model = load_exported(".")  # this folder; or its path
 ```
 """
 
 
-@dataclass(frozen=True)
-class Export:
+class Export(NamedTuple):
     """An exported model."""
 
     folder: Path
     record: dict[str, Any]
-    """What export.json holds."""
+    """The contents of export.json."""
 
 
 def export_run(folder: Path, out: Path | None = None, quantize: str | None = None) -> Export:
-    """Write a finished run's model into a folder of its own, whole or not at all.
+    """Write a finished run's model into its own folder, completely or not at all.
 
     With `quantize="int8"` its matrices become int8, and size, speed and metrics are compared with what they were.
 
     Raises:
         ValueError: no finished run, a folder that holds something else, or a package that is not installed.
     """
-    check_finished(folder)
+    recipe = recipe_of_trained(folder)
     target = out or folder / ("export" if quantize is None else f"export-{quantize}")
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
-    if quantize is not None:
-        require_torchao()
-    recipe = recipe_of_trained(folder)
     record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
     is_unmerged = recipe.model.lora is not None and not recipe.model.lora.merge
+    run = None
     if quantize is not None:
+        require_torchao()
         _transformers_class(folder / "model")
-    run = _open_to_compare(folder, record)
-    whole: nn.Module | None
-    if run is not None:
-        whole = run.inner.model
-    else:
-        whole = _load_whole(folder, recipe, record, needed=quantize is not None or is_unmerged)
+        run = _open_to_compare(folder, record)
+    model: Any = None if run is None else run.inner.model
+    if model is None:
+        model = _load_whole(folder, recipe, record, needed=quantize is not None or is_unmerged)
     if is_unmerged:
-        from accel_train.lora import merge_adapters
+        from accel_train.model.lora import without_adapters
 
-        assert whole is not None
-        whole = merge_adapters(whole)
-    with replacing(target) as aside:
-        record["left_out"] = copy_known(folder / "model", aside)
+        model = without_adapters(model, merge=True)
+    with replacing(target) as staging:
+        record["left_out"] = copy_known(folder / "model", staging)
         if is_unmerged:
-            assert whole is not None
-            _save_whole(whole, aside)
-        before = _bytes_of_weights(aside)
+            _remove_weights(staging)
+            logging.disable_progress_bar()
+            model.save_pretrained(staging)
+        before = _bytes_of_weights(staging)
         record["weights_bytes"] = {"before": before, "after": before}
         if quantize is not None:
-            assert whole is not None
-            record |= _make_int8(run and with_model(run, whole), whole, aside)
-            record["weights_bytes"]["after"] = _bytes_of_weights(aside)
-        write_json(aside / EXPORT_FILE, record)
+            record |= _make_int8(run and with_model(run, model), model, staging)
+            record["weights_bytes"]["after"] = _bytes_of_weights(staging)
+        write_json(staging / EXPORT_FILE, record)
     return Export(target, record)
 
 
 def load_exported(folder: str | Path) -> PreTrainedModel:
-    """The model of an exported folder, ready to evaluate: int8 where it was exported so.
+    """Return the model of an exported folder, ready to evaluate: int8 where it was exported so.
 
     Raises:
         ValueError: the folder holds no export, or is not complete; or torchao is not installed.
@@ -145,9 +133,7 @@ def _class_of(config: Any, folder: Path) -> Any:
 
 
 def _open_to_compare(folder: Path, record: dict[str, Any]) -> TrainedRun | None:
-    """The run on its own data, to measure what int8 costs; None where nothing is measured, and then `record` says why."""
-    if record["quantize"] is None:
-        return None
+    """Return the run on its own data, to measure the cost of int8; None where nothing is measured (`record` says why)."""
     try:
         run = open_run(folder, settings=["--precision.compile", "false"])
     except DataNotFound as error:
@@ -155,17 +141,14 @@ def _open_to_compare(folder: Path, record: dict[str, Any]) -> TrainedRun | None:
         return None
     if run.data.eval is None:
         record["not_compared"] = "the run held out no data"
+        return None
     return run
 
 
 def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed: bool) -> PreTrainedModel | None:
-    """The model as `from_pretrained` makes it, adapters put in: what is written can be no worse.
+    """Return the model as `from_pretrained` loads it, with its adapters.
 
-    What a task of the user's own saved may be no model of transformers: `record` says why, and unless it is `needed`, it is
-    copied as it is.
-
-    Raises:
-        ValueError: the weights are not those of the model; or it is needed, and is none of transformers.
+    A custom task may have saved no model of transformers: an error if it is `needed`, else None, and `record` says so.
     """
     source = folder / "model"
     logging.disable_progress_bar()
@@ -174,7 +157,7 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
         model, found = model_class.from_pretrained(
             source, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
-        lacking = sorted([*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])])
+        lacking = new_weights(found)
         if lacking:
             raise ValueError(
                 f"{source} does not hold {lacking[0]} of {model_class.__name__}, which from_pretrained would make up"
@@ -192,11 +175,7 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
 
 
 def _transformers_class(folder: Path) -> Any:
-    """The class of transformers that opens a model folder, without code that lies in the folder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the class of transformers that loads a model folder, without code that lies in the folder."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -208,13 +187,13 @@ def _transformers_class(folder: Path) -> Any:
 
 
 def copy_known(source: Path, target: Path) -> list[str]:
-    """Copy the files of a model that run no code when they are read; returns those that were left out (pickles, code, others)."""
+    """Copy the files of a model that run no code when they are read; return those left out (pickles, code, others)."""
     left_out: list[str] = []
 
     def unknown(folder: str, names: list[str]) -> list[str]:
-        found = [name for name in names if name != MARKER and not _is_known(Path(folder, name))]
-        left_out.extend(sorted(str(Path(folder, name).relative_to(source)) for name in found))
-        return [*found, MARKER]
+        rest = [name for name in names if name != MARKER and not _is_known(Path(folder, name))]
+        left_out.extend(sorted(str(Path(folder, name).relative_to(source)) for name in rest))
+        return [*rest, MARKER]
 
     shutil.copytree(source, target, ignore=unknown, dirs_exist_ok=True)
     return left_out
@@ -224,16 +203,6 @@ def _is_known(path: Path) -> bool:
     if path.is_dir():
         return not path.name.startswith(".")
     return (path.suffix in COPIED_SUFFIXES and ".bin." not in path.name) or path.name in COPIED_NAMES
-
-
-def _save_whole(model: nn.Module, folder: Path) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"{type(model).__name__} is no model of transformers, which this export needs; copy RUN/model as it is"
-        )
-    _remove_weights(folder)
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
 
 
 def _remove_weights(folder: Path) -> None:
@@ -246,7 +215,7 @@ def _bytes_of_weights(folder: Path) -> int:
 
 
 def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[str, Any]:
-    """Replace the weights of a folder by int8 ones; returns what was done and what it did to speed and metrics."""
+    """Replace the weights of a folder by int8 ones; return what was done and its effect on speed and metrics."""
     model = copy.deepcopy(whole)
     names = quantize_int8(model)
     _remove_weights(folder)
@@ -258,112 +227,12 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
     card.write_text(text + _HOW_TO_LOAD.format(file=INT8_FILE), encoding="utf-8")
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     num_int8 = sum(model.get_parameter(f"{name}.weight").numel() for name in names)
-    found: dict[str, Any] = {
-        "int8": {
-            "how": "weight-only, symmetric, one scale for each output",
-            "library": f"torchao {version('torchao')}",
-            "file": INT8_FILE,
-            "matrices": list(names),
-            "share_of_parameters": num_int8 / num_parameters,
-            "left_alone": left_alone(model, names),
-        }
+    facts = {
+        "how": "weight-only, symmetric, one scale for each output",
+        "library": f"torchao {version('torchao')}",
+        "file": INT8_FILE,
+        "matrices": list(names),
+        "share_of_parameters": num_int8 / num_parameters,
+        "left_alone": left_alone(model, names),
     }
-    if run is None or run.data.eval is None:
-        return found
-    after = with_model(run, model)
-    before_metrics, after_metrics = measure(run).metrics, measure(after).metrics
-    rates = samples_per_second([run, after])
-    return {
-        **found,
-        "metrics": {"before": before_metrics, "after": after_metrics},
-        "samples_per_second": {"before": rates[0], "after": rates[1]},
-        "measured_on": describe_device(run.accelerator.device),
-    }
-
-
-def describe_device(device: torch.device) -> str:
-    """The device in words, with its threads where it is a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{device.type}, {threads} thread{'s' * (threads != 1)}"
-
-
-def samples_per_second(runs: list[TrainedRun], *, seconds: float = _TIMED_SECONDS) -> list[float]:
-    """How fast each evaluates the same few batches, already read: the best of several rounds, taken in turns."""
-    size, accelerator = runs[0].sizes.per_device_eval_batch_size, runs[0].accelerator
-    assert runs[0].data.eval is not None
-    num_samples = min(len(runs[0].data.eval), _TIMED_BATCHES * size)  # type: ignore[arg-type]
-    reader = evaluation_reader(accelerator, runs[0].data, size, num_samples, 0, False)
-    batches = [batch for batch, _ in reader]
-    best = [float("inf")] * len(runs)
-    begin = time.perf_counter()
-    for number in range(1000):
-        for which, run in enumerate(runs):
-            with evaluation_mode(run.inner):
-                started = _now(accelerator.device)
-                for batch in batches:
-                    run.inner(batch, "counts")
-                took = _now(accelerator.device) - started
-            if number:  # the first round warms up
-                best[which] = min(best[which], took)
-        if number >= 2 and time.perf_counter() - begin > seconds * len(runs):
-            break
-    return [num_samples / took for took in best]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def format_export(export: Export) -> str:
-    """What was written; and for int8 a table of size, speed and metrics before and after."""
-    record = export.record
-    sizes = record["weights_bytes"]
-    left_out = ", ".join(record["left_out"])
-    notes = [f"left out, because only weights, configurations and texts are copied: {left_out}"] if left_out else []
-    if record["quantize"] is None:
-        reason = record.get("not_for_from_pretrained")
-        use = "for from_pretrained" if reason is None else f"as its task saved them; not for from_pretrained ({reason})"
-        return "\n".join([*notes, f"{export.folder}: {_megabytes(sizes['after'])} of weights, {use}"])
-    int8 = record["int8"]
-    rest = ", ".join(f"{kind} {count:,}" for kind, count in int8["left_alone"].items())
-    lines = [
-        f"int8 ({int8['how']}; {int8['library']}): {len(int8['matrices'])} matrices, "
-        f"{int8['share_of_parameters']:.0%} of the parameters",
-        f"left in floating point (parameters): {rest}",
-        "",
-        _row("", "before", "int8"),
-        _row("weights", _megabytes(sizes["before"]), _megabytes(sizes["after"])),
-    ]
-    if "metrics" in record:
-        rates, metrics = record["samples_per_second"], record["metrics"]
-        lines.append(_row("samples per second", f"{rates['before']:,.1f}", f"{rates['after']:,.1f}"))
-        lines += _metric_rows(metrics["before"], metrics["after"])
-        lines.append(f"\nspeed: the model alone, on this machine ({record['measured_on']})")
-        if rates["after"] < 0.95 * rates["before"]:
-            lines.append(
-                "int8 is slower here: the weights are turned back into floating point for each product; it saves memory, not time"
-            )
-    else:
-        lines.append(f"\nspeed and metrics are not compared: {record['not_compared']}")
-    lines += [*notes, f"{export.folder}: load it with accel_train.export.load_exported; from_pretrained refuses it"]
-    return "\n".join(lines)
-
-
-def _metric_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    return [
-        _row(name.replace("_", " "), f"{value:,.4f}", f"{after[name]:,.4f}")
-        for name, value in before.items()
-        if isinstance(value, float)
-    ]
-
-
-def _row(name: str, before: str, after: str) -> str:
-    return f"  {name:24}{before:>14}{after:>14}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"
+    return {"int8": facts} | ({} if run is None else compare(run, with_model(run, model)))

@@ -12,29 +12,24 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_train.batching import BatchSizes, resolve_batch
-from accel_train.compiling import compile_module
+from accel_train.checkpoint.run_recipe import check_settings, read_recipe
+from accel_train.core.errors import DataError
+from accel_train.core.ownership import recipe_of_run
+from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.sources import is_path, is_there, located
 from accel_train.data.tables import MissingColumn
-from accel_train.doctor import check_launcher
-from accel_train.loading import choose_num_workers, choose_pin_memory
-from accel_train.model_check import check_weight_files
-from accel_train.observe.ledger import RECIPE_FILE, SUMMARY_FILE, read_record
-from accel_train.ownership import recipe_of_run
-from accel_train.precision import choose_mixed_precision, set_backends, start_accelerator, start_processes
-from accel_train.recipe import Loss, Model, Recipe
-from accel_train.recipe_data import Data
-from accel_train.recipe_file import load_recipe
-from accel_train.state import DataError
-from accel_train.step import TrainingModule
-from accel_train.task import Task, TaskData, load_task, read_data, refuse_task_within
+from accel_train.engine.loader import Reading, choose_reading
+from accel_train.model.compile import compile_module
+from accel_train.model.pretrained import check_weight_files
+from accel_train.model.training_module import TrainingModule
+from accel_train.observe.run_folder import RECIPE_FILE, SUMMARY_FILE, read_record
+from accel_train.parallel.precision import choose_mixed_precision, set_backends, start_accelerator
+from accel_train.recipe.data import Data
+from accel_train.recipe.schema import Loss, Model, Recipe
+from accel_train.runtime.doctor import check_launcher
+from accel_train.runtime.process_group import start_processes
+from accel_train.task import Task, TaskData, load_task, read_data
 
-SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
-"""Sections of a recipe that matter to a model that is already trained."""
-_SETTINGS_OF_MODEL = ("model.attn_implementation", "model.trust_remote_code")
-_WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
-"""A run folder may be somebody else's: what its recipe says of foreign code counts for nothing until the reader says it."""
-_DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
 _PROBLEM_TYPES = {
     "single_label_classification": "single_label",
     "multi_label_classification": "multi_label",
@@ -48,24 +43,23 @@ class DataNotFound(ValueError):
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run on this machine, its model in place."""
+    """A finished run, opened on this machine with its model."""
 
     folder: Path
     recipe: Recipe
-    """That of the run, with the trained weights as `model.pretrained`."""
+    """The run's recipe, with the trained weights as `model.pretrained`."""
     task: Task
     data: TaskData
     accelerator: Accelerator
     inner: TrainingModule
-    """On its device, in the precision of the recipe; no wrapper synchronises it."""
+    """The model on its device, in the recipe's precision, in no wrapper that synchronises it."""
     sizes: BatchSizes
-    """Of the run: the same evaluation batches give the same numbers, on any number of processes."""
-    num_workers: int
-    pin_memory: bool
+    """The run's batch sizes: the same evaluation batches give the same numbers, on any number of processes."""
+    reading: Reading
     steps: int | None
-    """What the run was trained for."""
+    """Steps that the run was trained for."""
     notes: tuple[str, ...] = ()
-    """What of other data was read in another way than the run's own, and why."""
+    """Differences in how other data was read, and why."""
 
 
 def open_run(
@@ -87,8 +81,6 @@ def open_run(
     check_launcher(processes.num_processes)
     summary = read_record(folder / SUMMARY_FILE)
     world_size, sharing = summary.get("world_size", 1), recipe.parallel.num_sharing
-    if not isinstance(world_size, int) or world_size < 1:  # a damaged summary
-        world_size = 1
     sizes = resolve_batch(recipe.batch, world_size, 1 if world_size % sharing else sharing)
     precision = choose_mixed_precision(recipe.precision, processes.device)
     set_backends(recipe.precision, precision.value, processes.device)
@@ -96,8 +88,13 @@ def open_run(
     recipe, task, task_data, notes = _load(
         recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
     )
-    inner = TrainingModule(_trained_model(folder, recipe, task, task_data), task)
-    compile_module(inner, recipe.precision.compile)
+    torch.manual_seed(recipe.seed)
+    model = task.build_model(recipe, task_data)
+    check_weights(model, folder / "model", recipe.task)
+    if recipe.model.lora is not None and not recipe.model.lora.merge:
+        put_in_adapters(model, recipe.model, folder / "adapter")
+    inner = TrainingModule(model.eval(), task)
+    compile_module(inner, recipe.precision)
     accelerator.prepare_model(inner.to(accelerator.device), evaluation_mode=True)
     return TrainedRun(
         folder=folder,
@@ -107,15 +104,14 @@ def open_run(
         accelerator=accelerator,
         inner=inner,
         sizes=sizes,
-        num_workers=choose_num_workers(recipe.data.num_workers, task_data, accelerator.num_processes).value,
-        pin_memory=choose_pin_memory(recipe.data.pin_memory, accelerator.device).value,
-        steps=steps if isinstance(steps := summary.get("steps"), int) else None,
+        reading=choose_reading(recipe.data, task_data, accelerator)[0],
+        steps=summary.get("steps"),
         notes=notes,
     )
 
 
 def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe of a finished run, changed so that its task builds the trained model; `data` takes the place of its data.
+    """Return a finished run's recipe, changed so that its task builds the trained model; `data` replaces its data.
 
     Raises:
         ValueError: the folder holds no finished run, or a setting would change nothing.
@@ -132,19 +128,22 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     if recipe.origin("data.cache_dir").kind == "command line":
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
-        names = _label_names(config) if changes["problem_type"] != "regression" else None
+        by_index = config.get("id2label") if changes["problem_type"] != "regression" else None
+        names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
         section = section.model_copy(
             update={"train": data, "eval": data, "label_names": names or section.label_names, "group_by_length": False}
         )
-    # A tokenizer that was trained or loaded is the one beside the weights; `bytes` is code, and as fast as it was.
+    # A tokenizer that was trained or loaded is saved with the weights; `bytes` is code, and as fast as it was.
     has_own = (weights / "tokenizer_config.json").is_file()
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
     # Weights of classes are for training, and would ask this data for every class.
-    return recipe.model_copy(update={"model": model, "data": section, "tokenizer": tokenizer, "loss": Loss()})
+    return recipe.model_copy(
+        update={"model": model, "data": section, "tokenizer": tokenizer, "loss": Loss(chunked=recipe.loss.chunked)}
+    )
 
 
 def _started_in(folder: Path) -> str | None:
-    """The folder from which a run was started: relative paths of its recipe were seen from there."""
+    """Return the folder from which a run was started: relative paths of its recipe are relative to it."""
     started_in = read_record(folder / SUMMARY_FILE).get("started_in")
     return started_in if isinstance(started_in, str) else None
 
@@ -162,22 +161,6 @@ def _check_data_is_there(folder: Path, data: Data) -> None:
     )
 
 
-def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run folder that somebody else may have written: foreign code runs only where `settings` allow it.
-
-    Raises:
-        ValueError: the recipe is bad, or its task is code that lies in the run folder.
-    """
-    recipe = load_recipe(recipe_of_run(folder) or folder / RECIPE_FILE, arguments=reader_settings(settings))
-    refuse_task_within(recipe.task, folder)
-    return recipe
-
-
-def reader_settings(settings: Sequence[str]) -> tuple[str, ...]:
-    """Flags for the recipe of a run folder: the recipe's own consent to foreign code is off unless these `settings` give it."""
-    return (*_WITHOUT_CONSENT, *settings)
-
-
 def check_finished(folder: Path) -> None:
     """Refuse a folder without a trained model.
 
@@ -191,40 +174,15 @@ def check_finished(folder: Path) -> None:
         raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
     if not (folder / "model" / "config.json").is_file():
         raise ValueError(
-            f"{folder} has no trained model yet (no model/config.json); accel-train run {recipe} goes on with it"
+            f"{folder} has no trained model yet (no model/config.json); accel-train run {recipe} resumes it"
         )
     check_weight_files(folder / "model")
-
-
-def check_settings(settings: Sequence[str]) -> None:
-    """Refuse settings that belong to training, or that another argument gives.
-
-    Raises:
-        ValueError: names the first of them.
-    """
-    for word in settings:
-        name = word.partition("=")[0].removeprefix("--")
-        if not word.startswith("--"):
-            continue
-        if name in _DATA_IS_NAMED_ELSEWHERE:
-            raise ValueError(
-                f"--{name}: other data is named by the command's own argument (evaluate RUN --data WHAT, predict RUN WHAT)"
-            )
-        if name.split(".")[0] not in SETTINGS and name not in _SETTINGS_OF_MODEL:
-            raise ValueError(
-                f"--{name} changes nothing of a model that is trained; settings of {', '.join(SETTINGS)} do"
-            )
-
-
-def _label_names(config: dict[str, Any]) -> tuple[str, ...] | None:
-    names = config.get("id2label")
-    return None if names is None else tuple(names[index] for index in sorted(names, key=int))
 
 
 def _load(
     recipe: Recipe, *, is_other: bool, labels_optional: bool, progress: bool
 ) -> tuple[Recipe, Task, TaskData, tuple[str, ...]]:
-    """The data, of other data as much as can be read, and what was left out and why."""
+    """Return the data (of other data as much as can be read), and notes on what was left out."""
     notes: list[str] = []
     unlabelled: ValueError | None = None
     while True:
@@ -239,7 +197,7 @@ def _load(
                 left = section.model_copy(update={"id_column": None})
                 notes.append(f"rows are named by file and number, because there are no ids: {error}")
             elif is_other and labels_optional and section.label_column is not None:
-                left, unlabelled = without_labels(section), error
+                left, unlabelled = section.model_copy(update={"label_column": None, "mask_column": None}), error
                 notes.append(f"no true labels, because with labels it cannot be read: {error}")
             else:
                 failure = unlabelled or error
@@ -249,27 +207,8 @@ def _load(
             recipe = recipe.model_copy(update={"data": left})
 
 
-def without_labels(data: Data) -> Data:
-    """The same data, read for its inputs alone."""
-    return data.model_copy(update={"label_column": None, "mask_column": None})
-
-
-def _trained_model(folder: Path, recipe: Recipe, task: Task, data: TaskData) -> nn.Module:
-    """The trained model in fp32 on the CPU, adapters of an unmerged run put in.
-
-    Raises:
-        ValueError: what the task builds is not what lies in `RUN/model`.
-    """
-    torch.manual_seed(recipe.seed)
-    model = task.build_model(recipe, data)
-    check_weights(model, folder / "model", recipe.task)
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
-        put_in_adapters(model, recipe.model, folder / "adapter")
-    return model.eval()
-
-
 def check_weights(model: nn.Module, folder: Path, task: str) -> None:
-    """Prove that a model holds the weights of a folder: a head for other labels, say, would be new and random.
+    """Refuse a model whose weights are not those of a folder: a head for other labels, say, would be new and random.
 
     Raises:
         ValueError: it does not, or the folder holds no weights.
@@ -292,12 +231,12 @@ def check_weights(model: nn.Module, folder: Path, task: str) -> None:
 
 
 def put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
-    """Put the adapters of an unmerged run, which lie in `folder`, into its model, in place.
+    """Load the adapters of an unmerged run from `folder` into its model, in place.
 
     Raises:
         ValueError: they are missing, damaged, or those of another model.
     """
-    from accel_train.lora import ADAPTER, add_adapters
+    from accel_train.model.lora import ADAPTER, add_adapters
 
     assert section.lora is not None
     check_weight_files(folder)
@@ -308,17 +247,14 @@ def put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
         for name, tensor in saved.items()
     }
     found = model.load_state_dict(state, strict=False)
-    if found.unexpected_keys:
-        raise ValueError(
-            f"{folder} does not fit the model: {found.unexpected_keys[0]} is none of its weights; is the folder complete?"
-        )
-    missing = [name for name in found.missing_keys if "lora_" in name]
-    if missing:
-        raise ValueError(f"{folder} does not fit the model: it lacks {missing[0]}; is the folder complete?")
+    problems = [f"{name} is none of its weights" for name in found.unexpected_keys]
+    problems += [f"it lacks {name}" for name in found.missing_keys if "lora_" in name]
+    if problems:
+        raise ValueError(f"{folder} does not fit the model: {problems[0]}; is the folder complete?")
 
 
 def with_model(run: TrainedRun, model: nn.Module) -> TrainedRun:
-    """The same run with another model in the place of its own, in the same precision."""
+    """Return the same run with another model, in the same precision."""
     inner = TrainingModule(model.eval(), run.task).to(run.accelerator.device)
     run.accelerator.prepare_model(inner, evaluation_mode=True)
     return replace(run, inner=inner)

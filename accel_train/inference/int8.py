@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 INT8, SCALE = ".int8", ".scale"
-"""What stands behind a matrix's name in the saved file."""
+"""Suffixes of a matrix's name in the saved file."""
 
 
 def quantize_int8(model: nn.Module) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def quantize_int8(model: nn.Module) -> tuple[str, ...]:
 
 
 def matrices(model: nn.Module) -> tuple[str, ...]:
-    """Names of the linear layers (Conv1D of GPT-2 included) whose weights are theirs alone."""
+    """Return the names of the linear layers (Conv1D of GPT-2 included) that share their weights with no other."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return tuple(
         name
@@ -48,7 +48,7 @@ def matrices(model: nn.Module) -> tuple[str, ...]:
 
 
 def left_alone(model: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
-    """Parameters that stay in floating point, by the kind of module that holds them."""
+    """Return the parameters that stay in floating point, by the kind of module that holds them."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -72,7 +72,7 @@ def _quantize(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def _as_linear(module: Conv1D) -> nn.Linear:
-    """The same layer; Conv1D keeps its matrix as inputs x outputs."""
+    """Return the same layer as nn.Linear; Conv1D keeps its matrix as inputs x outputs."""
     num_inputs, num_outputs = module.weight.shape
     linear = nn.Linear(num_inputs, num_outputs, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().T.contiguous())
@@ -81,7 +81,7 @@ def _as_linear(module: Conv1D) -> nn.Linear:
 
 
 def int8_tensors(model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """All that a quantised model holds, as plain tensors by name; shared ones once."""
+    """Return all tensors of a quantised model by name; shared ones once."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -96,7 +96,7 @@ def int8_tensors(model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def put_int8_tensors(model: nn.Module, names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
-    """Make a model of the same configuration the one that was saved, in place.
+    """Load saved int8 tensors into a model of the same configuration, in place.
 
     Raises:
         ValueError: the tensors are not those of this model.
@@ -120,7 +120,7 @@ def put_int8_tensors(model: nn.Module, names: tuple[str, ...], tensors: Mapping[
 
 
 def require_torchao() -> Any:
-    """torchao's quantisation, imported without what it says of libraries that weight-only int8 does not use.
+    """Return torchao's quantisation, imported without its warnings on libraries that weight-only int8 does not use.
 
     Raises:
         ValueError: it is not installed.

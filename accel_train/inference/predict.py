@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from accel_train.evaluation import evaluation_mode, evaluation_reader, rows_in_order
-from accel_train.files import is_written_into
-from accel_train.ownership import check_file, check_folder, output_path, replacing, staging_of, write_file
-from accel_train.sampling import evaluation_batches
-from accel_train.state import RecipeError
-from accel_train.trained import TrainedRun, check_finished, open_run, recipe_of_trained
+from accel_train.core.errors import RecipeError
+from accel_train.core.files import is_written_into, output_path
+from accel_train.core.ownership import check_file, check_folder, replacing, staging_of, write_file
+from accel_train.data.order import evaluation_batches
+from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
+from accel_train.inference.finished_run import TrainedRun, open_run, recipe_of_trained
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 MAX_SCORE_COLUMNS = 20
@@ -34,19 +34,18 @@ Columns = dict[str, list[Any]]
 def open_for_prediction(
     folder: Path, data: str | None, out: str | None, settings: Sequence[str] = ()
 ) -> tuple[TrainedRun, Path]:
-    """The run with the data to predict for, and where the table goes.
+    """Return the run with the data to predict for, and the table's path.
 
     Raises:
         ValueError: there is no finished run, no data, or its task predicts nothing for a sample; or a file of no known kind.
     """
-    check_finished(folder)
+    task = recipe_of_trained(folder, data, settings).task
     table = folder / "predictions.csv" if out is None else output_path(out)
     if table.suffix.lower() not in SUFFIXES and not is_written_into(table):
         raise ValueError(f"--out {table}: its name must end in {', '.join(SUFFIXES)}, which says how it is written")
     check_file(table, folder, f"--out {table}")
-    task = recipe_of_trained(folder, data, settings).task
     if task == "semantic-segmentation" and is_written_into(table):
-        raise ValueError(f"--out {table} is no regular file, and masks need a folder beside it; give a file")
+        raise ValueError(f"--out {table} is no regular file, and masks need a folder next to it; give a file")
     if task == "semantic-segmentation":
         check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
     if task == "causal-lm":
@@ -61,17 +60,17 @@ def open_for_prediction(
 
 @torch.no_grad()
 def predict(run: TrainedRun, out: Path) -> Path | None:
-    """Predict every sample once, over all processes, and write the table; its path, on the main process.
+    """Predict every sample once, over all processes, and write the table; return its path on the main process.
 
     Raises:
         RecipeError: the task predicts nothing for a sample.
     """
     masks = _masks_of(out)
     main = run.accelerator.is_main_process
-    with replacing(masks) if main and not is_written_into(out) else nullcontext(staging_of(masks)) as aside:
+    with replacing(masks) if main and not is_written_into(out) else nullcontext(staging_of(masks)) as staging:
         run.accelerator.wait_for_everyone()
-        gathered = _predict_all(run, aside)
-        has_masks = main and any(aside.glob("*.png"))
+        gathered = _predict_all(run, staging)
+        has_masks = main and any(staging.glob("*.png"))
     if not gathered:
         raise RecipeError(
             f"task={run.recipe.task} predicts nothing for a sample; `accel-train evaluate` gives its metrics"
@@ -88,19 +87,19 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
 
 
 def _masks_of(table: Path) -> Path:
-    """The folder of masks beside a table."""
+    """Return the folder of masks next to a table."""
     return table.with_name(f"{table.stem}-masks")
 
 
 def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
-    """What is predicted for each sample, in order, on the main process; masks are written into their folder."""
+    """Return the prediction of each sample, in order, on the main process; write masks into their folder."""
     assert run.data.eval is not None
     rows: dict[str, list[Tensor]] = {}
     size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
     indices = evaluation_batches(len(run.data.eval), size, run.accelerator.process_index, processes)  # type: ignore[arg-type]
-    reader = evaluation_reader(run.accelerator, run.data, size, None, run.num_workers, run.pin_memory)
+    batches = EvaluationReader(run.accelerator, run.data, size, run.reading).batches()
     with evaluation_mode(run.inner):
-        for index, (batch, _) in zip(indices, reader, strict=True):
+        for index, (batch, _) in zip(indices, batches, strict=True):
             found = dict(run.inner(batch, "predictions"))
             if "mask" in found:
                 _write_masks(masks, run, index, {name: value.cpu().numpy() for name, value in found.items()})
@@ -117,7 +116,7 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
 
 
 def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, labelled: bool) -> Columns:
-    """What a table says of each sample: the prediction by name, its score, and what is true where that is known."""
+    """Return a table's columns: the prediction by name, its score, and the true label where it is known."""
     truth = rows.get("truth") if labelled else None
     columns: Columns = {}
     if "value" in rows:
@@ -151,12 +150,12 @@ def _joined(chosen: NDArray[Any], names: Sequence[str]) -> str:
 
 
 def _numbers(values: NDArray[Any]) -> list[float]:
-    """As short as they are exact: 0.9 for the float32 that is nearest to it, and not 0.8999999761581421."""
+    """Return the shortest decimals that are exact: 0.9 for the float32 nearest to it, not 0.8999999761581421."""
     return [float(str(value)) for value in values]
 
 
 def write_table(columns: Columns, out: Path, home: Path) -> Path:
-    """A csv, jsonl or parquet file by the end of its name, whole or not at all; returns its path.
+    """Write a csv, jsonl or parquet file, by the end of its name, completely or not at all; return its path.
 
     `home` is the run folder, which keeps its digest.
     """
@@ -180,16 +179,13 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
 
 
 def _mask_name(run: TrainedRun, index: int) -> str:
-    """A file name that is the sample's own: its number, and what its id ends in."""
+    """Return a unique file name: the sample's number, and the end of its id."""
     stem = Path(str(run.data.source.row_ids(index))).stem
     return f"{index:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', stem)[:80]}.png"
 
 
 def _write_masks(folder: Path, run: TrainedRun, indices: Sequence[int], found: Mapping[str, NDArray[Any]]) -> None:
-    """Each mask as a PNG whose pixel values are the classes, with a palette to look at.
-
-    Where `height` and `width` are given, a mask is what lies within them: images of several sizes share a batch.
-    """
+    """Write each mask as a PNG of classes with a palette, cropped to `height` and `width` where images of several sizes share a batch."""
     from PIL import Image
 
     folder.mkdir(exist_ok=True)

@@ -1,0 +1,3 @@
+"""Uses of a finished run: evaluate, predict, generate, export.
+
+None of it trains."""

@@ -1,0 +1,43 @@
+"""Text from a trained language model."""
+
+from pathlib import Path
+
+from accel_train.model.generation import check_sampling, generate_text
+
+
+def generate_from_run(
+    run_folder: Path, prompt: str = "", *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """Return a text that the finished run's model (`RUN/model`) writes, beginning with the prompt.
+
+    Raises:
+        ValueError: the folder holds no trained model, or an argument is out of its range.
+    """
+    check_sampling(max_new_tokens, temperature)
+    folder = Path(run_folder) / "model"
+    if not (folder / "config.json").is_file():
+        what = "has no trained model yet (no model/config.json)" if Path(run_folder).is_dir() else "does not exist"
+        raise ValueError(f"{run_folder} {what}; give the output_dir of a finished run")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from accel_train.model.pretrained import check_weight_files
+
+    check_weight_files(folder)
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        if "custom code" in reason:
+            raise ValueError(
+                f"{folder} brings code of its own, which generate does not run; read that code, and if you trust it load the "
+                "model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
+            ) from error
+        raise ValueError(
+            f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
+        ) from error
+    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return generate_text(model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

@@ -1,0 +1,107 @@
+"""The cost of int8: speed and metrics of a run before and after, and the text that `accel-train export` prints."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_train.core.format import format_count
+from accel_train.engine.evaluation import EvaluationReader, evaluation_mode
+from accel_train.inference.evaluate import measure
+from accel_train.inference.finished_run import TrainedRun
+from accel_train.runtime.doctor import device_name
+
+_TIMED_BATCHES = 4
+_TIMED_SECONDS = 1.0
+
+
+def compare(before: TrainedRun, after: TrainedRun) -> dict[str, Any]:
+    """Return metrics and speed of two runs that differ in their model, measured on the data they held out."""
+    metrics = {"before": measure(before).metrics, "after": measure(after).metrics}
+    rates = samples_per_second([before, after], seconds=_TIMED_SECONDS)
+    return {
+        "metrics": metrics,
+        "samples_per_second": {"before": rates[0], "after": rates[1]},
+        "measured_on": describe_device(before.accelerator.device),
+    }
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the device in words, with its threads where it is a CPU."""
+    threads = format_count(torch.get_num_threads(), "thread")
+    return device_name(device) + (f", {threads}" if device.type == "cpu" else "")
+
+
+def samples_per_second(runs: list[TrainedRun], *, seconds: float) -> list[float]:
+    """Return how fast each evaluates the same few batches, already read: the best of several rounds, taken in turns."""
+    size, accelerator = runs[0].sizes.per_device_eval_batch_size, runs[0].accelerator
+    assert runs[0].data.eval is not None
+    num_samples = min(len(runs[0].data.eval), _TIMED_BATCHES * size)  # type: ignore[arg-type]
+    reader = EvaluationReader(accelerator, runs[0].data, size, max_samples=num_samples)
+    batches = [batch for batch, _ in reader.batches()]
+    best = [float("inf")] * len(runs)
+    begin = time.perf_counter()
+    for number in range(1000):
+        for which, run in enumerate(runs):
+            with evaluation_mode(run.inner):
+                started = _now(accelerator.device)
+                for batch in batches:
+                    run.inner(batch, "counts")
+                took = _now(accelerator.device) - started
+            if number:  # the first round warms up
+                best[which] = min(best[which], took)
+        if number >= 2 and time.perf_counter() - begin > seconds * len(runs):
+            break
+    return [num_samples / took for took in best]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def format_export(folder: Path, record: Mapping[str, Any]) -> str:
+    """Return what was written, and for int8 a table of size, speed and metrics before and after."""
+    sizes = record["weights_bytes"]
+    left_out = ", ".join(record["left_out"])
+    notes = [f"left out, because only weights, configurations and texts are copied: {left_out}"] if left_out else []
+    if record["quantize"] is None:
+        reason = record.get("not_for_from_pretrained")
+        use = "for from_pretrained" if reason is None else f"as its task saved them; not for from_pretrained ({reason})"
+        return "\n".join([*notes, f"{folder}: {_megabytes(sizes['after'])} of weights, {use}"])
+    int8 = record["int8"]
+    rest = ", ".join(f"{kind} {count:,}" for kind, count in int8["left_alone"].items())
+    lines = [
+        f"int8 ({int8['how']}; {int8['library']}): {len(int8['matrices'])} matrices, "
+        f"{int8['share_of_parameters']:.0%} of the parameters",
+        f"left in floating point (parameters): {rest}",
+        "",
+        _row("", "before", "int8"),
+        _row("weights", _megabytes(sizes["before"]), _megabytes(sizes["after"])),
+    ]
+    if "metrics" in record:
+        rates, metrics = record["samples_per_second"], record["metrics"]
+        lines.append(_row("samples per second", f"{rates['before']:,.1f}", f"{rates['after']:,.1f}"))
+        for name, value in metrics["before"].items():
+            if isinstance(value, float):
+                lines.append(_row(name.replace("_", " "), f"{value:,.4f}", f"{metrics['after'][name]:,.4f}"))
+        lines.append(f"\nspeed: the model alone, on this machine ({record['measured_on']})")
+        if rates["after"] < 0.95 * rates["before"]:
+            lines.append(
+                "int8 is slower here: the weights are turned back into floating point for each product; it saves memory, not time"
+            )
+    else:
+        lines.append(f"\nspeed and metrics are not compared: {record['not_compared']}")
+    lines += [*notes, f"{folder}: load it with accel_train.load_exported; from_pretrained refuses it"]
+    return "\n".join(lines)
+
+
+def _row(name: str, before: str, after: str) -> str:
+    return f"  {name:24}{before:>14}{after:>14}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
