@@ -1,22 +1,71 @@
-"""What checkpoints cost a run: their size and time, and whether they come as often as failures want them to."""
+"""Failures of a run on many GPUs, the cost of a checkpoint, and how often it is then worth saving."""
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
-from accel_train.recipe import Checkpoint
-from accel_train.scale.failures import FAILURE_RATES, FailureRate, daly_interval, lost_share, young_interval
-from accel_train.scale.hardware import GB
-from accel_train.scale.layout import Layout
+from accel_train.core.hardware import GB
+from accel_train.plan.place import Layout
+from accel_train.recipe.reliability import Checkpoint
 
+DAY_SECONDS = 86_400.0
+RESTART_SECONDS = 600.0
+"""Time from a failure to the next step: noticing, rescheduling, loading, compiling. Assumed."""
 WRITE_BYTES_PER_SECOND = 1 * GB
-"""Of one process, hashing and syncing included: assumed."""
+"""Write speed of one process, hashing and syncing included: assumed."""
 STORAGE_BYTES_PER_SECOND = 20 * GB
-"""Of a shared file system, over all processes that write at once: assumed."""
+"""Write speed of a shared file system, over all processes that write at once: assumed."""
 COPY_BYTES_PER_SECOND = 10 * GB
-"""From a GPU to host memory, which the training waits for: assumed."""
-
+"""Copy speed from a GPU to host memory, which the training waits for: assumed."""
 WRITING_SHARE = 0.1
-"""Of the time at most, that a best interval spends writing: the file system has others to serve, and the data to read."""
+"""Largest fraction of the time that a best interval spends writing: the file system has others to serve, and the data to read."""
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """A published rate, as GPU-days between two failures: failures grow with GPUs and with time."""
+
+    gpu_days: float
+    source: str
+
+    def seconds_between(self, world_size: int) -> float:
+        """Mean time between two failures of a run on so many GPUs."""
+        return self.gpu_days * DAY_SECONDS / world_size
+
+    def per_week(self, world_size: int) -> float:
+        """Failures expected in a week."""
+        return 7 * DAY_SECONDS / self.seconds_between(world_size)
+
+
+FAILURE_RATES = (
+    FailureRate(
+        54 * 16_384 / 419, "Llama 3: 419 unexpected interruptions in 54 days of 16,384 H100 (arXiv 2407.21783)"
+    ),
+    FailureRate(7.9 / 24 * 1024, "Meta's research clusters: 7.9 h between failures at 1,024 A100 (arXiv 2410.21680)"),
+)
+"""Rare failures first."""
+
+
+def young_interval(save_seconds: float, seconds_between_failures: float) -> float:
+    """Seconds of training between two saves that lose least: sqrt(2 d M). Young 1974, CACM 17 (9)."""
+    return math.sqrt(2 * save_seconds * seconds_between_failures)
+
+
+def daly_interval(save_seconds: float, seconds_between_failures: float) -> float:
+    """Return the same to a higher order, good also where saves are not short beside M. Daly 2006, FGCS 22 (3), equation 37.
+
+    sqrt(2 d M) [1 + sqrt(d / 2M) / 3 + (d / 2M) / 9] - d for d < 2 M, else M.
+    """
+    if save_seconds >= 2 * seconds_between_failures:
+        return seconds_between_failures
+    ratio = save_seconds / (2 * seconds_between_failures)
+    young = young_interval(save_seconds, seconds_between_failures)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def lost_share(interval_seconds: float, save_seconds: float, seconds_between_failures: float) -> float:
+    """Return the share of time without progress: saves, and at each failure half an interval and a restart; 1 at most."""
+    saves = save_seconds / (interval_seconds + save_seconds)
+    return min(1.0, saves + (interval_seconds / 2 + RESTART_SECONDS) / seconds_between_failures)
 
 
 @dataclass(frozen=True)
@@ -31,7 +80,7 @@ class SavingCost:
 
     @property
     def stall_seconds(self) -> float:
-        """How long the training stands still for it."""
+        """Time that the training waits for it."""
         return self.copy_seconds + (0.0 if self.in_background else self.write_seconds)
 
     @property
@@ -41,7 +90,7 @@ class SavingCost:
 
 
 def saving_cost(section: Checkpoint, layout: Layout, num_bytes: int) -> SavingCost:
-    """Of a whole model one process writes all; of a model in parts every process writes its own."""
+    """Return the cost of a checkpoint: one process writes a whole model, of a sharded one each process its shards."""
     parts = layout.shard_size * layout.tp_size
     writers = layout.world_size if parts > 1 else 1
     held = num_bytes / parts
@@ -51,7 +100,7 @@ def saving_cost(section: Checkpoint, layout: Layout, num_bytes: int) -> SavingCo
 
 @dataclass(frozen=True)
 class Interval:
-    """How often to save at one rate of failures."""
+    """The best interval between saves at one rate of failures."""
 
     rate: FailureRate
     failures_per_week: float
@@ -64,16 +113,10 @@ class Interval:
     """With the recipe's `checkpoint.every_steps`; None where that is 0, so that a failure costs everything."""
 
 
-def best_intervals(
-    section: Checkpoint,
-    cost: SavingCost,
-    world_size: int,
-    step_seconds: float,
-    rates: Sequence[FailureRate] = FAILURE_RATES,
-) -> tuple[Interval, ...]:
-    """For each published rate of failures, how often to save, and what the recipe's own interval loses."""
+def best_intervals(section: Checkpoint, cost: SavingCost, world_size: int, step_seconds: float) -> tuple[Interval, ...]:
+    """Return how often to save for each published rate of failures, and what the recipe's own interval loses."""
     found = []
-    for rate in rates:
+    for rate in FAILURE_RATES:
         between = rate.seconds_between(world_size)
         daly = daly_interval(cost.stall_seconds, between)
         steps = max(1, round(max(daly, cost.total_seconds / WRITING_SHARE) / step_seconds))

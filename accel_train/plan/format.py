@@ -1,0 +1,263 @@
+"""A plan as aligned text: what each number is, and whether it is arithmetic, an estimate or a model."""
+
+from collections.abc import Iterator
+
+from accel_train.core.format import format_blocks, format_bytes, format_count, format_seconds
+from accel_train.core.hardware import GB, LINK_EFFICIENCY
+from accel_train.core.redaction import redact
+from accel_train.data.batch_sizes import is_open
+from accel_train.plan.failures import (
+    COPY_BYTES_PER_SECOND,
+    RESTART_SECONDS,
+    STORAGE_BYTES_PER_SECOND,
+    WRITE_BYTES_PER_SECOND,
+    WRITING_SHARE,
+    Interval,
+)
+from accel_train.plan.plan import Plan
+from accel_train.plan.step_time import Scale, StepTime
+from accel_train.recipe.names import recipe_names
+from accel_train.recipe.reliability import Checkpoint
+from accel_train.recipe.writer import setting_lines
+
+Row = tuple[str, str]
+MUCH_PADDING = 0.02
+
+
+def format_plan(plan: Plan, *, colour: bool = False) -> str:
+    """Return the plan as aligned text; with `colour`, what is a default is dim (for a terminal)."""
+    width = max(len(name.rpartition(".")[2]) + 2 * name.count(".") for name in recipe_names()) + 2
+    lines = ["Settings, and who set them"]
+    for depth, name, value, who in setting_lines(plan.recipe):
+        left = f"{'  ' * (depth + 1)}{name}".ljust(width + 2)
+        line = f"{left}{value}".ljust(width + 30) + f"  <- {who}" if who else left.rstrip()
+        lines.append(f"\x1b[2m{line}\x1b[0m" if colour and who == "default" else line)
+    return str(redact("\n".join(lines + format_blocks(_blocks(plan), colour=colour))))
+
+
+def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
+    sizes, facts = plan.sizes, plan.data_facts
+    yield "Steps", [
+        ("global batch", f"{sizes.reason}; {sizes.per_device_eval_batch_size} per device in evaluation"),
+        ("learning rate", f"{plan.learning_rate.value:g} at its peak ({plan.learning_rate.reason})"),
+        ("schedule", f"{plan.recipe.schedule.type}, {_warmup(plan)}"),
+        *_length_rows(plan),
+    ]  # fmt: skip
+    yield "Data", [(name, str(facts[name])) for name in ("sources",) if name in facts] + [
+        (name, format_count(facts[name])) for name in ("num_documents", "train_tokens", "eval_tokens", "num_train", "num_eval") if facts.get(name) is not None
+    ]  # fmt: skip
+    yield "Model", list(_model_rows(plan))
+    total = plan.memory_bytes
+    memory = [row(part.name, size(part.num_bytes), f"{part.kind}: {part.how}") for part in plan.memory]
+    disk = plan.num_checkpoints * plan.checkpoint_bytes + 4 * plan.num_parameters
+    room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
+    yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(total):>10}{room}")]
+    yield "Disk", [
+        row("checkpoint", size(plan.checkpoint_bytes), "arithmetic: weights and optimizer, fp32"),
+        row("in all", size(disk), f"{plan.num_checkpoints} checkpoints at most, and the final weights"),
+    ]  # fmt: skip
+    yield from _scale_blocks(plan)
+    if plan.notes:
+        yield "Notes", [("-", note) for note in plan.notes]
+
+
+def _length_rows(plan: Plan) -> Iterator[Row]:
+    steps, per_step = plan.steps, format_count(plan.num_targets / plan.steps.max_steps)
+    if not plan.has_length:
+        epochs = f"schedule.num_epochs is {plan.recipe.schedule.num_epochs:g}"
+        yield "steps", f"unknown: {epochs}, and the data is not read; schedule.max_steps says them"
+        yield plan.targets, f"{per_step} a step at most, where every sample is full"
+        return
+    samples = f"{format_count(steps.max_steps * plan.sizes.global_batch_size)} samples, "
+    epochs = f"of {format_count(plan.num_samples)} in an epoch: {steps.num_epochs:.4g} epochs"
+    full = "" if plan.reads_data else " at most, where every sample is full"
+    yield "steps", f"{format_count(steps.max_steps)} ({steps.max_steps_reason})"
+    yield "in all", samples + (epochs if plan.reads_data else "of an unknown number in an epoch")
+    yield plan.targets, f"{format_count(plan.num_targets)} with a label, {per_step} a step{full}"
+
+
+def _warmup(plan: Plan) -> str:
+    steps, schedule = plan.steps, plan.recipe.schedule
+    if plan.has_length or schedule.warmup_steps is not None:
+        return f"{format_count(steps.warmup_steps)} steps of warmup ({steps.warmup_reason})"
+    return "warmup unknown: it is a part of all steps"
+
+
+def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
+    scale, step = plan.scale, plan.scale.step
+    if plan.world_size > 1:
+        yield "Processes", list(_layout_rows(scale))
+        yield "Communication", list(_traffic_rows(scale))
+    if step is None or plan.peak_flops is None:
+        yield "Time", [("training", _time(plan))]
+        return
+    yield "Time of a step", list(_step_rows(scale, step, plan.peak_flops, plan.device))
+    training, num_steps = "unknown: the number of steps is", plan.steps.max_steps if plan.has_length else None
+    if num_steps is not None:
+        seconds = num_steps * step.seconds
+        took = f"{format_seconds(seconds)}, {seconds * plan.world_size / 3600:,.1f} GPU-hours"
+        training = f"{took}: {num_steps:,} steps of that model; evaluation, saves and failures left out"
+    in_a_day = 86_400 / step.seconds * plan.num_targets / plan.steps.max_steps
+    yield "Time", [("training", training), ("in a day", f"{in_a_day:.4g} {plan.targets}")]
+    if plan.world_size > 1:
+        yield "Failures and checkpoints", list(_failure_rows(scale, plan.recipe.checkpoint, step.seconds, num_steps))
+
+
+def _model_rows(plan: Plan) -> Iterator[Row]:
+    frozen = plan.num_parameters - plan.num_trainable
+    yield "parameters", format_count(plan.num_parameters) + f", {format_count(frozen)} of them frozen" * bool(frozen)
+    if plan.vocabulary is not None:
+        tokens, rows = plan.vocabulary
+        multiple = plan.recipe.model.pad_vocab_to_multiple_of
+        why = f", {rows - tokens} never used (model.pad_vocab_to_multiple_of is {multiple})" if rows != tokens else ""
+        yield "vocabulary", f"{format_count(tokens)} tokens in {format_count(rows)} rows{why}"
+    yield "precision", f"{plan.precision.value} ({plan.precision.reason})"
+    for name, choice in plan.model_choices.items():
+        yield name.removeprefix("model."), str(choice)
+    if plan.flops_per_target is None or plan.total_flops is None:
+        yield "FLOPs", "not known for this task"
+        return
+    formula = f"6 N {'- 2 for each frozen one ' * bool(frozen)}+ 12 L D T a token; " * (plan.targets == "tokens")
+    in_all = f"{plan.total_flops:.4g}" if plan.has_length else "an unknown number"
+    rates = f"{plan.flops_per_target:.4g} for each of {plan.targets}"
+    rates += f", {plan.total_flops / plan.steps.max_steps:.4g} a step, {in_all} in all"
+    yield "FLOPs", f"{rates} ({formula}evaluation and recomputation left out)"
+
+
+def _time(plan: Plan) -> str:
+    seconds, mfu = plan.train_seconds, plan.scale.mfu
+    if plan.peak_flops is None:
+        return f"unknown: no peak is known for {plan.device} ({plan.precision.value}); plan --gpu NAME names one"
+    if plan.recipe.parallel.cpu_offload:
+        return "unknown: the copies to host memory and the update there (parallel.cpu_offload) are not modelled"
+    if not plan.has_length:
+        return "unknown: the number of steps is"
+    if seconds is None:
+        return "unknown: the FLOPs of this task are not known"
+    peak = f"{plan.world_size} x {plan.peak_flops / 1e12:g} TFLOP/s"
+    return (
+        f"{format_seconds(seconds)}, an estimate: at an MFU of {mfu.value:.3g} ({mfu.reason}) of {peak} ({plan.device}), whose memory and "
+        "links are not known: communication and evaluation left out"
+    )
+
+
+def _room(plan: Plan, needed: int, device_bytes: int) -> str:
+    if needed <= device_bytes:
+        return f", of {size(device_bytes)}"
+    if is_open(plan.recipe.batch) and plan.sizes.per_device_batch_size > 1:
+        return f", MORE than the {size(device_bytes)} of this GPU: a run cuts its samples into smaller micro-batches (Notes)"
+    ways = list(_ways_to_less(plan))
+    remedy = " or ".join(filter(None, [", ".join(ways[:-1]), *ways[-1:]]))
+    return f", MORE than the {size(device_bytes)} of this GPU: {remedy}"
+
+
+def _ways_to_less(plan: Plan) -> Iterator[str]:
+    """Yield what can still be changed so that each process needs less memory."""
+    parallel, spread = plan.recipe.parallel, plan.scale.layout.shard_size
+    if plan.sizes.per_device_batch_size > 1:
+        yield "lower batch.per_device_batch_size"
+    if plan.recipe.precision.recomputed != "blocks":
+        yield "set precision.gradient_checkpointing"
+    if spread == 1 and plan.world_size > 1:
+        yield "set parallel.strategy fsdp2"
+    if 1 < spread < plan.world_size:
+        yield "raise parallel.dp_shard_size"
+    if spread > 1 and not parallel.reshard_after_forward:
+        yield "set parallel.reshard_after_forward"
+    if spread > 1 and not parallel.cpu_offload:
+        yield "set parallel.cpu_offload"
+    yield "take GPUs with more memory"
+
+
+def _layout_rows(scale: Scale) -> Iterator[Row]:
+    layout, gpu, network = scale.layout, scale.gpu, scale.network
+    yield "processes", f"{layout.world_size:,} on {format_count(layout.num_nodes, 'node')} of {layout.gpus_per_node}"
+    yield "model", layout.reason
+    if gpu is not None and layout.gpus_per_node > 1:
+        yield "in a node", f"{gpu.link}, {gpu.link_gb_per_second:g} GB/s of a GPU, one direction, by its data sheet"
+    if layout.num_nodes > 1:
+        rate = f"{network.value.gb_per_second:g} GB/s of a {network.value.per}, one direction"
+        yield "between nodes", f"{network.value.name}, {rate} ({network.reason})"
+
+
+def _traffic_rows(scale: Scale) -> Iterator[Row]:
+    for each in scale.traffic:
+        factor = "2 (n - 1) / n" if each.kind == "all-reduce" else "(n - 1) / n"
+        payload = f"of {size(each.payload_bytes)}{' together' * (each.times != 1)}"
+        how = f"arithmetic: {each.purpose}; {format_count(each.times, 'collective')} {payload}, x {factor}"
+        yield row(each.kind, size(each.sent_bytes), how)
+    sent = sum(each.sent_bytes for each in scale.traffic)
+    yield row("in all", size(sent), "sent by each process in a step, and as much received")
+    shards = scale.layout.shard_size
+    if (padding := scale.weights.padding(shards)) > MUCH_PADDING:
+        how = f"of weights held and gathered: parts are whole rows, {shards} of them; a smaller dp_shard_size has less"
+        yield row("padding", f"{padding:.1%}", how)
+
+
+def _step_rows(scale: Scale, step: StepTime, peak_flops: float, device: str) -> Iterator[Row]:
+    layout, mfu = scale.layout, scale.mfu
+    peak = f"{layout.world_size:,} x {peak_flops / 1e12:g} TFLOP/s ({device}; MFU {mfu.reason})"
+    yield row("computing", duration(step.compute_seconds), f"model: at an MFU of {mfu.value:.3g} of {peak}")
+    how = "model: its passes over weights, gradients and moments, at the memory's rate"
+    yield row("optimizer", duration(step.optimizer_seconds), how)
+    if layout.world_size > 1:
+        how = "of communication, which else overlaps with forward and backward"
+        how = f"model: of {duration(step.communication_seconds)} {how}; links at {LINK_EFFICIENCY:.0%} of their rate"
+        yield row("waiting", duration(step.exposed_seconds), how)
+    reached = mfu.value * step.compute_seconds / step.seconds
+    how = f"model: MFU {reached:.1%}, {step.efficiency:.1%} of processes that never wait"
+    yield row("a step", duration(step.seconds), how)
+    if layout.num_nodes > 1:
+        how = "published runs on 64 and 128 GPUs took up to 10 % longer than this model says: stragglers are not in it"
+        yield row("", "", how)
+
+
+def _failure_rows(scale: Scale, section: Checkpoint, step_seconds: float, num_steps: int | None) -> Iterator[Row]:
+    saving = scale.saving
+    rate = f"{WRITE_BYTES_PER_SECOND / GB:g} GB/s a process and {STORAGE_BYTES_PER_SECOND / GB:g} GB/s in all"
+    how = f"estimate: by {format_count(saving.num_writers, 'process', 'processes')}, at an assumed {rate}"
+    yield row("writing", duration(saving.write_seconds), how + "; beside the training" * saving.in_background)
+    how = f"estimate: a copy to host memory at an assumed {COPY_BYTES_PER_SECOND / GB:g} GB/s"
+    yield row("standing still", duration(saving.stall_seconds), how + ", and the writing" * (not saving.in_background))
+    for each in scale.intervals:
+        yield "failures", f"{each.failures_per_week:.2g} a week at a published rate. {each.rate.source}"
+    for each in scale.intervals:
+        yield "best interval", _interval(each, step_seconds, num_steps)
+    for each in scale.intervals:
+        yield "this recipe", _now(each, section, step_seconds)
+
+
+def _interval(each: Interval, step_seconds: float, num_steps: int | None) -> str:
+    failures, best = f"{each.failures_per_week:.2g} failures a week", f"{each.best_steps:,} steps"
+    best += f" ({format_seconds(each.best_steps * step_seconds)})"
+    if num_steps is not None and each.best_steps >= num_steps:
+        return f"all {num_steps:,} steps of this run, whose end is saved: at {failures} it would be {best}"
+    formulas = f"Daly {format_seconds(each.daly_seconds)}, Young {format_seconds(each.young_seconds)}"
+    lost = f"model: {each.lost_at_best:.2%} of the time lost"
+    return f"{best} at {failures}; {lost} ({formulas}, and {WRITING_SHARE:.0%} of the time writing at most)"
+
+
+def _now(each: Interval, section: Checkpoint, step_seconds: float) -> str:
+    failures = f"{each.failures_per_week:.2g} failures a week"
+    if each.lost_now is None:
+        return f"checkpoint.every_steps is 0: at {failures} each costs the whole run so far"
+    every = f"every {section.every_steps:,} steps ({format_seconds(section.every_steps * step_seconds)})"
+    lost = f"model: {each.lost_now:.2%} of the time lost at {failures}"
+    return f"{every}; {lost}, restarts of {format_seconds(RESTART_SECONDS)} in it"
+
+
+def row(name: str, value: str, text: str) -> Row:
+    """Return a row whose value stands in ten columns before its text."""
+    return name, f"{value:>10}  {text}"
+
+
+def size(num_bytes: float | None) -> str:
+    """`1.5 GiB`, `10.0 MiB`, or `unknown`."""
+    return "unknown" if num_bytes is None else format_bytes(num_bytes)
+
+
+def duration(seconds: float) -> str:
+    """`3m 07s` from two minutes on, below that `1.23 s` or `4.56 ms`."""
+    if seconds >= 120:
+        return format_seconds(seconds)
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

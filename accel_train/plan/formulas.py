@@ -1,0 +1,66 @@
+"""The memory of a process and the traffic of a step, by the formulas of its strategy."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from accel_train.model.memory_estimate import MemoryPart
+from accel_train.model.weights import FP32_BYTES, ModelWeights
+from accel_train.plan import ddp, fsdp2, zero
+from accel_train.plan.place import Layout
+from accel_train.plan.traffic import Collective
+
+MEMORY = {"ddp": ddp.memory, "fsdp2": fsdp2.memory, "deepspeed": zero.memory}
+"""By the name of the strategy (`parallel.strategies`): parts of a process, from those of one that holds all."""
+COLLECTIVES = {"ddp": ddp.collectives, "fsdp2": fsdp2.collectives, "deepspeed": zero.collectives}
+FRAGMENTATION = 0.05
+"""Fraction of what comes and goes in a step that is lost between the allocator's blocks: assumed."""
+NCCL_BUFFER_BYTES = 24 * 2 * 4 * 2**20
+"""Bytes of one communicator: 24 channels, each with two neighbours and NCCL_BUFFSIZE (4 MiB): an estimate."""
+PROCESS_BYTES = 430 * 2**20
+"""Bytes of a process on CPU without its tensors: interpreter and libraries. Resident with Python 3.11, torch 2.13 (CPU) and transformers
+5.23 on Linux, at the end of ten steps of a model of 6 MiB: 428 MiB alone, 432 as one of two processes."""
+COMES_AND_GOES = frozenset({"activations", "logits", "exchange", "gathered weights", "whole gradients", "collectives"})
+UNCHANGED = ("activations", "logits", "exchange", "CUDA context")
+
+
+def collectives(
+    layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int = FP32_BYTES
+) -> tuple[Collective, ...]:
+    """Return all large collectives of a step but those of split layers and sequences (`traffic_model_parallel.py`).
+
+    `compute_bytes` are of an element of gathered weights (2 in mixed precision, else 4), `reduce_bytes` of one of reduced
+    gradients (always 4 here: others reduce in 16 bits). Left out: a few bytes a step by which the processes agree, the
+    gradients' norm, and the checks of drift.
+    """
+    return tuple(COLLECTIVES[layout.strategy.name](layout, weights, compute_bytes, reduce_bytes))
+
+
+def spread_memory(
+    parts: Sequence[MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int, device_type: str
+) -> tuple[MemoryPart, ...]:
+    """Return the memory of one process of this layout; `parts` are those of one that holds the whole model."""
+    whole = {part.name: part for part in parts}
+    found = [*MEMORY[layout.strategy.name](whole, layout, weights, compute_bytes)]
+    for name in UNCHANGED:
+        if name in whole:
+            part = whole[name]
+            if layout.tp_size > 1 and name == "activations":
+                how = "of whole layers: an upper bound, for what splitting them saves is not modelled"
+                part = replace(part, how=f"{part.how}, {how}")
+            found.append(part)
+    if device_type == "cuda":
+        found += _of_cuda(found, layout)
+    if device_type == "cpu":
+        how = "interpreter and libraries: 428 MiB measured with Python 3.11, torch 2.13, transformers 5.23"
+        found.append(MemoryPart("Python and torch", PROCESS_BYTES, "estimate", how))
+    return tuple(found)
+
+
+def _of_cuda(found: Sequence[MemoryPart], layout: Layout) -> Iterator[MemoryPart]:
+    moving = [part.num_bytes for part in found if part.name in COMES_AND_GOES]
+    if layout.world_size > 1:
+        groups = 3 if 1 < layout.shard_size < layout.world_size else 1 + (layout.tp_size > 1)
+        groups += layout.sp_size > 1
+        yield MemoryPart("NCCL buffers", groups * NCCL_BUFFER_BYTES, "estimate", f"{groups} x 24 channels x 2 x 4 MiB")
+    lost = None if None in moving else round(FRAGMENTATION * sum(size for size in moving if size is not None))
+    yield MemoryPart("fragmentation", lost, "estimate", f"assumed {FRAGMENTATION:.0%} of what comes and goes in a step")

@@ -1,0 +1,106 @@
+"""Memory of a process and traffic of a step under FSDP2, with and without tensor parallelism."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from accel_train.model.memory_estimate import MemoryPart
+from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup
+from accel_train.plan.place import Layout
+from accel_train.plan.traffic import Collective, Phase, Ring
+
+
+def memory(
+    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
+) -> Iterator[MemoryPart]:
+    """Yield what the first process holds, which holds most: rows are dealt out whole, beginning there."""
+    size, split = layout.shard_size, layout.tp_size
+    dealt = f"1/{size} of the rows" if split == 1 else f"of split layers 1/{split}"
+    dealt += f", and of that 1/{size} of the rows" if split > 1 and size > 1 else ""
+    numel, trained = (weights.part_numel(size, trainable_only=only) for only in (False, True))
+    trainable = (whole["gradients"].num_bytes or 0) // 4
+    sizes = {"parameters": 4 * numel, "gradients": 4 * trained}
+    for name in ("optimizer", "averaged weights"):
+        if name in whole:
+            sizes[name] = (whole[name].num_bytes or 0) * trained // trainable if trainable else 0
+    for name, num_bytes in sizes.items():
+        share = dealt if split > 1 or name in ("parameters", "gradients") else f"1/{size}"
+        part = MemoryPart(name, num_bytes, "arithmetic", f"{whole[name].how}, {share}")
+        if layout.strategy.section.cpu_offload:
+            how = f"in host memory (cpu_offload): {num_bytes / 2**20:,.1f} MiB of a process"
+            part = replace(part, num_bytes=0, how=how)
+        yield part
+    if size > 1:
+        yield from _gathered(layout, weights, weights.gathered_bytes(compute_bytes))
+
+
+def matrix_gathers(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
+    """Yield Muon's gathers, one for the update of each matrix in a block; nothing runs beside them."""
+    size = layout.shard_size
+    ring = Ring(size, layout.tp_size, layout.gpus_per_node)
+    for block in weights.blocks if size > 1 else ():
+        for each in block.weights:
+            if each.trainable and each.row_numel > 1:
+                num_bytes = FP32_BYTES * size * each.part_numel(size)
+                yield Collective("all-gather", num_bytes, ring, "backward", True, False, "updates of matrices, fp32")
+
+
+def _gathered(layout: Layout, weights: ModelWeights, compute_bytes: int) -> Iterator[MemoryPart]:
+    size, reshards = layout.shard_size, layout.strategy.section.reshard_after_forward
+    blocks = sorted((size * block.part_numel(size) for block in weights.blocks), reverse=True)
+    root = size * weights.root.part_numel(size)
+    trained = max((size * block.part_numel(size, trainable_only=True) for block in weights.blocks), default=0)
+    trained_root = size * weights.root.part_numel(size, trainable_only=True)
+    at_once = blocks[:2] if reshards else blocks
+    one, of_weights = (
+        "a block",
+        f"{len(at_once)} blocks{'' if reshards else ' (reshard_after_forward off)'} and the rest of the model",
+    )
+    of_gradients = "of 1 block and the rest of the model"
+    if not blocks:
+        one = "the model"
+        of_weights = of_gradients = "all of them, for the model repeats no block"
+    each = f"{compute_bytes} bytes each"
+    yield MemoryPart("gathered weights", compute_bytes * (root + sum(at_once)), "arithmetic", f"{of_weights}, {each}")
+    until = f"{of_gradients}, {each}, until they are reduced"
+    yield MemoryPart("whole gradients", compute_bytes * (trained + trained_root), "arithmetic", until)
+    reduced = 4 * (trained or trained_root) + 4 * (trained or trained_root) // size
+    moving = f"{one}'s weights as they arrive, {one}'s gradients as they leave (fp32)"
+    largest = blocks[0] if blocks else root
+    yield MemoryPart("collectives", compute_bytes * largest + reduced, "estimate", moving)
+
+
+def collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Iterator[Collective]:
+    """Yield the gathers and reductions of each block and of the rest, in the order of a step.
+
+    Not hidden behind computing: the first gather, and the last reduction of a backward pass.
+    """
+    size, reshards = layout.shard_size, layout.strategy.section.reshard_after_forward
+    if size == 1:
+        return
+    shard = Ring(size, layout.tp_size, layout.gpus_per_node)
+    copies = Ring(layout.num_copies, size, layout.gpus_per_node)
+    compute_bytes = weights.gathered_bytes(compute_bytes)
+    dtype = "fp32" if compute_bytes == FP32_BYTES else f"{8 * compute_bytes} bits"
+
+    def gather(group: WeightGroup, phase: Phase, hidden: bool) -> Collective:
+        num_bytes = compute_bytes * size * group.part_numel(size)
+        return Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}")
+
+    def reduce(group: WeightGroup, hidden: bool) -> Iterator[Collective]:
+        part = reduce_bytes * group.part_numel(size, trainable_only=True)
+        if part:
+            yield Collective("reduce-scatter", part * size, shard, "backward", False, hidden, "gradients, fp32")
+        if part and layout.num_copies > 1:
+            purpose = "gradients of the parts, fp32"
+            yield Collective("all-reduce", part, copies, "backward", False, hidden, purpose)
+
+    yield gather(weights.root, "forward", False)
+    for number, block in enumerate(weights.blocks):
+        yield gather(block, "forward", number > 0)
+    for number, block in reversed(list(enumerate(weights.blocks))):
+        if reshards and number < len(weights.blocks) - 1:
+            yield gather(block, "backward", True)
+        yield from reduce(block, number > 0)
+    if reshards and weights.blocks:
+        yield gather(weights.blocks[-1], "backward", False)
+    yield from reduce(weights.root, False)

@@ -1,0 +1,153 @@
+"""The place of a planned run: nodes, who shares a copy of the model with whom, and the device, here or only named."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from accel_train.core.format import did_you_mean
+from accel_train.core.hardware import GPUS, find_gpu, peak_flops
+from accel_train.core.state import Choice
+from accel_train.parallel.dims import choose_sequences
+from accel_train.parallel.precision import choose_mixed_precision
+from accel_train.parallel.strategies import open_strategy
+from accel_train.parallel.strategy import Strategy
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.schema import Precision, Recipe
+from accel_train.runtime.process_group import has_accelerator
+
+USUAL_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes on nodes. Those that share a copy of the model are neighbours, as in Accelerate's mesh."""
+
+    world_size: int
+    gpus_per_node: int
+    strategy: Strategy
+    reason: str
+
+    @property
+    def shard_size(self) -> int:
+        """Processes that share one copy of the model by rows; 1: each holds all of it, or ZeRO shards it its own way."""
+        return self.strategy.shard_size
+
+    @property
+    def tp_size(self) -> int:
+        """Neighbours that split each layer."""
+        return self.strategy.section.tp_size
+
+    @property
+    def sp_size(self) -> int:
+        """Neighbours that split each sequence."""
+        return self.strategy.section.sp_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, all of them full."""
+        return self.world_size // self.gpus_per_node
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model, whose gradients are averaged."""
+        return self.world_size // (self.shard_size * self.tp_size)
+
+
+def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per_node: int | None = None) -> Layout:
+    """Return the layout on nodes of `gpus_per_node`; else of 8, or the next smaller number that the processes fill.
+
+    Raises:
+        ValueError: the processes do not fill the nodes, or the sharding cannot be, in the words of the run.
+    """
+    filled = [n for n in range(min(USUAL_GPUS_PER_NODE, world_size), 0, -1) if world_size % n == 0]
+    size = filled[0] if gpus_per_node is None else gpus_per_node
+    if size < 1:
+        raise ValueError(f"--gpus-per-node={size}: must be at least 1")
+    if world_size % size:
+        fitting = ", ".join(map(str, filled))
+        raise ValueError(f"--gpus-per-node={size}: {world_size} processes do not fill such nodes; use {fitting}")
+    strategy = open_strategy(section, world_size, torch.device(device_type))
+    sequences = choose_sequences(section, world_size, size)
+    reason = strategy.choice.reason + (f"; {sequences.reason}" if sequences.value > 1 else "")
+    return Layout(world_size, size, strategy, reason)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware that a plan is for, as its flags say it."""
+
+    gpus_per_node: int | None = None
+    interconnect: str | None = None
+    mfu: float | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Processes and what each of them computes on."""
+
+    device: str
+    """The name of a GPU, or `cpu`."""
+    device_bytes: int | None
+    """Memory of that GPU, where it is known."""
+    precision: Choice[str]
+    peak_flops: float | None
+    """Peak of one GPU in this precision; None where it is not known."""
+    layout: Layout
+    hardware: Hardware
+
+    @property
+    def device_type(self) -> str:
+        """Its type, as torch names it."""
+        return "cpu" if self.device == "cpu" else "cuda"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number that the forward computes with."""
+        return 4 if self.precision.value == "no" else 2
+
+
+def count_processes(world_size: int | None, gpu: str | None) -> int:
+    """Return the number of processes that a flag sets; else those of the launcher; else one for a GPU that is only named, or the GPUs here."""
+    launched = int(os.environ.get("WORLD_SIZE") or 0)
+    return world_size or launched or (1 if gpu or not has_accelerator() else max(1, torch.cuda.device_count()))
+
+
+def choose_place(recipe: Recipe, world_size: int, gpu: str | None, hardware: Hardware) -> Place:
+    """Return the device, the layout of the processes and the precision, chosen as a run there would.
+
+    Raises:
+        ValueError: the processes cannot be laid out like this, or the device has not that precision.
+    """
+    device, device_bytes = _device(gpu)
+    section = recipe.precision
+    device_type = "cpu" if device == "cpu" else "cuda"
+    layout = choose_layout(recipe.parallel, world_size, device_type, hardware.gpus_per_node)
+    precision = _precision_on(section, gpu) if gpu else choose_mixed_precision(section, torch.device(device_type))
+    precision = layout.strategy.precision(precision)
+    dtype = precision.value if precision.value != "no" else "tf32" if section.tf32 is True else "fp32"
+    return Place(device, device_bytes, precision, peak_flops(device, dtype), layout, hardware)
+
+
+def _device(gpu: str | None) -> tuple[str, int | None]:
+    if gpu is not None:
+        known = find_gpu(gpu)
+        if known is None:
+            meant = did_you_mean(gpu, GPUS, "H100 and A100 are two", at_most=3, least=0.4)
+            raise ValueError(f"--gpu {gpu} is not among the GPUs whose peak is known; {meant}")
+        return gpu, round(known.memory_gib * 2**30) or None
+    if not torch.cuda.is_available():
+        return "cpu", None
+    properties = torch.cuda.get_device_properties(0)
+    return properties.name, properties.total_memory
+
+
+def _precision_on(section: Precision, gpu: str) -> Choice[str]:
+    """Return `precision.choose_mixed_precision` for a GPU that is not here, by the table of peaks."""
+    asked = section.mixed_precision
+    has_bf16 = peak_flops(gpu, "bf16") is not None
+    if asked == "bf16" and not has_bf16:
+        raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {gpu}; use fp16 or auto")
+    if asked != "auto":
+        return Choice(asked, "as the recipe says")
+    return Choice("bf16", f"{gpu} computes bf16") if has_bf16 else Choice("fp16", f"{gpu} has no bf16")

@@ -1,0 +1,162 @@
+"""A run on any number of GPUs: where its processes are, what they send, what fails, and the time of a step.
+
+A step's time is a roofline of arithmetic, memory and links, with what hides behind what.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from accel_train.core.hardware import GB, MEMORY_EFFICIENCY, Gpu, Interconnect, choose_interconnect, find_gpu
+from accel_train.core.state import Choice
+from accel_train.model.memory_estimate import num_moments
+from accel_train.model.weights import ModelWeights
+from accel_train.plan.failures import Interval, SavingCost, best_intervals, saving_cost
+from accel_train.plan.formulas import collectives
+from accel_train.plan.fsdp2 import matrix_gathers
+from accel_train.plan.place import Layout, Place
+from accel_train.plan.traffic import Collective, Traffic, traffic_of
+from accel_train.recipe.schema import Recipe
+
+ASSUMED_MFU = 0.35
+"""Fraction of a GPU's peak that GPT-like models of 100M parameters and more reach, compiled; small models reach less."""
+RECOMPUTED_FORWARDS = {"nothing": 0.0, "blocks": 1.0, "selective": 0.1, "budget": 1.0}
+"""Forward passes that the backward pass does again, beside the 3 passes' worth of arithmetic that MFU counts. `selective` does
+no product of GPT-2 again and 9 % of a Llama's; of a memory budget only the most is known."""
+OPTIMIZER_ACCESSES = 8
+"""Transfers of 4 bytes for each element: AdamW reads weight, gradient and two moments and writes three of them; the norm reads the gradient."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The parts of a step, in seconds. A model: stragglers, and computing that is slower beside communication, are not in it."""
+
+    compute_seconds: float
+    optimizer_seconds: float
+    communication_seconds: float
+    """Time of all collectives, as if nothing overlapped with them."""
+    exposed_seconds: float
+    """The part that nothing hides: the GPU waits."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute_seconds + self.optimizer_seconds + self.exposed_seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the speed of a run that never waited for another process, 0 to 1."""
+        return (self.compute_seconds + self.optimizer_seconds) / self.seconds
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of one process in a step, without communication."""
+
+    compute_seconds: float
+    """Arithmetic: a third forward, two thirds backward."""
+    num_micro_batches: int
+    optimizer_elements: int
+    """Numbers that are updated here."""
+    num_moments: int
+
+
+def model_step(
+    found: Sequence[Collective], work: StepWork, gpu: Gpu, network: Interconnect, *, overlap: bool = True
+) -> StepTime:
+    """Return the time of a step with these collectives.
+
+    Hidden collectives run beside the pass they belong to, one after the other, as they share the links; what of them is
+    longer than the pass is waited for, and so are those that nothing runs beside. `overlap` off: all are waited for.
+    """
+    accesses = OPTIMIZER_ACCESSES - 2 * (2 - work.num_moments)
+    optimizer = 4 * accesses * work.optimizer_elements / (gpu.memory_gb_per_second * GB * MEMORY_EFFICIENCY)
+
+    def seconds(some: Iterable[Collective]) -> float:
+        return sum(each.ring.seconds(each.kind, each.num_bytes, gpu, network) for each in some)
+
+    total = exposed = 0.0
+    for last in (False, True):
+        times = 1 if last else work.num_micro_batches - 1
+        now = [each for each in found if last or not each.per_step]
+        total += times * seconds(now)
+        if not overlap:
+            exposed += times * seconds(now)
+            continue
+        for phase, share in (("forward", 1 / 3), ("backward", 2 / 3)):
+            beside = seconds(each for each in now if each.phase == phase and each.is_hidden)
+            alone = seconds(each for each in now if each.phase == phase and not each.is_hidden)
+            exposed += times * (alone + max(0.0, beside - share * work.compute_seconds / work.num_micro_batches))
+    return StepTime(work.compute_seconds, optimizer, total, exposed)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The estimate of a run on many processes. Bytes are of one process and step, unless the name says otherwise."""
+
+    layout: Layout
+    weights: ModelWeights
+    traffic: tuple[Traffic, ...]
+    gpu: Gpu | None
+    """None where its memory and links are not known."""
+    network: Choice[Interconnect]
+    mfu: Choice[float]
+    step: StepTime | None
+    """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload, which is not modelled."""
+    saving: SavingCost
+    intervals: tuple[Interval, ...]
+    """One for each published rate of failures; empty where a step's time is not known."""
+
+
+def choose_mfu(recipe: Recipe, asked: float | None) -> Choice[float]:
+    """Return the share of the peak that computing reaches between two waits.
+
+    Raises:
+        ValueError: --mfu is not above 0 and at most 1.
+    """
+    if asked is not None:
+        if not 0 < asked <= 1:
+            raise ValueError(f"--mfu={asked:g}: a share of the peak is above 0 and at most 1, as 0.35")
+        return Choice(asked, "as --mfu says")
+    if again := RECOMPUTED_FORWARDS[recipe.precision.recomputed]:
+        most = "at most " if recipe.precision.recomputed == "budget" else ""
+        share = again / (3 + again)
+        return Choice(
+            ASSUMED_MFU * (1 - share), f"assumed: {ASSUMED_MFU:.0%}, of which recomputation takes {most}{share:.0%}"
+        )
+    return Choice(ASSUMED_MFU, "assumed; --mfu says what a short run reached")
+
+
+def estimate_scale(
+    recipe: Recipe,
+    place: Place,
+    weights: ModelWeights,
+    of_neighbours: Sequence[Collective],
+    *,
+    num_micro_batches: int,
+    flops_per_step: float | None,
+    checkpoint_bytes: int,
+) -> Scale:
+    """Return all of it for a run in this place; `flops_per_step` are of all processes together, `weights` of a group of
+    neighbours, and `of_neighbours` what these exchange.
+
+    Raises:
+        ValueError: the interconnect is not known, or the MFU is no share.
+    """
+    layout = place.layout
+    gathers = matrix_gathers(layout, weights) if recipe.optimizer.name == "muon" else ()
+    found = (*collectives(layout, weights, place.compute_bytes), *of_neighbours, *gathers)
+    found_gpu, mfu = find_gpu(place.device), choose_mfu(recipe, place.hardware.mfu)
+    gpu = found_gpu if found_gpu is not None and found_gpu.memory_gib else None
+    network = choose_interconnect(place.hardware.interconnect, gpu)
+    peak, step = place.peak_flops, None
+    if gpu is not None and peak is not None and flops_per_step is not None and not recipe.parallel.cpu_offload:
+        work = StepWork(
+            flops_per_step / (peak * mfu.value * layout.world_size),
+            num_micro_batches,
+            weights.part_numel(layout.strategy.choice.value, trainable_only=True),
+            num_moments(recipe.optimizer),
+        )
+        step = model_step(found, work, gpu, network.value)
+    saving = saving_cost(recipe.checkpoint, layout, checkpoint_bytes)
+    intervals = () if step is None else best_intervals(recipe.checkpoint, saving, layout.world_size, step.seconds)
+    return Scale(layout, weights, traffic_of(found, num_micro_batches), gpu, network, mfu, step, saving, intervals)
