@@ -1,0 +1,105 @@
+"""The startup log: what was decided and why, and the start or the resume; and the observer that it is written to."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from accel_train.checkpoint.fingerprint import OF_BEST, Change
+from accel_train.checkpoint.rollback_log import describe
+from accel_train.checkpoint.zero import whole_numel
+from accel_train.core.hardware import peak_flops
+from accel_train.core.redaction import redact
+from accel_train.core.state import Choice
+from accel_train.engine.run import RunContext
+from accel_train.observe.observer import LogPlan, RunObserver
+from accel_train.observe.progress import Progress
+from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, read_events
+from accel_train.observe.throughput import Meter
+from accel_train.observe.trackers import Trackers
+from accel_train.recipe.writer import format_recipe
+from accel_train.runtime.doctor import device_name
+from accel_train.task import TARGET_UNITS
+
+
+def open_observer(run: RunContext, folder: RunFolder) -> RunObserver:
+    """Return the main process's observer: run folder, progress bar and trackers."""
+    plan, state, accelerator = run.plan, run.state, run.accelerator
+    recipe, global_batch_size, peak = plan.recipe, run.sizes.global_batch_size, run.facts.peak_flops
+    folder.rewind(state.step, evaluated=not state.evaluation_owed and state.step < plan.max_steps)
+    targets = TARGET_UNITS.get(recipe.task, "targets")
+    return RunObserver(
+        folder,
+        Progress(recipe.log.progress, total_steps=plan.max_steps, initial_step=state.step, targets=targets),
+        Trackers(
+            accelerator,
+            recipe.log.trackers,
+            project=recipe.log.project,
+            run_name=plan.output_dir.name,
+            config=redact(recipe.model_dump()),
+            logging_dir=plan.output_dir,
+            initial_step=state.step,
+        ),
+        Meter(
+            flops_per_token=run.facts.flops_per_target,
+            peak_flops=peak and peak * accelerator.num_processes,
+            train_seconds=state.train_seconds,
+        ),
+        LogPlan(
+            log_every_steps=recipe.log.every_steps,
+            total_steps=plan.max_steps,
+            samples_per_step=global_batch_size,
+            num_samples_per_epoch=plan.order.steps_per_epoch * global_batch_size,
+            targets=targets,
+        ),
+    )
+
+
+def device_peak(device: torch.device, choices: Mapping[str, Choice[Any]]) -> tuple[float | None, Choice[str]]:
+    """Return the FLOP/s of one device in the run's precision, and whether the run reports its MFU, with the reason."""
+    name, precision = device_name(device), choices["precision.mixed_precision"].value
+    is_tf32 = "precision.tf32" in choices and choices["precision.tf32"].value
+    peak = peak_flops(name, precision if precision != "no" else "tf32" if is_tf32 else "fp32")
+    if peak is None:
+        return None, Choice("not reported", f"the peak of {name} is not known")
+    return peak, Choice("reported", f"of {peak / 1e12:g} TFLOP/s, the dense peak of {name}")
+
+
+def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Change]) -> None:
+    """Print every decision with its reason, write the resolved recipe, and record the start or the resume."""
+    plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
+    folder.write_text(RECIPE_FILE, format_recipe(plan.recipe, plan.choices))
+    width = max(map(len, plan.choices))
+    for name, choice in plan.choices.items():
+        value = f"{choice.value:g}" if isinstance(choice.value, float) else str(choice.value)
+        observer.note(f"{name.ljust(width)}  {value}  ({choice.reason})")
+    num_parameters = whole_numel(run.strategy.parameters)
+    where = f"{run.accelerator.num_processes} x {run.accelerator.device.type}"
+    observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
+    if not folder.lock.value:
+        observer.note(f"output_dir is not locked: {folder.lock.reason}")
+    for status in point.broken:
+        name = status.path.name
+        message = f"{name} is not used: {status.problem}; it is now broken-{name}, to be looked at or removed"
+        observer.on_event("checkpoint_invalid", status.step, message)
+    if point.previous is not None:
+        observer.note(f"what is not resumed is now in {point.previous}")
+    recorded = {event.get("number") for event in read_events(folder.path)} if point.rollbacks else set()
+    for rollback in point.rollbacks:
+        if rollback.number not in recorded and step <= rollback.to_step:  # killed before it was an event
+            message = describe(rollback, plan.recipe.guard.max_rollbacks)
+            observer.on_event("rollback", rollback.at_step, message, **asdict(rollback))
+    if point.path is None:
+        message = f"starting: {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
+        observer.on_event("start", 0, message)
+    else:
+        observer.on_event("resume", step, f"resuming from {point.path.name}, at step {step} of {plan.max_steps}")
+    for change in setting_changes:
+        forgotten = "; what was best until then no longer counts" if change.name in OF_BEST else ""
+        facts = {"setting": change.name, "was": change.was, "now": change.now}
+        observer.on_event("settings_changed", step, f"{change}, from step {step + 1} on{forgotten}", **redact(facts))
+    if point.changes:
+        changes = [str(change) for change in point.changes]
+        message = f"changed since, and accepted: {'; '.join(changes)}"
+        observer.on_event("changes_accepted", step, message, changes=changes)

@@ -1,0 +1,162 @@
+"""Finish a run after its last step: evaluate, and write the weights, the summary and the report."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accel_train.checkpoint.contents import load_model_tensors
+from accel_train.checkpoint.store import check, folder_of
+from accel_train.checkpoint.zero import whole_numel
+from accel_train.core.errors import Preempted
+from accel_train.core.json_io import json_text
+from accel_train.core.ownership import replacing, write_file
+from accel_train.core.redaction import redact
+from accel_train.engine.resolve import change_model
+from accel_train.engine.run import RunContext
+from accel_train.engine.save import refuse_nonfinite_model
+from accel_train.inference.evaluate import format_augmentation
+from accel_train.model.pretrained import quiet_bars
+from accel_train.report.report import write_report
+from accel_train.runtime.doctor import environment
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
+from accel_train.task import TARGET_UNITS, rate_name
+from accel_train.training.model_selection import evaluate_run
+
+
+def finish_run(run: RunContext) -> dict[str, Any]:
+    """Evaluate on all samples, restore the best weights if the recipe says so, and write `model/`, summary.json and report.html.
+
+    Raises:
+        Preempted: the run was asked to stop during an evaluation; all steps are saved.
+        TrainingStopped: the weights, their average or their loss are not finite: nothing is published.
+    """
+    accelerator, output_dir = run.accelerator, run.plan.output_dir
+    if accelerator.num_processes > 1:
+        limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
+    if run.plan.can_evaluate:
+        evaluate_at_end(run)
+    if run.state.evaluation_owed:
+        message = f"asked to stop: all {run.state.step} steps are done and saved, and the last evaluation is not"
+        run.observer.on_event("preempted", run.state.step, message)
+        raise Preempted(f"{message}; run the same command again for it")
+    summary: dict[str, Any] = {}
+    with run.strategy.averaged():
+        refuse_nonfinite_model(run)
+        model = full_model(run)
+        if accelerator.is_main_process:
+            save_model(run, model)
+            summary = summarise(run, model)
+    if accelerator.is_main_process and run.evaluation.details:
+        write_file(output_dir / "evaluation.json", json_text(run.evaluation.details).encode(), output_dir)
+    run.observer.finish(summary)
+    if accelerator.is_main_process:
+        try:
+            report: Path | str = write_report([output_dir])
+        except OSError as error:  # the weights are saved; a full disk should not make a finished run fail
+            report = f"could not be written ({error}); accel-train report {output_dir} tries again"
+        _note_end(run, summary, report)
+    accelerator.wait_for_everyone()
+    return summary
+
+
+def evaluate_at_end(run: RunContext) -> None:
+    """Let the last step compete for the best on the samples of all evaluations, and evaluate what is kept on all samples."""
+    state, plan = run.state, run.plan
+    is_evaluated = state.stopped_early or run.evaluation.details.get("step") == state.step
+    if not plan.evaluates_part or (state.best_step is not None and not is_evaluated):
+        evaluate_run(run, at_end=True)
+    is_wanted = plan.recipe.checkpoint.load_best_model_at_end and state.best_step not in (None, state.step)
+    is_other = is_wanted and not state.evaluation_owed and load_best(run)
+    if (is_other or plan.evaluates_part) and not state.evaluation_owed:
+        evaluate_run(run, at_end=True, final=True)
+
+
+def load_best(run: RunContext) -> bool:
+    """Restore the weights that evaluated best, on every process; return False where their checkpoint is damaged."""
+    step = run.state.best_step
+    assert step is not None
+    path = folder_of(run.plan.output_dir / "checkpoints", step)
+    problem = on_main(lambda: check(path).problem)
+    best = f"the weights of step {step} evaluated best"
+    if problem is not None:
+        message = f"{best}, and cannot be used ({problem}): those of the last step are kept"
+        run.observer.on_event("best_model_lost", run.state.step, message)
+        return False
+    run.strategy.restore_weights(path)
+    run.observer.on_event("best_model", run.state.step, f"{best}, and are kept")
+    return True
+
+
+def full_model(run: RunContext) -> nn.Module:
+    """Return the trained model with all its weights on the main process; all processes call it.
+
+    Sharded weights are gathered in the host memory of the main process, a tensor at a time.
+    """
+    plan, strategy = run.plan, run.strategy
+    if strategy.is_replicated:
+        return strategy.inner.model
+    tensors = strategy.full_weights()
+    if not run.accelerator.is_main_process:
+        return strategy.inner.model
+    model, _ = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data))
+    load_model_tensors(model, tensors)
+    return model.eval()
+
+
+def save_model(run: RunContext, model: nn.Module) -> None:
+    """Write the trained weights to `model/`, whole or not at all, ready for `from_pretrained`; adapters to `adapter/`."""
+    plan = run.plan
+    if (section := plan.recipe.model.lora) is not None:
+        from accel_train.model.lora import save_adapters, without_adapters
+
+        with replacing(plan.output_dir / "adapter") as staging:
+            save_adapters(model, plan.recipe.model, staging)
+        model = without_adapters(model, merge=section.merge)
+    with replacing(plan.output_dir / "model") as staging, quiet_bars():
+        plan.task.save(model, plan.data, staging)
+
+
+def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
+    """Return what summary.json holds; plain JSON values."""
+    plan, state, seconds = run.plan, run.state, max(run.observer.train_seconds, 1e-9)
+    return {
+        "status": "stopped early" if state.stopped_early else "finished",
+        "steps": state.step,
+        "num_targets": state.num_targets_seen,
+        "skipped_steps": state.num_skipped_steps,
+        "eval": run.evaluation.scores,
+        "metric_for_best_model": plan.recipe.evaluate.metric_for_best_model,
+        "best_metric": state.best_metric,
+        "best_step": state.best_step,
+        "baselines": plan.task.baselines(plan.data),
+        "sample": plan.task.sample(plan.recipe, model, plan.data),
+        "data": redact(plan.data.facts),
+        "started_in": os.getcwd(),
+        "parameters": whole_numel(list(run.strategy.inner.model.parameters())),
+        "world_size": run.accelerator.num_processes,
+        "train_seconds": round(run.observer.train_seconds, 3),
+        rate_name(TARGET_UNITS.get(plan.recipe.task, "targets")): state.num_targets_seen / seconds,
+        "samples_per_second": state.step * run.sizes.global_batch_size / seconds,
+        "peak_memory_bytes": run.memory.peaks,
+        "choices": {name: str(choice) for name, choice in plan.choices.items()},
+        "environment": environment(run.accelerator.device),
+    }
+
+
+def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> None:
+    """Print the end of a run: a sample, the numbers, and where everything lies."""
+    note = run.observer.note
+    if summary["sample"]:
+        note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
+    numbers = {name.replace("_", " "): value for name, value in {**summary["eval"], **summary["baselines"]}.items()}
+    if numbers:
+        note("Evaluation on all held-out data, and what it takes without a model:")
+    width = max(map(len, numbers), default=0)
+    for name, value in numbers.items():
+        text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        note(f"  {name:{width}}{text:>14}")
+    if augmented := format_augmentation(run.evaluation.details.get("details", {})):
+        note(augmented)
+    note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")

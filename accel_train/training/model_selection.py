@@ -1,0 +1,160 @@
+"""Evaluate a run, keep its best weights, and end it early where evaluations do not get better."""
+
+import math
+import time
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+from accel_train.core.errors import RecipeError
+from accel_train.core.format import did_you_mean
+from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
+from accel_train.engine.run import RunContext
+from accel_train.recipe.schema import Evaluate
+
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
+"""Words in the name of a metric that make smaller better; every other metric is better when it is greater."""
+NUM_SAMPLES = 8
+"""Evaluated before the first step, to learn which metrics there are."""
+
+
+def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) -> bool:
+    """Evaluate, and report it to the observer; return whether this is the best so far and worth a checkpoint.
+
+    All evaluations see the same samples (`evaluate.max_samples`), so they make one curve. The `final` one sees all, of the weights
+    that are kept: it is written as split `eval_final`, and is never the best. Early stopping is decided here, on numbers that all
+    processes share; not `at_end`. An evaluation that a stop request cuts short is owed: it is done when the run resumes.
+
+    Raises:
+        RecipeError: this evaluation reports no `evaluate.metric_for_best_model`.
+    """
+    began = time.perf_counter()
+    state, section, own = run.state, run.plan.recipe.evaluate, run.plan.extensions.evaluate
+    try:
+        with run.observer.pause(), run.memory.phase("evaluate"), run.strategy.averaged():
+            metrics, details = (dict(own()), {}) if own is not None else _task_scores(run, final)
+    except EvaluationLeft:
+        state.evaluation_owed = True
+        return False
+    state.evaluation_owed = False
+    timed = {**metrics, "seconds": time.perf_counter() - began}
+    run.observer.on_evaluation(state.step, timed, "eval_final" if final else "eval")
+    measured = {name: value for name, value in metrics.items() if name != "num_targets"}
+    run.evaluation.scores = dict(metrics)
+    run.evaluation.details = {"step": state.step, "metrics": measured, "details": details}
+    check_reported(section.metric_for_best_model, metrics)
+    value = metrics[short_name(section.metric_for_best_model)]
+    if final:
+        return False
+    if is_better(value, state.best_metric, section):
+        state.best_metric, state.best_step, state.evaluations_without_improvement = value, state.step, 0
+        return run.plan.recipe.checkpoint.keep_best
+    state.evaluations_without_improvement += 1
+    if not at_end and is_patience_spent(run):
+        state.stopped_early = True
+        best = f"{section.metric_for_best_model} was best at step {state.best_step}: {state.best_metric}"
+        since = f"{section.early_stopping_patience} evaluations since have not been better"
+        run.observer.on_event("early_stop", state.step, f"stopped early: {best}, and {since}")
+    return False
+
+
+def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    if run.accelerator.num_processes > 1:
+        run.statistics.share()
+    plan, progress, batch_size = run.plan, run.evaluation, run.sizes.per_device_eval_batch_size
+    max_samples = None if whole else plan.recipe.evaluate.max_samples
+    alike = run.strategy.meets_in_forward
+    reader = EvaluationReader(run.accelerator, plan.data, batch_size, plan.reading, max_samples, alike)
+    result = evaluate(reader, run.strategy.inner, chunk_size=progress.chunk_size, is_over=run.leaves_evaluation)
+    if result.chunk_size < (progress.chunk_size or batch_size):
+        progress.chunk_size = result.chunk_size
+        message = f"evaluation ran out of memory; this process forwards {result.chunk_size} samples at once from now on"
+        run.observer.on_event("out_of_memory", run.state.step, message)
+    scores = plan.task.score(result.loss, result.totals, plan.data)
+    return {"loss": result.loss, **scores.metrics, "num_targets": result.num_targets}, scores.details
+
+
+def is_better(value: float, best: float | None, section: Evaluate) -> bool:
+    """Return whether a metric beats the best so far by more than the threshold; NaN never does."""
+    if not math.isfinite(value):
+        return False
+    if best is None:
+        return True
+    greater = section.greater_is_better
+    if greater == "auto":
+        greater = not any(word in section.metric_for_best_model for word in LOWER_IS_BETTER)
+    gain = value - best if greater else best - value
+    return gain > section.early_stopping_threshold
+
+
+def is_patience_spent(run: RunContext) -> bool:
+    """Return whether early stopping ends the run now, by the recipe of this launch."""
+    patience = run.plan.recipe.evaluate.early_stopping_patience
+    return patience is not None and run.state.evaluations_without_improvement >= patience
+
+
+def continue_unless_stopped(run: RunContext) -> None:
+    """Let a resumed run that had stopped early train on where nothing stops it now.
+
+    Its patience was raised or removed, or a callback had stopped it: a callback decides anew, as in transformers.
+    """
+    state, patience = run.state, run.plan.recipe.evaluate.early_stopping_patience
+    if not state.stopped_early or is_patience_spent(run):
+        return
+    state.stopped_early = False
+    now = f"evaluate.early_stopping_patience {'is not set' if patience is None else f'is {patience}'}"
+    past = f"the run had stopped early at step {state.step} of {run.plan.max_steps}"
+    run.observer.on_event("early_stop_lifted", state.step, f"{past}; nothing stops it now ({now}): it trains on")
+
+
+def check_metric_name(run: RunContext) -> None:
+    """Refuse an `evaluate.metric_for_best_model` that evaluations will not report, before the first step.
+
+    Raises:
+        RecipeError: there is no such metric; the text names the nearest one.
+    """
+    name, plan = run.plan.recipe.evaluate.metric_for_best_model, run.plan
+    if short_name(name) != "loss" and plan.extensions.evaluate is None and plan.data.eval is not None:
+        names = reported_names(run)
+        if names is not None:
+            check_reported(name, names)
+
+
+def reported_names(run: RunContext) -> Collection[str] | None:
+    """Return the metrics of the task's evaluations: what the task declares (`metric_names`), or what a few samples show.
+
+    None where these are too few for its metrics, and under DeepSpeed, whose ZeRO takes the first forwards for those of training;
+    then the first evaluation tells.
+    """
+    plan, strategy = run.plan, run.strategy
+    declared = getattr(plan.task, "metric_names", None)
+    if declared is not None:
+        return ("loss", *declared)
+    if strategy.notes_forward_order:
+        return None
+    max_samples = max(NUM_SAMPLES, run.accelerator.num_processes)
+    alike = strategy.meets_in_forward
+    reader = EvaluationReader(run.accelerator, plan.data, 1, max_samples=max_samples, forwards_alike=alike)
+    result = evaluate(reader, strategy.inner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a metric is not defined for so few samples
+        try:
+            return ("loss", *plan.task.score(result.loss, result.totals, plan.data).metrics, "num_targets")
+        except (ValueError, ArithmeticError):
+            return None
+
+
+def check_reported(name: str, reported: Collection[str]) -> None:
+    """Refuse a metric that is not reported.
+
+    Raises:
+        RecipeError: the text names the nearest one.
+    """
+    if short_name(name) not in reported:
+        meant = did_you_mean(short_name(name), reported, f"there are {', '.join(reported)}")
+        raise RecipeError(f"evaluate.metric_for_best_model={name}: no such metric is reported; {meant}")
+
+
+def short_name(name: str) -> str:
+    """Return a metric's name without `eval_`, which transformers puts before it."""
+    return name.removeprefix("eval_")

@@ -1,0 +1,227 @@
+"""Turn a recipe into a run that is ready to train: decide everything, check everything, then build."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from accel_train.checkpoint.contents import describe_model
+from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, setting_changes, training_settings
+from accel_train.checkpoint.health import Health
+from accel_train.checkpoint.resume import agree_on_checkpoint
+from accel_train.checkpoint.rollback_log import apply_rollbacks
+from accel_train.checkpoint.store import read_trainer
+from accel_train.checkpoint.writer import Saver
+from accel_train.core.redaction import remember_secrets
+from accel_train.core.state import Choice, Requests, TrainState
+from accel_train.data.cache import DigestCheck
+from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
+from accel_train.engine.resolve import change_model, check_recipe
+from accel_train.engine.run import ModelFacts, RunContext, make_guard
+from accel_train.engine.run_plan import Calendar, RunPlan
+from accel_train.engine.run_plan import Extensions as Extensions
+from accel_train.engine.save import restore
+from accel_train.model.batch_norm import RunningStatistics
+from accel_train.model.compile import compile_module
+from accel_train.model.memory_estimate import build_without_weights
+from accel_train.model.training_module import TrainingModule
+from accel_train.observe.observer import Observers
+from accel_train.observe.run_folder import RunFolder
+from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
+from accel_train.optim.schedule import make_schedule, scale_learning_rate
+from accel_train.parallel.sequence_parallel import attend_over_slices
+from accel_train.parallel.strategy import Strategy
+from accel_train.recipe.schema import Recipe
+from accel_train.runtime.consistency import check_shared
+from accel_train.runtime.exit import exits_are_errors
+from accel_train.runtime.heartbeat import open_heartbeats
+from accel_train.runtime.launch_environment import with_launch_environment
+from accel_train.runtime.memory import PeakMemory
+from accel_train.runtime.process_group import on_main
+from accel_train.runtime.signals import StopRequest
+from accel_train.runtime.watchdog import Watchdog
+from accel_train.task import Task
+from accel_train.training.announce import announce, device_peak, open_observer
+from accel_train.training.model_selection import check_metric_name
+from accel_train.training.plan_run import Choices, open_processes, plan_run, refuse_inputs_in_output
+
+
+def prepare_run(
+    recipe: Recipe, task: Task | None = None, extensions: Extensions | None = None, stop: StopRequest | None = None
+) -> RunContext:
+    """Plan a run on this machine, load its data, build its model, and restore its newest valid checkpoint.
+
+    `task` takes the place of the one that the recipe names; `stop` is open already, where signals are to be caught here, too.
+
+    Raises:
+        ValueError: the recipe, the data, the launcher or the output folder is wrong; the text says what to do.
+        CheckpointError: there are checkpoints, and none is valid.
+        Preempted: a signal came.
+    """
+    stop = StopRequest() if stop is None else stop
+    with stop.preparing():
+        return _prepare(recipe, task, extensions or Extensions(), stop)
+
+
+def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: StopRequest) -> RunContext:
+    remember_secrets(recipe.model_dump())
+    recipe = with_launch_environment(recipe)
+    task = check_recipe(recipe) if task is None else task
+    refuse_inputs_in_output(recipe)
+    strategy, sizes, choices = open_processes(recipe, task)
+    accelerator = strategy.accelerator
+
+    def lock() -> None:
+        assert folder is not None, "the main process has it"
+        resources.enter_context(folder)
+
+    with ExitStack() as resources, exits_are_errors():
+        watchdog = open_watchdog(recipe, accelerator, extensions, stop)
+        if watchdog is not None:
+            resources.enter_context(watchdog)
+        folder = RunFolder(Path(recipe.output_dir)) if accelerator.is_main_process else None
+        if folder is not None:
+            folder.check()
+        plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
+        # Data that cannot be read leave no folder behind; and nothing of the folder is read before it is locked.
+        on_main(lock)
+        check_shared(plan.output_dir, accelerator.num_processes)
+        plan = replace(plan, resume_point=agree_on_checkpoint(recipe, accelerator, plan.identity))
+        run, changes = build_run(plan, strategy, stop, watchdog)
+        check_metric_name(run)
+        own = run.observer if folder is None else open_observer(run, folder)
+        run.observer = resources.enter_context(Observers((own, *extensions.observers)) if extensions.observers else own)
+        if folder is not None:
+            announce(run, folder, changes)
+        if run.digest_check is not None:
+            resources.callback(run.digest_check.stop)
+        if watchdog is not None:
+            watchdog.record = None if folder is None else folder.append_event
+            resources.push(watchdog.note_end)  # called first: what is closed after it may take its time
+        run.resources = resources.pop_all()
+        return run
+
+
+def open_watchdog(
+    recipe: Recipe, accelerator: Accelerator, extensions: Extensions, stop: StopRequest
+) -> Watchdog | None:
+    """Return the watchdog of this process, or None where it is not for a run to end it (a notebook)."""
+    if accelerator.num_processes == 1 and not extensions.owns_process:
+        return None
+    heartbeats = open_heartbeats(accelerator.process_index, accelerator.num_processes)
+    return Watchdog(stop, Path(recipe.output_dir), recipe.guard.hang_timeout_seconds, heartbeats)
+
+
+def build_run(
+    plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Watchdog | None
+) -> tuple[RunContext, list[Change]]:
+    """Build and wrap the model, restore the checkpoint, and make the run; also returns which settings have changed since."""
+    recipe, accelerator = plan.recipe, strategy.accelerator
+    inner, plan, batch_cache = build_model(plan, strategy)
+    plan = wrap_model(plan, strategy, inner)
+    own_rates = plan.extensions.group_learning_rates
+    settings = training_settings(recipe, plan.choices, strategy.optimizer.param_groups if own_rates else None)
+    peak_flops, mfu = device_peak(accelerator.device, plan.choices)
+    plan = plan.with_choices({"mfu": mfu})
+    description = describe_model(plan.task, inner.model, plan.data) if accelerator.is_main_process else {}
+    facts = ModelFacts(description, plan.task.flops_per_target(recipe, inner.model), peak_flops, settings)
+    state, changes = restore_state(plan, strategy, settings)
+    checkpoints, large_files = plan.output_dir / "checkpoints", plan.data.large_files
+    run = RunContext(
+        plan=plan,
+        facts=facts,
+        strategy=strategy,
+        schedule=schedule_of(plan),
+        statistics=RunningStatistics(inner, shared=not strategy.syncs_buffers),
+        state=state,
+        sizes=plan.sizes,
+        guard=make_guard(plan, state),
+        calendar=Calendar(plan, compares_weights=strategy.num_copies > 1),
+        saver=Saver(checkpoints, in_background=recipe.checkpoint.in_background),
+        health=Health(
+            checkpoints if accelerator.is_main_process else None, recipe.guard.healthy_after_steps, state.last_incident
+        ),
+        memory=PeakMemory(accelerator.device),
+        requests=plan.extensions.requests or Requests(),
+        stop=stop,
+        watchdog=watchdog,
+        batch_cache=batch_cache,
+        digest_check=DigestCheck(large_files) if large_files and accelerator.is_local_main_process else None,
+    )
+    return run, changes
+
+
+def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:
+    """Return the program's own learning rates, or the recipe's schedule times its peak."""
+    if plan.extensions.group_learning_rates is not None:
+        return plan.extensions.group_learning_rates
+    peak = plan.choices["optimizer.learning_rate"].value
+    multiplier = make_schedule(plan.recipe.schedule, plan.max_steps, plan.steps.warmup_steps)
+    return lambda step: peak * multiplier(step)
+
+
+def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunPlan, BatchCache | None]:
+    """Build the model on its device, not yet wrapped, and fit the micro-batch to the memory that it leaves."""
+    recipe, task, data = plan.recipe, plan.task, plan.data
+    choices: Choices = {}
+
+    def build() -> nn.Module:
+        model, changes = change_model(recipe, task, task.build_model(recipe, data))
+        choices.update(changes)
+        return model
+
+    def build_empty() -> nn.Module:
+        with torch.device("meta"):
+            return change_model(recipe, task, build_without_weights(recipe, task, data))[0]
+
+    torch.manual_seed(recipe.seed)  # the same first weights on every process
+    inner = TrainingModule(strategy.build(build, build_empty), task)
+    trials = Trials(recipe, data, inner, strategy.accelerator)
+    sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
+    attend_over_slices(strategy.accelerator, inner.model)
+    section = recipe.optimizer
+    choices |= {
+        **fitted,
+        "batch": Choice(sizes.global_batch_size, sizes.reason),
+        "optimizer.learning_rate": scale_learning_rate(section.learning_rate, section.lr_scaling, sizes),
+    }
+    return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache
+
+
+def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule) -> RunPlan:
+    """Compile and wrap the training module, and make its optimizer and the average of its weights."""
+    recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
+    choices: Choices = {"precision.compile": compile_module(inner, recipe.precision)}
+    make_optimizer = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
+    wrapped = strategy.wrap(
+        inner,
+        lambda model: name_parameters(make_optimizer(model), model),
+        find_unused=recipe.parallel.find_unused_parameters is True or extensions.find_unused_parameters,
+    )
+    if wrapped is not None:
+        choices["parallel.wrapped"] = wrapped
+    if (
+        extensions.build_optimizer is None
+        and (chosen := describe_optimizer(strategy.optimizer, recipe.optimizer.name)) is not None
+    ):
+        choices["optimizer"] = chosen
+    if recipe.optimizer.ema_decay is not None:
+        strategy.make_average(recipe.optimizer.ema_decay)
+    return plan.with_choices(choices)
+
+
+def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tuple[TrainState, list[Change]]:
+    """Restore the checkpoint of the resume point, if there is one; return its counters and which settings have changed since."""
+    point, state, changes = plan.resume_point, TrainState(), list[Change]()
+    if point.path is not None:
+        state = restore(strategy, point.path)
+        if state.step < plan.max_steps:
+            changes = setting_changes(read_trainer(point.path), settings)
+        if any(change.name in OF_BEST for change in changes):
+            state.best_metric, state.best_step, state.evaluations_without_improvement = None, None, 0
+    apply_rollbacks(state, point.rollbacks)
+    return state, changes
