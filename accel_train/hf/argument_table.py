@@ -1,7 +1,7 @@
 """Every field of `transformers.TrainingArguments`, and what becomes of it here: the table of docs/hf_trainer.md.
 
-A field is translated into leaves of the recipe, honoured by the face itself, or refused: then only the values that change
-nothing are accepted, and any other is a ValueError that names the field, its value, and what to do instead.
+A field is translated into recipe fields, honoured by the Trainer itself, or refused: then only the values that change nothing
+are accepted, and any other is a ValueError that names the field, its value, and what to do instead.
 """
 
 from collections.abc import Callable
@@ -13,28 +13,38 @@ Allowed = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one field."""
+    """The rule for one field."""
 
     kind: Literal["translated", "honoured", "refused"]
-    says: str
-    """The table's text: the recipe's leaves, how it is honoured, or what to do instead."""
+    text: str
+    """The table's last column."""
     allowed: Allowed | None = None
-    """Values that can be honoured; none: all. The remedy for the others is `says`, or `remedy` where that is given."""
+    """Values that can be honoured; none: all. The remedy for the others is `text`, or `remedy` where that is given."""
     remedy: str = ""
+    leaves: tuple[str, ...] = ()
+    """The recipe fields."""
+    value_of: Callable[[Any], Any] | None = None
+    """The recipe field's value by the argument's; none: `to_recipe` computes it from several arguments."""
 
 
-def leaf(*names: str, note: str = "") -> Rule:
-    """Translated into these leaves of the recipe."""
-    return Rule("translated", " and ".join(f"`{name}`" for name in names) + (f": {note}" if note else ""))
+def leaf(name: str, value_of: Callable[[Any], Any] = lambda value: value, *, note: str = "", **rule: Any) -> Rule:
+    """Return the rule of an argument that alone sets one recipe field."""
+    return computed(name, note=note, value_of=value_of, **rule)
+
+
+def computed(*names: str, note: str = "", text: str = "", **rule: Any) -> Rule:
+    """Return the rule of an argument that sets recipe fields together with others."""
+    shown = " and ".join(f"`{name}`" for name in names) + (f": {note}" if note else "")
+    return Rule("translated", text or shown, leaves=names, **rule)
 
 
 def honoured(how: str, *, allowed: Allowed | None = None, remedy: str = "") -> Rule:
-    """Honoured by the face, without a leaf."""
+    """Return the rule of an argument that the Trainer itself honours."""
     return Rule("honoured", how, allowed, remedy)
 
 
 def refused(remedy: str, *, allowed: Allowed | None = None) -> Rule:
-    """Only values that ask for nothing are accepted: the ones given, else false, none and empty ones."""
+    """Return a rule that accepts only the values that ask for nothing: the allowed ones, else false, none and empty ones."""
     return Rule("refused", remedy, allowed or (lambda value: not value))
 
 
@@ -42,80 +52,88 @@ def _is(*values: Any) -> Allowed:
     return lambda value: any(value is known or value == known for known in values)
 
 
+def _name(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _or_auto(value: Any) -> Any:
+    return "auto" if value is None else value
+
+
 def _plain_accelerator_config(config: Any) -> bool:
     settings = config if isinstance(config, dict) else {} if config is None else config.to_dict()
     usual = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
-    return all(usual.get(name, value or None) == (value if name in usual else None) for name, value in settings.items())
+    return all(value == usual[name] if name in usual else not value for name, value in settings.items())
 
 
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 """`optim` -> `optimizer.name`."""
-
-AUTO_BATCH = (
-    "transformers would train another global batch after an out-of-memory error; lower per_device_train_batch_size and raise "
-    "gradient_accumulation_steps by the same factor, which changes the memory and nothing else"
-)
+KEEP_ALL = 1_000_000
+"""`save_total_limit=None`: more checkpoints than a run writes."""
 
 FIELDS: dict[str, Rule] = {
     # What is trained, for how long
     "output_dir": leaf("output_dir", note="the run folder"),
     "per_device_train_batch_size": leaf("batch.per_device_batch_size"),
-    "num_train_epochs": leaf(
-        "schedule.max_steps", note="so many times the steps of an epoch, unless max_steps is given"
-    ),
-    "max_steps": leaf("schedule.max_steps"),
+    "num_train_epochs": computed("schedule.max_steps", note="times the steps of an epoch, unless max_steps is given"),
+    "max_steps": computed("schedule.max_steps"),
     "gradient_accumulation_steps": leaf("batch.gradient_accumulation_steps"),
     "average_tokens_across_devices": honoured(
         "always: the loss is a sum divided once by the targets of the global batch",
         allowed=bool,
         remedy="leave it True: the loss is always divided by the targets of all devices",
     ),
-    "auto_find_batch_size": refused(AUTO_BATCH),
+    "auto_find_batch_size": refused(
+        "transformers would train another global batch after an out-of-memory error; lower per_device_train_batch_size and "
+        "raise gradient_accumulation_steps by the same factor, which changes the memory and nothing else"
+    ),
     # Optimizer and schedule
     "learning_rate": leaf("optimizer.learning_rate"),
-    "lr_scheduler_type": Rule(
-        "translated",
-        "`schedule.type`; where kwargs have no leaf, transformers' own scheduler gives the rates of all steps",
-        lambda value: str(getattr(value, "value", value)) not in ("reduce_lr_on_plateau", "greedy"),
-        "its rate depends on evaluations, and here it is a function of the step, so that a resume repeats it; use cosine, or "
-        "warmup_stable_decay",
+    "lr_scheduler_type": computed(
+        "schedule.type",
+        text="`schedule.type`; where the recipe has no field for the kwargs, transformers' scheduler gives all rates",
+        allowed=lambda value: _name(value) not in ("reduce_lr_on_plateau", "greedy"),
+        remedy="its rate depends on evaluations, and here it is a function of the step, so that a resume repeats it; use "
+        "cosine, or warmup_stable_decay",
     ),
-    "lr_scheduler_kwargs": leaf("schedule.min_lr_ratio", "schedule.num_cycles", "schedule.power", note="as above"),
-    "warmup_steps": leaf("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
-    "optim": Rule(
-        "translated",
-        "`optimizer.name`: adamw_torch and adamw_torch_fused (both fused), sgd",
-        lambda value: str(getattr(value, "value", value)) in OPTIMIZERS,
-        f"use {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(class, kwargs) or optimizers=(optimizer, None)",
+    "lr_scheduler_kwargs": computed("schedule.min_lr_ratio", "schedule.num_cycles", "schedule.power", note="as above"),
+    "warmup_steps": computed("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
+    "optim": leaf(
+        "optimizer.name",
+        lambda value: OPTIMIZERS[_name(value)],
+        note="adamw_torch and adamw_torch_fused (both fused), sgd",
+        allowed=lambda value: _name(value) in OPTIMIZERS,
+        remedy=f"use {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(class, kwargs) or optimizers=(optimizer, None)",
     ),
-    "optim_args": Rule(
-        "translated",
-        "`optimizer.momentum`, for sgd",
-        lambda value: not value or (str(value).replace(" ", "").startswith("momentum=") and "," not in str(value)),
-        "only sgd's momentum=NUMBER has a leaf; pass optimizer_cls_and_kwargs=(class, kwargs)",
+    "optim_args": leaf(
+        "optimizer.momentum",
+        lambda value: float((value or "momentum=0").split("=")[1]),
+        text="`optimizer.momentum`, for sgd",
+        allowed=lambda value: not value or (value.replace(" ", "").startswith("momentum=") and "," not in value),
+        remedy="only sgd's momentum=NUMBER is a recipe field; pass optimizer_cls_and_kwargs=(class, kwargs)",
     ),
     "optim_target_modules": refused(
         "it belongs to GaLore and APOLLO; pass such an optimizer as optimizer_cls_and_kwargs"
     ),
     "weight_decay": leaf("optimizer.weight_decay", note="on the parameters that transformers decays"),
-    "adam_beta1": leaf("optimizer.betas"),
-    "adam_beta2": leaf("optimizer.betas"),
+    "adam_beta1": computed("optimizer.betas"),
+    "adam_beta2": computed("optimizer.betas"),
     "adam_epsilon": leaf("optimizer.eps"),
-    "max_grad_norm": leaf("optimizer.max_grad_norm"),
+    "max_grad_norm": leaf("optimizer.max_grad_norm", lambda value: value or 0.0),
     "label_smoothing_factor": leaf(
         "loss.label_smoothing", note="computed by transformers' LabelSmoother, in evaluation too"
     ),
     # Precision and speed
-    "bf16": leaf("precision.mixed_precision"),
-    "fp16": leaf("precision.mixed_precision", note="with a loss scale that starts at 2^14 and has a floor"),
+    "bf16": computed("precision.mixed_precision"),
+    "fp16": computed("precision.mixed_precision", note="with a loss scale that starts at 2^14 and has a floor"),
     "bf16_full_eval": refused("evaluate under autocast with bf16=True, or hand over model.to(torch.bfloat16)"),
     "fp16_full_eval": refused("evaluate under autocast with fp16=True, or hand over model.half()"),
-    "tf32": leaf("precision.tf32"),
-    "activation_checkpointing": leaf("precision.gradient_checkpointing"),
+    "tf32": leaf("precision.tf32", _or_auto),
+    "activation_checkpointing": leaf("precision.gradient_checkpointing", bool),
     "activation_checkpointing_kwargs": honoured("handed to the model's activation_checkpointing_enable"),
-    "gradient_checkpointing": leaf("precision.gradient_checkpointing"),
+    "gradient_checkpointing": computed("precision.gradient_checkpointing"),
     "gradient_checkpointing_kwargs": honoured("the old name of activation_checkpointing_kwargs"),
-    "torch_compile": leaf("precision.compile", note="block by block where the model repeats blocks"),
+    "torch_compile": leaf("precision.compile", bool, note="block by block where the model repeats blocks"),
     "torch_compile_backend": refused("only inductor; leave it out", allowed=_is(None, "inductor")),
     "torch_compile_mode": refused("only the default mode; leave it out"),
     "use_liger_kernel": refused(
@@ -129,29 +147,30 @@ FIELDS: dict[str, Rule] = {
     "use_cpu": honoured("TrainingArguments itself chooses the device, and the run follows it"),
     # Logging
     "logging_strategy": honoured("by DefaultFlowCallback: what goes into state.log_history, and when"),
-    "logging_steps": leaf(
+    "logging_steps": computed(
         "log.every_steps", note="below 1, a fraction of all steps; metrics.jsonl has its lines there too"
     ),
     "logging_first_step": honoured("by DefaultFlowCallback"),
     "log_on_each_node": honoured("as transformers: who sets log_level"),
     "logging_nan_inf_filter": honoured(
-        "never: a NaN is logged as NaN, with the number of skipped steps; both values are accepted",
+        "never: a NaN is logged as NaN, with the number of skipped steps; both values are accepted"
     ),
     "include_num_input_tokens_seen": refused(
         "metrics.jsonl has num_targets and targets_per_second of each logged step", allowed=_is("no", False)
     ),
-    "log_level": honoured("sets transformers' verbosity, as there"),
-    "log_level_replica": honoured("sets transformers' verbosity, as there"),
-    "disable_tqdm": leaf("log.progress", note="True also prints logs, by PrinterCallback"),
+    **dict.fromkeys(("log_level", "log_level_replica"), honoured("sets transformers' verbosity, as there")),
+    "disable_tqdm": leaf(
+        "log.progress", lambda value: False if value else "auto", note="True also prints logs, by PrinterCallback"
+    ),
     "report_to": honoured("by transformers' own reporting callbacks, which are given what is logged"),
-    "run_name": honoured("by those reporting callbacks"),
-    "project": honoured("by those reporting callbacks"),
-    "trackio_space_id": honoured("by transformers' TrackioCallback"),
-    "trackio_bucket_id": honoured("by transformers' TrackioCallback"),
-    "trackio_static_space_id": honoured("by transformers' TrackioCallback"),
+    **dict.fromkeys(("run_name", "project"), honoured("by those reporting callbacks")),
+    **dict.fromkeys(
+        ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        honoured("by transformers' TrackioCallback"),
+    ),
     # Evaluation
-    "eval_strategy": leaf("evaluate.every_steps", note="epoch: the steps of an epoch"),
-    "eval_steps": leaf("evaluate.every_steps", note="below 1, a fraction of all steps"),
+    "eval_strategy": computed("evaluate.every_steps", note="epoch: the steps of an epoch"),
+    "eval_steps": computed("evaluate.every_steps", note="below 1, a fraction of all steps"),
     "eval_delay": honoured("by DefaultFlowCallback; the host then waits for every step"),
     "per_device_eval_batch_size": leaf("batch.per_device_eval_batch_size"),
     "prediction_loss_only": honoured("predict and evaluate keep no predictions"),
@@ -163,17 +182,21 @@ FIELDS: dict[str, Rule] = {
     "batch_eval_metrics": honoured("compute_metrics gets batch by batch, and compute_result=True with the last"),
     # Checkpoints
     "save_only_model": refused(
-        "checkpoints hold the optimizer, so that they can be gone on from; `model/` holds weights only"
+        "checkpoints hold the optimizer, so that a run can resume from them; `model/` holds weights only"
     ),
-    "save_strategy": leaf("checkpoint.every_steps", "checkpoint.keep_best", note="the last step is always saved"),
-    "save_steps": leaf("checkpoint.every_steps", note="below 1, a fraction of all steps"),
+    "save_strategy": computed("checkpoint.every_steps", "checkpoint.keep_best", note="the last step is always saved"),
+    "save_steps": computed("checkpoint.every_steps", note="below 1, a fraction of all steps"),
     "save_on_each_node": refused("the main process writes checkpoints; give output_dir on storage that all nodes see"),
-    "save_total_limit": leaf("checkpoint.keep", note="newest ones; the best is kept beside them"),
+    "save_total_limit": leaf("checkpoint.keep", lambda value: value or KEEP_ALL, note="newest ones, and the best"),
     "enable_jit_checkpoint": honoured("always: SIGTERM saves after the step that runs, and train() raises Preempted"),
     "load_best_model_at_end": leaf("checkpoint.load_best_model_at_end"),
-    "metric_for_best_model": leaf("evaluate.metric_for_best_model", note="without its eval_ prefix"),
-    "greater_is_better": leaf("evaluate.greater_is_better"),
-    "ignore_data_skip": refused("leave it False: going on at any step reads nothing that is skipped"),
+    "metric_for_best_model": leaf(
+        "evaluate.metric_for_best_model",
+        lambda value: (value or "loss").removeprefix("eval_"),
+        note="without its eval_ prefix",
+    ),
+    "greater_is_better": leaf("evaluate.greater_is_better", _or_auto),
+    "ignore_data_skip": refused("leave it False: a resume at any step reads none of the samples before it"),
     "restore_callback_states_from_checkpoint": honoured("callbacks that export a state get back the checkpoint's"),
     "resume_from_checkpoint": honoured("not read by transformers' Trainer either: pass it to train()"),
     # Hub
@@ -193,20 +216,25 @@ FIELDS: dict[str, Rule] = {
         "the loop owns batches, order and accumulation; leave it out", allowed=_plain_accelerator_config
     ),
     "parallelism_config": refused("this trains data-parallel only; leave it out"),
-    "dataloader_drop_last": leaf("data.last_batch", note="False: short; True: drop"),
+    "dataloader_drop_last": leaf(
+        "data.last_batch", lambda value: "drop" if value else "short", note="False: short; True: drop"
+    ),
     "dataloader_num_workers": leaf("data.num_workers"),
-    "dataloader_pin_memory": leaf("data.pin_memory", note="True: where there is a GPU"),
+    "dataloader_pin_memory": leaf(
+        "data.pin_memory", lambda value: "auto" if value else False, note="True: where there is a GPU"
+    ),
     "dataloader_persistent_workers": honoured("always in training: one set of workers reads the whole run"),
     "dataloader_prefetch_factor": refused("workers read 4 micro-batches ahead; leave it out", allowed=_is(None, 4)),
     "dataloader_multiprocessing_context": refused("leave it out, or override get_train_dataloader", allowed=_is(None)),
     "dataloader_in_order": refused("leave it True: the order of the samples is part of the run", allowed=_is(True)),
     "remove_unused_columns": honoured("by the signature of the model's forward, as in transformers"),
     "label_names": honoured("which inputs are labels; none: by the signature of the model's forward"),
-    "train_sampling_strategy": Rule(
-        "translated",
-        "`data.shuffle` and `data.group_by_length`: random, sequential, group_by_length",
-        _is("random", "sequential", "group_by_length"),
-        "use random, sequential or group_by_length",
+    "train_sampling_strategy": computed(
+        "data.shuffle",
+        "data.group_by_length",
+        note="random, sequential, group_by_length",
+        allowed=_is("random", "sequential", "group_by_length"),
+        remedy="use random, sequential or group_by_length",
     ),
     "length_column_name": honoured("the lengths for group_by_length"),
     # Launching
@@ -214,25 +242,24 @@ FIELDS: dict[str, Rule] = {
     "ddp_bucket_cap_mb": refused("leave it out: DDP's own size is used"),
     "ddp_broadcast_buffers": refused("buffers are broadcast where there are batch norms, and not else; leave it out"),
     "ddp_static_graph": refused("leave it out"),
-    "ddp_backend": honoured("TrainingArguments itself starts the process group"),
-    "ddp_timeout": honoured("TrainingArguments itself starts the process group"),
+    **dict.fromkeys(("ddp_backend", "ddp_timeout"), honoured("TrainingArguments itself starts the process group")),
     "fsdp": refused("this trains data-parallel only; use transformers.Trainer"),
     "fsdp_config": refused("as fsdp", allowed=lambda value: True),
     "deepspeed": refused("this trains data-parallel only; use transformers.Trainer"),
     "debug": refused("a bad step is skipped and named in events.jsonl; leave it out"),
     "skip_memory_metrics": refused("summary.json has the peak memory; leave it True", allowed=bool),
-    "do_train": honoured("not read by transformers' Trainer either: it is for your script"),
-    "do_eval": honoured("not read by transformers' Trainer either: it is for your script"),
-    "do_predict": honoured("not read by transformers' Trainer either: it is for your script"),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict"),
+        honoured("not read by transformers' Trainer either: it is for your script"),
+    ),
     "local_rank": honoured("not read by transformers' Trainer either: the launcher says it"),
 }
 
 
 def table() -> str:
-    """The table of docs/hf_trainer.md, a line for each field."""
+    """Return the table of docs/hf_trainer.md, a line for each field."""
     lines = ["| TrainingArguments | here | how, or what to do instead |", "|---|---|---|"]
     for name, rule in FIELDS.items():
-        some = rule.kind != "refused" and rule.allowed is not None
-        remedy = f"; refused else: {rule.remedy}" if some and rule.remedy else ""
-        lines.append(f"| `{name}` | {rule.kind} | {rule.says}{remedy} |")
+        remedy = f"; refused else: {rule.remedy}" if rule.remedy else ""
+        lines.append(f"| `{name}` | {rule.kind} | {rule.text}{remedy} |")
     return "\n".join(lines)

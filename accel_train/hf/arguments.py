@@ -1,44 +1,37 @@
-"""TrainingArguments -> Recipe, once, before anything is built; what cannot be honoured is an error that names the field."""
+"""TrainingArguments -> Recipe, once, before anything is built; what cannot be honoured is an error that names the field or method."""
 
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from pydantic import ValidationError
 from torch import nn
 from transformers import TrainingArguments
 
-from accel_train.hf_face.fields import FIELDS, OPTIMIZERS
-from accel_train.optim import parameter_groups
-from accel_train.recipe import Recipe
-from accel_train.recipe_optimizer import Optimizer, ParameterGroup
+from accel_train.hf.argument_table import FIELDS
+from accel_train.optim.optimizers import parameter_groups
+from accel_train.recipe.optimizer import ParameterGroup
+from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from accel_train.hf import Trainer
 
-KEEP_ALL = 1_000_000
-"""`save_total_limit=None`: more checkpoints than a run writes."""
-LEAF_OF = {
-    "learning_rate": "optimizer.learning_rate",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.betas.0",
-    "adam_beta2": "optimizer.betas.1",
-    "adam_epsilon": "optimizer.eps",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "label_smoothing_factor": "loss.label_smoothing",
-    "seed": "seed",
-    "per_device_train_batch_size": "batch.per_device_batch_size",
-    "per_device_eval_batch_size": "batch.per_device_eval_batch_size",
-    "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
-    "num_train_epochs": "schedule.max_steps",
-    "save_total_limit": "checkpoint.keep",
-    "dataloader_num_workers": "data.num_workers",
-    "logging_steps": "log.every_steps",
-    "warmup_steps": "schedule",
+
+REMEDIES = {
+    "training_step": "override compute_loss: the loop owns backward, accumulation and the clip",
+    "evaluation_loop": "override evaluate or prediction_step, or use compute_metrics",
+    "_get_train_sampler": "override get_train_dataloader",
+    "_get_eval_sampler": "override get_eval_dataloader",
+    "create_optimizer_and_scheduler": "override create_optimizer and create_scheduler",
+    "_maybe_log_save_evaluate": "use a callback (on_step_end, control.should_log, should_evaluate, should_save)",
+    "_save_checkpoint": "use a callback (on_save); checkpoints are published whole or not at all",
+    "_save": "override save_model",
 }
-"""Which field to name when the recipe refuses a leaf."""
+"""By transformers' name of the method; for others a callback is the remedy."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -55,34 +48,76 @@ def check_arguments(args: TrainingArguments) -> None:
             if value != field.default and field.default_factory is dataclasses.MISSING:
                 problems.append(f"{field.name}={value!r}: accel_train.Trainer does not know this field; leave it out")
         elif rule.allowed is not None and not rule.allowed(value):
-            problems.append(f"{field.name}={getattr(value, 'value', value)!r}: {rule.remedy or rule.says}")
+            problems.append(f"{field.name}={getattr(value, 'value', value)!r}: {rule.remedy or rule.text}")
     if problems:
         raise ValueError("TrainingArguments that accel_train.Trainer cannot honour: " + "; ".join(problems))
 
 
+def check_overrides(kind: type, base: type) -> None:
+    """Refuse a subclass that overrides methods which only transformers' Trainer calls.
+
+    Raises:
+        ValueError: naming each overridden method that would never be called, and what to override instead.
+    """
+    problems = []
+    for cls in kind.__mro__[: kind.__mro__.index(base)]:
+        for name in vars(cls):
+            known = callable(getattr(transformers.Trainer, name, None)) and not name.startswith("__")
+            if known and not hasattr(base, name):
+                remedy = REMEDIES.get(name, "use a callback, or transformers.Trainer")
+                problems.append(f"{cls.__name__}.{name}: {remedy}")
+    if problems:
+        raise ValueError(f"overridden methods that accel_train.Trainer never calls: {'; '.join(problems)}")
+
+
+def check_combinations(trainer: "Trainer") -> None:
+    """Refuse arguments that contradict each other.
+
+    Raises:
+        ValueError: two arguments contradict each other, or one needs another.
+    """
+    args, (optimizer, scheduler) = trainer.args, trainer.given_optimizers
+    if optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
+        raise ValueError("give one of optimizers and optimizer_cls_and_kwargs")
+    if trainer.model_init is not None and optimizer is not None:
+        raise ValueError(
+            "model_init makes new parameters, which optimizers do not have; override create_optimizer instead"
+        )
+    if optimizer is None and scheduler is not None:
+        raise ValueError("optimizers=(None, scheduler): a scheduler belongs to its optimizer; give both")
+    if args.eval_strategy != "no" and trainer.eval_dataset is None:
+        raise ValueError(f"eval_strategy={args.eval_strategy.value} needs an eval_dataset; give one, or set it to no")
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ValueError("save_strategy=best needs metric_for_best_model")
+    if not callable(trainer.data_collator):
+        raise ValueError(
+            f"data_collator={trainer.data_collator!r} cannot be called; give a function of a list of samples"
+        )
+
+
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, in transformers' way of counting: every epoch is a whole number of steps."""
+    """Length of a run as transformers counts it: every epoch is a whole number of steps."""
 
     batches_per_epoch: int
     """Micro-batches of each process."""
     steps_per_epoch: int
     max_steps: int
     num_epochs: int
-    """What transformers' state shows: begun epochs."""
+    """Begun epochs, as transformers' state shows them."""
     global_batch_size: int
     num_samples_planned: float
-    """In all steps, as transformers counts them for its samples per second."""
+    """Samples of all steps, as transformers counts them for its samples per second."""
 
     def epoch_at(self, step: int, gradient_accumulation_steps: int) -> float:
-        """Epochs done after a step, counted in micro-batches, as transformers logs them."""
+        """Return the epochs done after a step, counted in micro-batches, as transformers logs them."""
         epochs, step_in_epoch = divmod(step, self.steps_per_epoch)
         batches = min(step_in_epoch * gradient_accumulation_steps, self.batches_per_epoch)
         return epochs + batches / self.batches_per_epoch
 
 
 def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int | None, world_size: int) -> Length:
-    """Steps of the run and of an epoch, from the samples, or from the batches of a loader of the user.
+    """Return the steps of the run and of an epoch, from the samples, or from the batches of the user's loader.
 
     Raises:
         ValueError: there is nothing to train on; or neither a length nor max_steps; or `dataloader_drop_last` leaves the last
@@ -109,13 +144,14 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
         raise ValueError(
             f"the train_dataset has {num_samples} samples, which make no step of {per_step * accumulation}"
         )
-    max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
-    epochs = math.ceil(max_steps / steps_per_epoch) if args.max_steps > 0 else math.ceil(args.num_train_epochs)
-    is_by_epochs = args.max_steps <= 0 and num_samples is not None
-    planned = (
-        num_samples * args.num_train_epochs if is_by_epochs and num_samples else max_steps * per_step * accumulation
-    )
-    return Length(batches, steps_per_epoch, max_steps, epochs, per_step * accumulation, planned)
+    global_batch = per_step * accumulation
+    if args.max_steps > 0:
+        epochs, max_steps = math.ceil(args.max_steps / steps_per_epoch), args.max_steps
+    else:
+        epochs, max_steps = math.ceil(args.num_train_epochs), math.ceil(args.num_train_epochs * steps_per_epoch)
+    is_by_samples = num_samples is not None and args.max_steps <= 0
+    planned = (num_samples or 0) * args.num_train_epochs if is_by_samples else max_steps * global_batch
+    return Length(batches, steps_per_epoch, max_steps, epochs, global_batch, planned)
 
 
 def to_recipe(
@@ -123,16 +159,14 @@ def to_recipe(
     length: Length,
     model: nn.Module,
     *,
-    decayed: "Collection[str]",
     resume: str,
     by_callbacks: bool,
     has_eval: bool,
     train_name: str,
 ) -> Recipe:
-    """The recipe of these arguments.
+    """Return the recipe of these arguments.
 
     Args:
-        decayed: names of the parameters that transformers gives weight decay.
         resume: `never`, `auto` or a checkpoint.
         by_callbacks: callbacks say when to evaluate and save, so the recipe does not.
         train_name: what the training data is called in recipe.yaml.
@@ -141,83 +175,46 @@ def to_recipe(
         ValueError: a value breaks a rule of the recipe; the text names the field.
     """
     check_arguments(args)
-    at = {} if by_callbacks else {"evaluate": _every(args, "eval", length), "checkpoint": _every(args, "save", length)}
-    mixed = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
-    is_best = args.load_best_model_at_end or args.save_strategy == "best"
-    schedule = schedule_of(args)
-    is_constant = schedule is None or args.lr_scheduler_type == "constant"
-    optimizer = {
-        "name": OPTIMIZERS[args.optim.value],
-        "learning_rate": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "momentum": float((args.optim_args or "momentum=0").split("=")[1]),
-        "max_grad_norm": args.max_grad_norm or 0.0,
-    }
-    tree: dict[str, Any] = {
+    leaves = {rule.leaves[0]: rule.value_of(getattr(args, name)) for name, rule in FIELDS.items() if rule.value_of}
+    leaves |= _schedule_leaves(args, length) | {
         "task": "hf-trainer",
-        "seed": args.seed,
-        "output_dir": args.output_dir,
-        "model": {"config": _describe(model)},
-        "data": {
-            "train": train_name,
-            "shuffle": args.train_sampling_strategy != "sequential",
-            "group_by_length": args.train_sampling_strategy == "group_by_length",
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": "auto" if args.dataloader_pin_memory else False,
-            "last_batch": "drop" if args.dataloader_drop_last else "short",
-        },
-        "loss": {"label_smoothing": args.label_smoothing_factor},
-        "batch": {
-            "per_device_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "per_device_eval_batch_size": args.per_device_eval_batch_size,
-        },
-        "optimizer": optimizer,
-        "schedule": {
-            **(schedule or {"type": "constant"}),
-            "max_steps": length.max_steps,
-            # transformers' plain constant schedule has no warmup
-            "warmup_steps": 0 if is_constant else args.get_warmup_steps(length.max_steps),
-        },
-        "precision": {
-            "mixed_precision": mixed,
-            "tf32": "auto" if args.tf32 is None else args.tf32,
-            "compile": bool(args.torch_compile),
-            "deterministic": args.full_determinism,
-            "gradient_checkpointing": bool(args.activation_checkpointing),
-        },
-        "checkpoint": {
-            "every_steps": at.get("checkpoint", 0),
-            "keep": args.save_total_limit or KEEP_ALL,
-            "keep_best": is_best,
-            "load_best_model_at_end": args.load_best_model_at_end,
-            "resume": resume,
-            "in_background": False,  # `on_save` comes once the folder is there
-        },
-        "guard": {"on_spike": "off", "max_rollbacks": 0},  # transformers has neither
-        "evaluate": {
-            "every_steps": at.get("evaluate", 0) if has_eval else 0,
-            "metric_for_best_model": (args.metric_for_best_model or "loss").removeprefix("eval_"),
-            "greater_is_better": "auto" if args.greater_is_better is None else args.greater_is_better,
-        },
-        "log": {
-            "every_steps": _every(args, "logging", length) or length.max_steps,
-            "progress": False if args.disable_tqdm else "auto",
-        },
-        "options": {"training_arguments": set_fields(args)},
+        "model.config": _describe(model),
+        "data.train": train_name,
+        "data.shuffle": args.train_sampling_strategy != "sequential",
+        "data.group_by_length": args.train_sampling_strategy == "group_by_length",
+        "optimizer.betas": (args.adam_beta1, args.adam_beta2),
+        "precision.mixed_precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "no",
+        "checkpoint.every_steps": 0 if by_callbacks else _every(args, "save", length),
+        "checkpoint.keep_best": args.load_best_model_at_end or args.save_strategy == "best",
+        "checkpoint.resume": resume,
+        "checkpoint.in_background": False,  # `on_save` comes once the folder is there
+        **{"guard.on_spike": "off", "guard.max_rollbacks": 0},  # transformers has neither
+        "evaluate.every_steps": _every(args, "eval", length) if has_eval and not by_callbacks else 0,
+        "log.every_steps": _every(args, "logging", length) or length.max_steps,
+        "options.training_arguments": set_fields(args),
     }
+    tree: dict[str, Any] = {}
+    for path, value in leaves.items():
+        section, _, name = path.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
     try:
-        recipe = Recipe.model_validate(tree)
+        return Recipe.model_validate(tree)
     except ValidationError as error:
         raise ValueError(_explain(error, args)) from error
-    groups = _groups_for_decay(model, recipe.optimizer, decayed)
-    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"groups": groups})})
+
+
+def _schedule_leaves(args: TrainingArguments, length: Length) -> dict[str, Any]:
+    schedule = schedule_of(args)
+    has_warmup = schedule is not None and args.lr_scheduler_type != "constant"  # transformers' plain constant has none
+    return {
+        "schedule.max_steps": length.max_steps,
+        "schedule.warmup_steps": args.get_warmup_steps(length.max_steps) if has_warmup else 0,
+        **{f"schedule.{name}": value for name, value in (schedule or {"type": "constant"}).items()},
+    }
 
 
 def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
-    """`schedule.type` and its leaves; None where the recipe cannot say it, and transformers' scheduler is asked instead."""
+    """Return `schedule.type` and its fields; None where the recipe has none, so that transformers' scheduler is used."""
     kind, kwargs = args.lr_scheduler_type.value, dict(args.lr_scheduler_kwargs or {})
     if kind in ("linear", "cosine", "constant", "inverse_sqrt") and not kwargs:
         return {"type": kind}
@@ -235,19 +232,19 @@ def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
 
 
 def set_fields(args: TrainingArguments) -> dict[str, Any]:
-    """The fields that differ from their defaults, as plain JSON values; tokens are left out."""
-    found = {}
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if field.name.endswith("_token") or value == field.default or value in ([], {}, None):
-            continue
-        found[field.name] = value
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=lambda value: getattr(value, "value", str(value))))
+    """Return the fields that differ from their defaults, as plain JSON values; tokens are left out."""
+    changed = {
+        field.name: value
+        for field in dataclasses.fields(args)
+        if (value := getattr(args, field.name)) not in (field.default, [], {}, None)
+        and not field.name.endswith("_token")
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(changed, default=lambda value: getattr(value, "value", str(value))))
     return plain
 
 
 def _every(args: TrainingArguments, kind: str, length: Length) -> int:
-    """Steps between two of a kind (`logging`, `eval`, `save`); 0: never. A number below 1 is a fraction of all steps."""
+    """Return the steps between two of a kind (`logging`, `eval`, `save`); 0: never. Below 1 is a fraction of all steps."""
     strategy = getattr(args, f"{kind}_strategy").value
     if strategy == "epoch":
         return length.steps_per_epoch
@@ -258,28 +255,33 @@ def _every(args: TrainingArguments, kind: str, length: Length) -> int:
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
-    """What recipe.yaml says of a model that was handed over: its weights, and so a resume, are checked by shape."""
+    """Return recipe.yaml's description of a given model: a resume checks its weights by shape."""
     kind = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
     return {"model_type": kind, "class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
 
 
-def _groups_for_decay(model: nn.Module, section: Optimizer, decayed: "Collection[str]") -> tuple[ParameterGroup, ...]:
-    """Where transformers' rule for weight decay and ours differ on this model, the parameters by name."""
+def with_decay_of(recipe: Recipe, model: nn.Module, decayed: Collection[str]) -> Recipe:
+    """Return the recipe with a group by name for each parameter that transformers decays and we do not, or the reverse."""
+    section = recipe.optimizer
     if section.weight_decay == 0:
-        return ()
+        return recipe
     ours = {name for group in parameter_groups(model, section) for name, _ in group["params"] if group["weight_decay"]}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    spared, added = sorted(ours - set(decayed)), sorted(trained & set(decayed) - ours)
-    groups = [(spared, 0.0), (added, section.weight_decay)]
-    return tuple(ParameterGroup(match=tuple(names), weight_decay=decay) for names, decay in groups if names)
+    groups = [(ours - set(decayed), 0.0), (trained & set(decayed) - ours, section.weight_decay)]
+    by_name = tuple(ParameterGroup(match=tuple(sorted(names)), weight_decay=decay) for names, decay in groups if names)
+    return recipe.model_copy(update={"optimizer": section.model_copy(update={"groups": by_name})})
 
 
 def _explain(error: ValidationError, args: TrainingArguments) -> str:
-    said = []
+    """Name each argument whose recipe field is refused."""
+    names = {"schedule": "warmup_steps", "optimizer.betas.1": "adam_beta2"}
+    for name, rule in FIELDS.items():
+        for leaf in rule.leaves:
+            names.setdefault(leaf, name)
+    messages = []
     for problem in error.errors(include_url=False):
-        place = ".".join(str(part) for part in problem["loc"])
-        names = [name for name, leaf in LEAF_OF.items() if place == leaf or place.startswith(f"{leaf}.")]
-        name = names[0] if names else place
+        place = ".".join(map(str, problem["loc"]))
+        name = names.get(place) or names.get(place.rpartition(".")[0], place)
         value = getattr(args, name, problem.get("input"))
-        said.append(f"{name}={value!r}: {problem['msg'].removeprefix('Value error, ')}")
-    return "TrainingArguments: " + "; ".join(said)
+        messages.append(f"{name}={value!r}: {problem['msg'].removeprefix('Value error, ')}")
+    return "TrainingArguments: " + "; ".join(messages)

@@ -1,33 +1,35 @@
-"""The Hub, through huggingface_hub: a repository, uploads after saves and at the end, a model card."""
+"""The Hub, through huggingface_hub: a repository, uploads after saves and at the end, a model card; methods of the Trainer."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, ModelCard
 from transformers.modelcard import TrainingSummary
 
-from accel_train.ownership import write_file
-from accel_train.snapshot import OPTIMIZER, TRAINER
+from accel_train.checkpoint.contents import OPTIMIZER, TRAINER
+from accel_train.core.ownership import write_file
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
-OURS_ALONE = [OPTIMIZER, TRAINER, "manifest.json"]
+ONLY_FOR_RESUMING = [OPTIMIZER, TRAINER, "manifest.json"]
 NOT_PUSHED = ["_*", "checkpoints/*", "previous-*/*", ".*"]
 
 
-def open_repository(trainer: "Trainer", token: str | None, private: bool | None) -> str:
-    """Create the repository if it is not there; returns its id.
+def init_hf_repo(trainer: "Trainer", token: str | None = None, private: bool | None = None) -> None:
+    """Create the repository on the Hub if it is not there.
 
     Raises:
         ValueError: the Hub cannot be reached, or nobody is logged in.
     """
+    if not trainer.is_world_process_zero():
+        return
     args = trainer.args
     name = args.hub_model_id or Path(args.output_dir).absolute().name
     wanted = args.hub_private_repo if private is None else private
-    return str(
-        _ask(lambda: HfApi(token=token or args.hub_token).create_repo(name, private=wanted, exist_ok=True)).repo_id
-    )
+    api = HfApi(token=token or args.hub_token)
+    trainer.hub_model_id = str(_call(lambda: api.create_repo(name, private=wanted, exist_ok=True)).repo_id)
 
 
 def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
@@ -43,36 +45,47 @@ def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
     if not args.hub_always_push and any(not job.done() for job in trainer.pushes):
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    said = f"Training in progress, step {trainer.state.global_step}"
-    trainer.pushes.append(_upload(trainer, folder, said, ignore=OURS_ALONE))
+    message = f"Training in progress, step {trainer.state.global_step}"
+    trainer.pushes.append(_upload(trainer, folder, message, ignore_patterns=ONLY_FOR_RESUMING))
     if strategy in ("checkpoint", "all_checkpoints"):
         place = "last-checkpoint" if strategy == "checkpoint" else folder.name
-        trainer.pushes.append(_upload(trainer, folder, f"{said}, checkpoint", path_in_repo=place))
+        trainer.pushes.append(_upload(trainer, folder, f"{message}, checkpoint", path_in_repo=place))
 
 
-def push_output(trainer: "Trainer", message: str | None, token: str | None, revision: str | None, *, wait: bool) -> Any:
-    """Upload output_dir (the model, its card; no checkpoints), after the uploads under way."""
+def push_to_hub(
+    trainer: "Trainer",
+    commit_message: str | None = "End of training",
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Upload the model and its card to the Hub; return the commit, or a future of it where `blocking` is False."""
+    args = trainer.args
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    if trainer.hub_model_id is None:
+        trainer.init_hf_repo(token=token, private=private)
+    trainer.save_model(_internal_call=True)
+    if not trainer.is_world_process_zero():
+        return None
+    trainer.create_model_card(**kwargs)
     finish_pushes(trainer)
-    return _upload(
-        trainer,
-        Path(trainer.args.output_dir),
-        message,
-        ignore=NOT_PUSHED,
-        token=token,
-        revision=revision,
-        background=not wait,
-    )
+    options = {"ignore_patterns": NOT_PUSHED, "run_as_future": not blocking, "revision": revision or args.hub_revision}
+    return _upload(trainer, Path(args.output_dir), commit_message, token, **options)
 
 
 def finish_pushes(trainer: "Trainer") -> None:
-    """Wait for the uploads under way."""
+    """Wait for the uploads that still run."""
     for job in trainer.pushes:
-        _ask(job.result)
+        _call(job.result)
     trainer.pushes.clear()
 
 
-def write_card(trainer: "Trainer", **facts: Any) -> None:
-    """`README.md` in output_dir, as transformers writes it; tags of an earlier card are kept."""
+def create_model_card(trainer: "Trainer", **facts: Any) -> None:
+    """Write `README.md` in output_dir, as transformers writes it (language, license, tags, model_name, ...); tags of an earlier one stay."""
+    if not trainer.is_world_process_zero():
+        return
     path = Path(trainer.args.output_dir) / "README.md"
     tags = facts.pop("tags", None)
     tags = [tags] if isinstance(tags, str) else list(tags or [])
@@ -83,36 +96,17 @@ def write_card(trainer: "Trainer", **facts: Any) -> None:
     write_file(path, card.encode(), path.parent)  # a README of the user's is kept in previous-N
 
 
-def _upload(
-    trainer: "Trainer",
-    folder: Path,
-    message: str | None,
-    *,
-    path_in_repo: str | None = None,
-    ignore: list[str] | None = None,
-    token: str | None = None,
-    revision: str | None = None,
-    background: bool = True,
-) -> Any:
+def _upload(trainer: "Trainer", folder: Path, message: str | None, token: str | None = None, **options: Any) -> Any:
+    """Call huggingface_hub's `upload_folder`; in the background, unless the options say otherwise."""
     args = trainer.args
-    assert trainer.hub_model_id is not None
     upload: Any = HfApi(token=token or args.hub_token).upload_folder
-    return _ask(
-        lambda: upload(
-            repo_id=trainer.hub_model_id,
-            folder_path=folder,
-            path_in_repo=path_in_repo,
-            commit_message=message,
-            ignore_patterns=ignore,
-            revision=revision or args.hub_revision,
-            run_as_future=background,
-        )
-    )
+    options = {"path_in_repo": None, "revision": args.hub_revision, "run_as_future": True, **options}
+    return _call(lambda: upload(repo_id=trainer.hub_model_id, folder_path=folder, commit_message=message, **options))
 
 
-def _ask(call: Any) -> Any:
+def _call(request: Callable[[], Any]) -> Any:
     try:
-        return call()
+        return request()
     except Exception as error:  # any error of a service on the network
         raise ValueError(
             f"the Hugging Face Hub did not take it ({type(error).__name__}: {str(error).strip().splitlines()[0]}); log in with "

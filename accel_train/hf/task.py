@@ -1,6 +1,7 @@
 """The user's model, data sets and collator as a task of the loop."""
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,104 +10,101 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
 from transformers.trainer_utils import _is_peft_model
 
-from accel_train.hf_face.arguments import Length
-from accel_train.hf_face.evaluation import in_batches
-from accel_train.hf_face.flow import Flow
-from accel_train.hf_face.inputs import (
-    Collate,
+from accel_train.checkpoint.contents import model_tensors
+from accel_train.hf.arguments import Length
+from accel_train.hf.callbacks import Flow
+from accel_train.hf.inputs import (
+    collate_of,
+    collator_of,
+    counted,
     fingerprint,
+    in_batches,
     is_columns,
     is_stream,
     lengths_of,
-    stream_batches,
     targets_in,
 )
-from accel_train.hf_face.loss import num_items_in
-from accel_train.recipe import Recipe
-from accel_train.snapshot import model_tensors
-from accel_train.task import Scores, TaskData
+from accel_train.hf.loss import num_items_in
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Task, TaskData
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
-class OnlyLength(Dataset[None]):
-    """As many samples as an epoch has, of data that the task reads itself."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-
-class HFTask:
-    """What the loop asks of a Trainer: its data in order, its model, `compute_loss`, `evaluate`."""
+class HFTask(Task):
+    """A Trainer as a task: its data in order, its model, `compute_loss`; evaluations are those of `Flow.evaluate`."""
 
     def __init__(
         self, trainer: "Trainer", flow: Flow, length: Length, rows: Any, loader: DataLoader[Any] | None
     ) -> None:
         self.trainer, self.flow, self.length, self.rows = trainer, flow, length, rows
         self.loader = loader
-        """Of an overridden get_train_dataloader."""
+        """The loader of an overridden get_train_dataloader."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """The training data as rows in our order, or as a stream."""
+        """Return the training data as rows in our order, or as a stream."""
         trainer, args, dataset = self.trainer, self.trainer.args, self.rows
-        collate = Collate(trainer.collator_for(trainer.train_dataset), trainer.signature)
         streamed = self.loader is not None or is_stream(dataset)
         lengths: NDArray[Any] | None = None
         if args.train_sampling_strategy == "group_by_length" and not streamed:
-            names = getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"]
-            lengths = lengths_of(
-                trainer.train_dataset if not is_columns(trainer.train_dataset) else dataset,
-                args.length_column_name,
-                names[0],
-            )
+            lengths = lengths_of(trainer, dataset if is_columns(trainer.train_dataset) else trainer.train_dataset)
         per_epoch = self.length.steps_per_epoch * self.length.global_batch_size
         return TaskData(
-            train=OnlyLength(per_epoch) if streamed else dataset,
+            train=Subset(dataset, range(per_epoch)) if streamed else dataset,  # only its length is read
             eval=None,
-            collate=collate,
+            collate=collate_of(trainer),
             fingerprint=fingerprint(dataset) if self.loader is None else type(self.loader).__name__,
             facts={"num_train": per_epoch if streamed else len(dataset)},
             lengths=lengths,
-            step_batches=self._in_order(collate) if streamed else None,
+            step_batches=self._read_from if streamed else None,
         )
 
-    def _in_order(self, collate: Collate) -> Any:
-        trainer, args = self.trainer, self.trainer.args
+    def _read_from(self, first_step: int) -> Iterator[list[tuple[dict[str, Any], int]]]:
+        """Yield each step's micro-batches, out of batches that can only be read in order: a resume reads up to its place.
 
-        def batches_of_epoch(epoch: int) -> Iterator[Any]:
-            torch.manual_seed(
-                args.seed + epoch
-            )  # what shuffles without a generator of its own shuffles alike everywhere
-            source = self.loader if self.loader is not None else trainer.train_dataset
-            for settable in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
-                set_epoch = getattr(settable, "set_epoch", None)
-                if set_epoch is not None:
-                    set_epoch(epoch)
-            if self.loader is not None:
-                return iter(self.loader)
-            return in_batches(source, args.per_device_train_batch_size, collate.collator)
+        Every process reads all of them and keeps each W-th. A step in which a process has none forwards the step's first one,
+        with no target.
+        """
+        args = self.trainer.args
+        for step in islice(self._steps(), first_step, self.length.max_steps):
+            own = step[args.process_index :: args.world_size]
+            batches = [counted(batch, self.trainer.signature) for batch in own or step[:1]]
+            yield batches if own else [(batches[0][0], 0)]
 
-        return stream_batches(
-            batches_of_epoch,
-            collate.signature,
-            max_steps=self.length.max_steps,
-            accumulation=args.gradient_accumulation_steps,
-            rank=trainer.process_index,
-            world_size=trainer.world_size,
-        )
+    def _steps(self) -> Iterator[list[Any]]:
+        """Yield the batches of each step over all processes, epoch after epoch."""
+        per_step = self.trainer.args.gradient_accumulation_steps * self.trainer.args.world_size
+        for epoch in range(self.length.max_steps):
+            batches = self._batches_of(epoch)
+            step = list(islice(batches, per_step))
+            if not step:
+                raise ValueError(
+                    f"the training data yields nothing in epoch {epoch}; it must be readable once for each epoch"
+                )
+            while step:
+                yield step
+                step = list(islice(batches, per_step))
+
+    def _batches_of(self, epoch: int) -> Iterator[Any]:
+        args = self.trainer.args
+        torch.manual_seed(args.seed + epoch)  # a shuffle without its own generator is the same on all processes
+        source: Any = self.loader if self.loader is not None else self.trainer.train_dataset
+        for settable in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
+            if settable is not None and hasattr(settable, "set_epoch"):
+                settable.set_epoch(epoch)
+        if self.loader is not None:
+            return iter(self.loader)
+        return in_batches(source, args.per_device_train_batch_size, collator_of(self.trainer))
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """The user's model itself, so that `trainer.model` is what was trained."""
+        """Return the user's model itself, so that `trainer.model` is what was trained."""
         model, args = self.trainer.model, self.trainer.args
-        if recipe.precision.gradient_checkpointing:
+        if recipe.precision.recomputed == "blocks":
             enable = getattr(model, "activation_checkpointing_enable", None)
             if enable is None:
                 raise ValueError(
@@ -116,50 +114,26 @@ class HFTask:
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """`compute_loss`, which is a mean whichever way the model counts, times what it is a mean over."""
+        """Return `compute_loss`, a mean whichever way the model counts, times the number of its targets."""
         trainer = self.trainer
         inputs = dict(batch)
         if not all(isinstance(value, Tensor) for value in inputs.values()):
-            inputs = send_to_device(inputs, trainer.device)  # what is nested; the reader moved the rest
+            inputs = send_to_device(inputs, trainer.accelerator.device)  # what is nested; the reader moved the rest
         self.flow.count(inputs)
         loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in(trainer, inputs))
         return loss.float() * targets_in(inputs, trainer.signature)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Nothing: the loop's evaluation is `Flow.evaluate`."""
-        return {}
-
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Nothing, likewise."""
-        return Scores({})
-
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Nothing: `Trainer.predict` predicts."""
-        return {}
-
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Not known: a target is a row for one model and a token for another."""
-        return None
-
-    def baselines(self, data: TaskData) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
-        """None."""
-        return None
-
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Configuration and tokenizer, so that `from_pretrained` reads a checkpoint."""
+        """Write configuration and tokenizer, so that `from_pretrained` reads a checkpoint."""
         save_description(self.trainer, model, folder)
 
     def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """The weights, and the same."""
+        """Write the weights, configuration and tokenizer."""
         save_pretrained(self.trainer, model, folder)
 
 
 def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
-    """What loading the model needs beside its weights."""
+    """Write what `from_pretrained` needs besides the weights."""
     if isinstance(model, PreTrainedModel):
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
@@ -174,7 +148,7 @@ def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
 
 
 def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
-    """Weights, configuration and tokenizer in a folder, as transformers' Trainer.save_model writes them."""
+    """Write weights, configuration and tokenizer as transformers' Trainer.save_model does."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PreTrainedModel) or _is_peft_model(model):
         model.save_pretrained(folder)

@@ -4,40 +4,34 @@
     trainer = Trainer(model, TrainingArguments("out", num_train_epochs=3), train_dataset=rows, processing_class=tokenizer)
     trainer.train()
 
-How each idea maps: TrainingArguments become a Recipe (`hf_face.arguments`), model, data sets and collator a Task
-(`hf_face.task`), callbacks listen and ask through an observer (`hf_face.flow`), and evaluate and predict read every sample
-once (`hf_face.evaluation`). Steps, guard, data order, checkpoints and resume are the loop's own. docs/hf_trainer.md says
-what becomes of every argument, and where this differs from transformers.
+TrainingArguments become a Recipe (`hf.arguments`), model, data sets and collator a Task (`hf.task`), callbacks an observer
+(`hf.callbacks`), and evaluate and predict read every sample once (`hf.evaluation`). Steps, guard, data order, checkpoints and
+resume are the loop's own. docs/hf_trainer.md says what becomes of every argument, and where this differs from transformers.
 """
 
-import math
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
-    DefaultFlowCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PrinterCallback,
-    ProcessorMixin,
-    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
-    get_scheduler,
-    set_seed,
+    default_data_collator,
 )
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import (
-    PredictionOutput,
     TrainOutput,
     align_special_tokens,
     enable_full_determinism,
@@ -47,24 +41,20 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import can_return_loss, logging
 
-from accel_train.checkpoint import newest_valid
-from accel_train.hf_face import hub
-from accel_train.hf_face.arguments import check_arguments
-from accel_train.hf_face.checks import check_combinations, check_overrides, is_overridden
-from accel_train.hf_face.evaluation import own_batches, predict_one, run_evaluation
-from accel_train.hf_face.inputs import Signature, default_collator, is_columns, loader_over, without_unused
-from accel_train.hf_face.loss import mean_loss
-from accel_train.hf_face.optimizers import decayed_names, optimizer_of_class
-from accel_train.hf_face.running import evaluation_accelerator, run_training
-from accel_train.hf_face.task import save_pretrained
-from accel_train.optim import build_optimizer
-from accel_train.recipe import Recipe
+from accel_train.checkpoint.store import newest_valid
+from accel_train.hf import evaluation, hub, loss
+from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides
+from accel_train.hf.inputs import Signature, loader_over
+from accel_train.hf.task import save_pretrained
+from accel_train.hf.training import evaluation_accelerator, run_training
+from accel_train.optim.optimizers import build_optimizer
+from accel_train.recipe.schema import Recipe
 
 __all__ = ["Trainer", "get_last_checkpoint"]
 
 
 def get_last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest checkpoint of a run folder that proves itself, or None; half-written and broken ones are passed over.
+    """Return the newest verified checkpoint of a run folder, or None; half-written and broken ones are skipped.
 
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
@@ -74,7 +64,7 @@ def get_last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 class Trainer:
-    """Trains, evaluates and predicts with the arguments of `transformers.Trainer`.
+    """Train, evaluate and predict with the arguments of `transformers.Trainer`.
 
     Raises:
         ValueError: an argument or an overridden method cannot be honoured; the text names it and says what to do.
@@ -89,6 +79,26 @@ class Trainer:
         save_metrics,
         save_state,
     )
+
+    # Methods of transformers' Trainer that read nothing but `args`, `state`, `control` and `callback_handler`.
+    add_callback = transformers.Trainer.add_callback
+    pop_callback = transformers.Trainer.pop_callback
+    remove_callback = transformers.Trainer.remove_callback
+    get_decay_parameter_names = transformers.Trainer.get_decay_parameter_names
+    is_local_process_zero = transformers.Trainer.is_local_process_zero
+    is_world_process_zero = transformers.Trainer.is_world_process_zero
+    log = transformers.Trainer.log
+    num_examples = transformers.Trainer.num_examples
+    create_scheduler = transformers.Trainer.create_scheduler
+
+    # Methods that other modules here define.
+    compute_loss = loss.compute_loss
+    evaluate = evaluation.evaluate
+    predict = evaluation.predict
+    prediction_step = evaluation.prediction_step
+    init_hf_repo = hub.init_hf_repo
+    push_to_hub = hub.push_to_hub
+    create_model_card = hub.create_model_card
 
     def __init__(
         self,
@@ -118,7 +128,9 @@ class Trainer:
             raise ValueError("tokenizer is the old name of processing_class; give one of the two")
         self.model_init = model_init
         self.processing_class = processing_class if processing_class is not None else tokenizer
-        self.data_collator = data_collator or default_collator(self.processing_class)
+        pads = isinstance(self.processing_class, PreTrainedTokenizerBase | transformers.SequenceFeatureExtractor)
+        default = transformers.DataCollatorWithPadding(self.processing_class) if pads else default_data_collator
+        self.data_collator = data_collator or default
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -127,16 +139,15 @@ class Trainer:
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         check_combinations(self)
         self.recipe: Recipe | None = None
-        """What the arguments were translated into, once train() has begun."""
-        self.kept_accelerator: Accelerator | None = None
+        """The translated arguments, once train() has begun."""
         self.hub_model_id: str | None = None
         self.pushes: list[Any] = []
         self._seed()
         self._adopt(self.call_model_init() if model is None else model)
         reporting = get_reporting_integration_callbacks(args.report_to)
-        printing = [PrinterCallback] if args.disable_tqdm else []
+        printing = [transformers.PrinterCallback] if args.disable_tqdm else []
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback, *reporting, *(callbacks or []), *printing],
+            [transformers.DefaultFlowCallback, *reporting, *(callbacks or []), *printing],
             self.model,
             self.processing_class,
             self.optimizer,
@@ -149,11 +160,15 @@ class Trainer:
             self.init_hf_repo()
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
 
+    def overrides(self, name: str) -> bool:
+        """Return whether a subclass, or the object itself, brings its own method of this name."""
+        return getattr(type(self), name) is not getattr(Trainer, name) or name in vars(self)
+
     def _seed(self) -> None:
-        enable_full_determinism(self.args.seed) if self.args.full_determinism else set_seed(self.args.seed)
+        enable_full_determinism(self.args.seed) if self.args.full_determinism else transformers.set_seed(self.args.seed)
 
     def _adopt(self, model: nn.Module) -> None:
-        """Take a model in, and find out how it counts its loss."""
+        """Set the model, and find out how it computes its loss."""
         validate_quantization_for_training(model)
         self.model = model
         self.signature = Signature.of(model, self.args.label_names)
@@ -180,15 +195,16 @@ class Trainer:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train what the arguments say. An earlier run in output_dir is gone on from if asked, and set aside if not.
+        """Train as the arguments say. An earlier run in output_dir is resumed if requested, else archived.
 
         Args:
             resume_from_checkpoint: True: the newest valid checkpoint of output_dir; or a checkpoint's folder.
 
         Raises:
-            ValueError: something cannot be honoured, or there is no checkpoint to go on from.
+            ValueError: something cannot be honoured, or there is no checkpoint to resume from.
             TrainingStopped: the guard's budget of skipped steps is spent; the last checkpoint is good.
-            Preempted: the job was asked to stop (SIGTERM, Ctrl-C), and saved; train(resume_from_checkpoint=True) goes on.
+            Preempted: the job was asked to stop (SIGTERM, Ctrl-C), and saved; train(resume_from_checkpoint=True) resumes.
+            RestartNeeded: a process of a sharded model ran out of memory; train(resume_from_checkpoint=True) uses smaller micro-batches.
         """
         if trial is not None:
             raise ValueError(
@@ -197,9 +213,8 @@ class Trainer:
         if self.model_init is not None:
             self._seed()
             self._adopt(self.call_model_init())
-        if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin) and isinstance(
-            self.model, PreTrainedModel
-        ):
+        knows_tokens = isinstance(self.processing_class, PreTrainedTokenizerBase | transformers.ProcessorMixin)
+        if knows_tokens and isinstance(self.model, PreTrainedModel):
             align_special_tokens(self.model, self.processing_class)
         self.optimizer, self.lr_scheduler = self.given_optimizers
         flow, num_steps = run_training(self, resume_from_checkpoint or None, ignore_keys_for_eval)
@@ -218,54 +233,24 @@ class Trainer:
         hub.finish_pushes(self)
         return TrainOutput(self.state.global_step, loss, metrics)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean loss of one micro-batch over its targets; `num_items_in_batch` are this micro-batch's.
-
-        Override it for a loss of your own: return a mean, or a sum divided by `num_items_in_batch`. The loop multiplies by
-        the targets, adds up over micro-batches and processes, and divides once by all targets of the step.
-        """
-        loss, outputs = mean_loss(self, model, inputs, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of forward and backward: 6 x tokens x parameters without embeddings, as in transformers; for `total_flos`."""
+        """Return 6 x tokens x parameters without embeddings (forward and backward), as in transformers; for `total_flos`."""
         main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The given optimizer, one of `optimizer_cls_and_kwargs`, or the recipe's."""
-        model = self.model if model is None else model
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is not None:
-            cls, kwargs = self.optimizer_cls_and_kwargs
-            decayed = self.get_decay_parameter_names(model)
-            self.optimizer = optimizer_of_class(model, cls, kwargs, decayed, self.args.weight_decay)
-        elif self.optimizer is None:
-            assert self.recipe is not None, "train() translates the arguments first"
-            self.optimizer = build_optimizer(model, self.recipe.optimizer, self.device)
+        """Return the given optimizer, one of `optimizer_cls_and_kwargs`, or the recipe's."""
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            return transformers.Trainer.create_optimizer(self, model)
+        assert self.recipe is not None, "train() translates the arguments first"
+        self.optimizer = build_optimizer(
+            self.model if model is None else model, self.recipe.optimizer, self.accelerator.device
+        )
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """The given scheduler, or transformers' own; asked only where the recipe cannot say the schedule."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = get_scheduler(
-                self.args.lr_scheduler_type,
-                optimizer=optimizer or self.optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
-                num_training_steps=num_training_steps,
-                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
-            )
-        return self.lr_scheduler
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Parameters with weight decay: not those of LayerNorms, and not those called bias or norm."""
-        return decayed_names(model)
-
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model of `model_init`."""
-        assert self.model_init is not None
-        model = self.model_init()
+        """Return a new model of `model_init`."""
+        model = None if self.model_init is None else self.model_init()
         if model is None:
             raise ValueError("model_init returned None; it has to return a model")
         return model
@@ -273,13 +258,13 @@ class Trainer:
     # Data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The first epoch's micro-batches, to look at. Override it to train on a loader of your own, which is read in order."""
+        """Return the first epoch's micro-batches, to look at. Override it to train on your own loader, which is read in order."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
         return loader_over(self, self.train_dataset, self.args.per_device_train_batch_size, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """The evaluation's batches, to look at. Override it to evaluate on a loader of your own; every process reads all of it."""
+        """Return the evaluation's batches, to look at. Override it to evaluate on your own loader; every process reads all of it."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         data = self.eval_dataset[data] if isinstance(data, str) else data
         if data is None:
@@ -287,160 +272,21 @@ class Trainer:
         return loader_over(self, data, self.args.per_device_eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """The same for predict."""
+        """Return the batches of predict, to look at. Override it as get_eval_dataloader."""
         return loader_over(self, test_dataset, self.args.per_device_eval_batch_size)
 
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Samples in a loader's data set."""
-        return len(dataloader.dataset)  # type: ignore[arg-type]
-
-    def collator_for(self, dataset: Any) -> Callable[[list[Any]], Any]:
-        """The collator, which sees only what the model's forward takes."""
-        return (
-            without_unused(self.data_collator, self.signature)
-            if self.args.remove_unused_columns
-            else self.data_collator
-        )
-
-    # Evaluate and predict
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Evaluate one data set, or each of a dict of them; returns and logs the metrics, named with the prefix."""
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(data, dict) and not is_columns(data):
-            metrics: dict[str, float] = {}
-            for name, part in data.items():
-                chosen = name if eval_dataset is None else part
-                metrics |= self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}")
-            return metrics
-        found = self._predict(data, "get_eval_dataloader", self.compute_metrics is None, ignore_keys, metric_key_prefix)
-        self.log(found.metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found.metrics)
-        return found.metrics
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """Predictions and labels in the order of the data set, and the metrics where there are labels."""
-        found = self._predict(test_dataset, "get_test_dataloader", None, ignore_keys, metric_key_prefix)
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, found.metrics)
-        return PredictionOutput(found.predictions, found.label_ids, found.metrics)
-
-    def _predict(
-        self, data: Any, loader_method: str, loss_only: bool | None, ignore: list[str] | None, prefix: str
-    ) -> Any:
-        self.model.to(self.device)
-        began = time.time()
-        loader = getattr(self, loader_method)(data) if is_overridden(self, loader_method) else None
-        if loader is None and data is None:
-            raise ValueError("evaluation needs an eval_dataset: give one to the Trainer or to evaluate()")
-        rows = self.eval_dataset[data] if isinstance(data, str) else data
-        only = self.args.prediction_loss_only if loss_only is None else loss_only
-        keeps = loader_method == "get_test_dataloader"
-        found = run_evaluation(self, own_batches(self, rows, loader), only, ignore, prefix, keep=keeps)
-        steps = math.ceil(found.num_samples / (self.args.per_device_eval_batch_size * self.world_size))
-        found.metrics.update(speed_metrics(prefix, began, num_samples=found.num_samples, num_steps=steps))
-        return found
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, outputs and labels of one batch. An override is used in evaluate and predict."""
-        return predict_one(self, model, inputs, prediction_loss_only, ignore_keys)
-
-    # Write down
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Put numbers into state.log_history and hand them to the callbacks (and so to what report_to names)."""
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+    # Save and push
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Weights, configuration and tokenizer for `from_pretrained`, by the main process."""
+        """Write weights, configuration and tokenizer for `from_pretrained`, on the main process."""
         if self.is_world_process_zero():
             save_pretrained(self, self.model, Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository on the Hub if it is not there; a clear error where the Hub cannot be reached."""
-        if self.is_world_process_zero():
-            self.hub_model_id = hub.open_repository(self, token, private)
+    # This process
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Upload the model and its card to the Hub; returns the commit, or a future of it where `blocking` is False."""
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        self.create_model_card(**kwargs)
-        return hub.push_output(self, commit_message, token, revision, wait=blocking)
-
-    def create_model_card(self, **facts: Any) -> None:
-        """`README.md` in output_dir, as transformers writes it (language, license, tags, model_name, ...)."""
-        if self.is_world_process_zero():
-            hub.write_card(self, **facts)
-
-    # Callbacks, and who we are
-
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Have a callback told from now on."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Take a callback out, and return it."""
-        popped: TrainerCallback | None = self.callback_handler.pop_callback(callback)
-        return popped
-
-    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Take a callback out."""
-        self.callback_handler.remove_callback(callback)
-
-    @property
+    @cached_property
     def accelerator(self) -> Accelerator:
-        """That of the last train(), else one of these arguments."""
-        if self.kept_accelerator is None:
-            self.kept_accelerator = evaluation_accelerator(self.args)
-        return self.kept_accelerator
-
-    @property
-    def device(self) -> torch.device:
-        """What the model runs on."""
-        device: torch.device = self.accelerator.device
-        return device
-
-    @property
-    def world_size(self) -> int:
-        """Processes."""
-        return int(self.args.world_size)
-
-    @property
-    def process_index(self) -> int:
-        """This one."""
-        return int(self.args.process_index)
-
-    def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its node."""
-        return bool(self.args.local_process_index == 0)
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
-        return bool(self.args.process_index == 0)
+        """The Accelerator of the last train(), else a new one."""
+        return evaluation_accelerator(self.args)

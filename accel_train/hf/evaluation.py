@@ -1,0 +1,251 @@
+"""The Trainer's methods evaluate and predict: every sample once, in the order of the data set, whatever the processes.
+
+The loss is a sum divided once by its targets, so it does not depend on the batch size. Predictions go to the host batch by
+batch, and are padded with -100 where batches are of different widths, as in transformers.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.utils import convert_to_fp32, send_to_device
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, speed_metrics
+
+from accel_train.data.order import evaluation_batches
+from accel_train.engine.evaluation import evaluation_mode
+from accel_train.engine.loader import Reading, read_batches
+from accel_train.engine.step import MicroBatch
+from accel_train.hf.inputs import collate_of, collator_of, counted, in_batches, is_columns, is_stream, readable
+from accel_train.hf.loss import num_items_in
+
+if TYPE_CHECKING:
+    from accel_train.hf import Trainer
+
+
+@dataclass
+class BatchOutputs:
+    """Outputs of one batch, on the host."""
+
+    loss: Any
+    """Mean over its targets: a tensor on the device until all batches are done, so that none is waited for."""
+    num_targets: int
+    num_samples: int
+    predictions: Any
+    labels: Any
+    inputs: Any
+
+
+def evaluate(
+    trainer: "Trainer", eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+) -> dict[str, float]:
+    """Evaluate one data set, or each of a dict of them; return and log the metrics, named with the prefix."""
+    data = trainer.eval_dataset if eval_dataset is None else eval_dataset
+    if isinstance(data, dict) and not is_columns(data):
+        metrics: dict[str, float] = {}
+        for name, part in data.items():
+            chosen = name if eval_dataset is None else part
+            metrics |= trainer.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}")
+        return metrics
+    found = run_evaluation(trainer, data, ignore_keys, metric_key_prefix)
+    trainer.log(found.metrics)
+    trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, found.metrics)
+    return found.metrics
+
+
+def predict(
+    trainer: "Trainer", test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+) -> PredictionOutput:
+    """Return predictions and labels in the order of the data set, and the metrics where there are labels."""
+    found = run_evaluation(trainer, test_dataset, ignore_keys, metric_key_prefix, predicts=True)
+    trainer.control = trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, found.metrics)
+    return PredictionOutput(found.predictions, found.label_ids, found.metrics)
+
+
+def run_evaluation(
+    trainer: "Trainer", data: Any, ignore_keys: list[str] | None, prefix: str, *, predicts: bool = False
+) -> EvalLoopOutput:
+    """Forward all batches of a data set, or of one by its name, and hand their outputs to compute_metrics.
+
+    Raises:
+        ValueError: there is no data, or the override's loader was already prepared for several processes.
+    """
+    args, accelerator, began = trainer.args, trainer.accelerator, time.time()
+    trainer.model.to(accelerator.device)
+    loader_method = "get_test_dataloader" if predicts else "get_eval_dataloader"
+    loader = getattr(trainer, loader_method)(data) if trainer.overrides(loader_method) else None
+    if loader is None and data is None:
+        raise ValueError("evaluation needs an eval_dataset: give one to the Trainer or to evaluate()")
+    batches = _own_batches(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data, loader)
+    loss_only = args.prediction_loss_only or (not predicts and trainer.compute_metrics is None)
+    by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
+    with evaluation_mode(trainer.model), accelerator.autocast():
+        own = (_forward(trainer, dict(inputs), targets, loss_only, ignore_keys) for inputs, targets in batches)
+        if by_batch:
+            outputs, scores = _score_by_batch(trainer, own, keep=predicts)
+        else:
+            outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
+    predictions, labels, inputs = (
+        joined([getattr(one, name) for one in outputs], args.eval_do_concat_batches)
+        for name in ("predictions", "labels", "inputs")
+    )
+    if trainer.compute_metrics is not None and not by_batch and predictions is not None and labels is not None:
+        scores = _score(trainer, outputs, predictions, labels, inputs)
+    metrics: dict[str, Any] = {}
+    if outputs and outputs[0].loss is not None:
+        total = sum(one.loss * one.num_targets for one in outputs if one.num_targets)  # without targets it is NaN
+        metrics["loss"] = total / max(sum(one.num_targets for one in outputs), 1)
+    metrics |= denumpify_detensorize(dict(scores))
+    metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+    num_samples = sum(one.num_samples for one in outputs)
+    num_steps = math.ceil(num_samples / (args.per_device_eval_batch_size * args.world_size))
+    metrics |= speed_metrics(prefix, began, num_samples=num_samples, num_steps=num_steps)
+    return EvalLoopOutput(predictions, labels, metrics, num_samples)
+
+
+def _own_batches(trainer: "Trainer", dataset: Any, loader: Any) -> Iterator[MicroBatch]:
+    """Yield this process's batches: of the data set, or each W-th of a loader that the user made."""
+    accelerator, args = trainer.accelerator, trainer.args
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    if loader is None:
+        dataset = readable(trainer, dataset)
+        if not is_stream(dataset):
+            lists = evaluation_batches(len(dataset), args.per_device_eval_batch_size, rank, world_size)
+            pin = args.dataloader_pin_memory and accelerator.device.type == "cuda"
+            reading = Reading(args.dataloader_num_workers, pin)
+            yield from read_batches(dataset, collate_of(trainer), lists, accelerator.device, reading)
+            return
+        loader = in_batches(dataset, args.per_device_eval_batch_size, collator_of(trainer))
+    if world_size > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
+        raise ValueError(
+            "get_eval_dataloader returned a prepared loader; return the DataLoader itself, every process reads it"
+        )
+    for number, batch in enumerate(loader):
+        if number % world_size == rank:
+            inputs, num_targets = counted(batch, trainer.signature)
+            yield send_to_device(inputs, accelerator.device), num_targets
+
+
+def _forward(
+    trainer: "Trainer", inputs: dict[str, Any], num_targets: int, loss_only: bool, ignore_keys: list[str] | None
+) -> BatchOutputs:
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    kept = inputs.get(name) if "inputs" in trainer.args.include_for_metrics else None
+    rows = find_batch_size(inputs) or 1
+    with torch.no_grad():
+        loss, logits, labels = trainer.prediction_step(trainer.model, inputs, loss_only, ignore_keys=ignore_keys)
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        logits = convert_to_fp32(logits)
+    trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+    if not trainer.args.batch_eval_metrics:
+        logits, labels, kept = (None if one is None else nested_numpify(one) for one in (logits, labels, kept))
+    mean = None if loss is None else loss.detach().float().mean()
+    return BatchOutputs(mean, num_targets, rows, logits, labels, kept)
+
+
+def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
+    """Copy the losses to the host, all at once."""
+    with_loss = [one for one in outputs if one.loss is not None]
+    if with_loss:
+        for one, loss in zip(with_loss, torch.stack([one.loss for one in with_loss]).tolist(), strict=True):
+            one.loss = loss
+    return outputs
+
+
+def _score_by_batch(
+    trainer: "Trainer", own: Iterator[BatchOutputs], *, keep: bool
+) -> tuple[list[BatchOutputs], dict[str, Any]]:
+    """Call compute_metrics with one batch at a time, in order (`batch_eval_metrics`), and keep only losses if not `keep`."""
+    world_size = trainer.accelerator.num_processes
+    everything: list[BatchOutputs] = []
+    metrics: dict[str, Any] = {}
+    following, has_more = next(own, None), True
+    while has_more:
+        this, following = following, next(own, None)
+        turn = in_turn(world_size, [] if this is None else _read_losses([this]))
+        has_more = any(in_turn(world_size, [following is not None]))
+        for one in turn:
+            is_last = not has_more and one is turn[-1]
+            metrics = _score(trainer, [one], one.predictions, one.labels, one.inputs, compute_result=is_last)
+            one.predictions = nested_numpify(one.predictions) if keep else None
+            one.labels = nested_numpify(one.labels) if keep else None
+            one.inputs = None
+        everything += turn
+    return everything, metrics
+
+
+def _score(
+    trainer: "Trainer", outputs: list[BatchOutputs], predictions: Any, labels: Any, inputs: Any, **options: bool
+) -> dict[str, Any]:
+    """Call compute_metrics; for each sample the loss is the mean of its batch, as in transformers."""
+    losses = None
+    if "loss" in trainer.args.include_for_metrics:
+        means = np.asarray([one.loss for one in outputs], dtype=np.float32)
+        losses = np.repeat(means, [one.num_samples for one in outputs])
+    assert trainer.compute_metrics is not None
+    given = EvalPrediction(predictions=predictions, label_ids=labels, inputs=inputs, losses=losses)
+    return trainer.compute_metrics(given, **options)
+
+
+def in_turn(world_size: int, own: list[Any]) -> list[Any]:
+    """Return what all processes have, in the order in which the batches were dealt: the first of each, the second of each."""
+    if world_size == 1:
+        return own
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, own)
+    return [of_rank[turn] for turn in range(max(map(len, gathered))) for of_rank in gathered if turn < len(of_rank)]
+
+
+def joined(batches: list[Any], concatenate: bool) -> Any:
+    """Return arrays of batches as one array each, also inside tuples and dicts; the second dimension is padded with -100."""
+    if not batches or batches[0] is None:
+        return None
+    half = len(batches) // 2
+    if not concatenate or half == 0:
+        return batches[0] if concatenate else batches
+    return nested_concat(joined(batches[:half], True), joined(batches[half:], True))
+
+
+def prediction_step(
+    trainer: "Trainer",
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None = None,
+) -> tuple[torch.Tensor | None, Any, Any]:
+    """Return loss, outputs (but the loss and what the model says to ignore) and labels of one batch.
+
+    An override is used in evaluate and predict.
+    """
+    names = trainer.signature.label_names
+    has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+    gives_loss = not names and bool(
+        trainer.can_return_loss if inputs.get("return_loss") is None else inputs["return_loss"]
+    )
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+    loss = labels = None
+    if has_labels or gives_loss:
+        labels = nested_detach(tuple(inputs.get(name) for name in names))
+        labels = labels[0] if len(labels) == 1 else labels
+        num_items = num_items_in(trainer, inputs)
+        loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
+    else:
+        outputs = model(**inputs)
+    if prediction_loss_only:
+        return loss, None, None
+    if isinstance(outputs, dict):
+        drop = {*ignore_keys, "loss"} if loss is not None else set(ignore_keys)
+        logits: Any = tuple(value for name, value in outputs.items() if name not in drop)
+    else:
+        logits = outputs[1:] if loss is not None and isinstance(outputs, list | tuple) else outputs
+    logits = nested_detach(logits)
+    return loss, logits[0] if isinstance(logits, list | tuple) and len(logits) == 1 else logits, labels

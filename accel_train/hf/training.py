@@ -1,0 +1,186 @@
+"""One call of Trainer.train(): translate, prepare, run the loop, and leave the state that transformers' users expect."""
+
+import re
+import warnings
+from operator import length_hint
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import PreTrainedModel, TrainingArguments
+
+from accel_train.checkpoint.store import checkpoint_folders
+from accel_train.core.state import Requests
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.engine.run_plan import Extensions
+from accel_train.hf.arguments import length_of, schedule_of, to_recipe, with_decay_of
+from accel_train.hf.callbacks import Flow, check_callbacks, may_ask
+from accel_train.hf.inputs import epoch_order, is_stream, readable
+from accel_train.hf.task import HFTask
+from accel_train.parallel.precision import choose_mixed_precision, start_accelerator
+from accel_train.recipe.reliability import Guard
+from accel_train.recipe.schema import Batch, Precision
+from accel_train.runtime.doctor import check_launcher
+from accel_train.runtime.exit import exits_are_errors
+from accel_train.runtime.launch_environment import refuse_sharded_launch
+from accel_train.runtime.process_group import start_processes
+from accel_train.training.setup import prepare_run
+from accel_train.training.train import train_run
+
+if TYPE_CHECKING:
+    from accel_train.hf import Trainer
+
+
+@exits_are_errors()
+def run_training(
+    trainer: "Trainer", resume_from_checkpoint: str | bool | None, ignore_keys: list[str] | None
+) -> tuple[Flow, int]:
+    """Train; return the observer with the numbers, and how many steps this process made.
+
+    Raises:
+        ValueError: something cannot be honoured.
+    """
+    args = trainer.args
+    check_callbacks(trainer.callback_handler.callbacks)
+    refuse_sharded_launch()
+    loader = trainer.get_train_dataloader() if trainer.overrides("get_train_dataloader") else None
+    if loader is None and trainer.train_dataset is None:
+        raise ValueError("training needs a train_dataset")
+    rows = readable(trainer, trainer.train_dataset) if loader is None else None
+    num_samples = None if rows is None or is_stream(rows) else len(rows)
+    num_batches = length_hint(loader) or None  # 0 without a loader, and for one over a data set without a length
+    length = length_of(args, num_samples, num_batches, args.world_size)
+    by_callbacks = may_ask(trainer.callback_handler.callbacks) or args.eval_delay > 0
+    requests = Requests() if by_callbacks else None
+    recipe = to_recipe(
+        args,
+        length,
+        trainer.model,
+        resume=resume_of(args, resume_from_checkpoint),
+        by_callbacks=by_callbacks,
+        has_eval=trainer.eval_dataset is not None,
+        train_name=f"{type(trainer.train_dataset if loader is None else loader).__name__} of the program",
+    )
+    decayed = trainer.get_decay_parameter_names(trainer.model)
+    recipe = trainer.recipe = with_decay_of(recipe, trainer.model, decayed)
+    flow, rates = Flow(trainer, length, requests, ignore_keys), ScheduledRates(trainer, length.max_steps)
+    finds_unused = isinstance(trainer.model, PreTrainedModel) and recipe.precision.recomputed == "nothing"
+    given = args.ddp_find_unused_parameters  # none: as transformers, for its own models
+    extensions = Extensions(
+        observers=(flow,),
+        build_optimizer=rates.build_optimizer,
+        group_learning_rates=rates if rates.are_used else None,
+        epoch_order=epoch_order(args, rows) if loader is None else None,
+        evaluate=flow.evaluate if args.eval_strategy != "no" else None,
+        find_unused_parameters=finds_unused if given is None else given,
+        requests=requests,
+    )
+    run = prepare_run(recipe, HFTask(trainer, flow, length, rows, loader), extensions)
+    trainer.accelerator = run.accelerator
+    first_step = run.state.step
+    try:
+        flow.begin(run)
+        if args.eval_on_start and trainer.eval_dataset is not None:
+            trainer.evaluate(ignore_keys=ignore_keys)
+    except BaseException:
+        run.resources.close()  # the lock on the folder, which train_run releases once it has begun
+        raise
+    train_run(run)
+    flow.end()
+    return flow, run.state.step - first_step
+
+
+class ScheduledRates:
+    """The optimizer of `create_optimizer`, and the rates of its torch scheduler as a function of the step.
+
+    The scheduler is stepped ahead of the loop, once for each step.
+    """
+
+    def __init__(self, trainer: "Trainer", max_steps: int) -> None:
+        self._trainer, self._max_steps = trainer, max_steps
+        self.are_used = (
+            trainer.given_optimizers[0] is not None
+            or trainer.optimizer_cls_and_kwargs is not None
+            or trainer.overrides("create_optimizer")
+            or trainer.overrides("create_scheduler")
+            or schedule_of(trainer.args) is None
+        )
+        """Optimizer or schedule are the user's own; else the recipe has the rates."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer, and begin its rates.
+
+        Raises:
+            ValueError: the scheduler follows a metric, so its rates are no function of the step.
+        """
+        self._optimizer = self._trainer.create_optimizer()
+        if self.are_used:
+            scheduler = self._trainer.create_scheduler(self._max_steps, self._optimizer)
+            if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+                raise ValueError(
+                    f"the scheduler is a {type(scheduler).__name__}, whose rates follow a metric: here a rate is a function of the "
+                    "step, so that a resume repeats it; use a scheduler of torch.optim.lr_scheduler whose step() takes nothing"
+                )
+            self._scheduler, self._rates = scheduler, [self._current()]
+        return self._optimizer
+
+    def __call__(self, step: int) -> list[float]:
+        in_use = self._current()
+        while len(self._rates) <= step:
+            self._set(self._rates[-1])  # many schedulers compute from the rate that they find
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # that the optimizer has not stepped yet: it is ahead of it
+                self._scheduler.step()
+            self._rates.append(self._current())
+        self._set(in_use)
+        return self._rates[step]
+
+    def _current(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _set(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
+    """Return `checkpoint.resume`: never, auto, or a folder; transformers' name checkpoint-N means our checkpoints/step-N.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    if requested is None or requested is False:
+        return "never"
+    root = Path(args.output_dir) / "checkpoints"
+    if requested is True:
+        if not checkpoint_folders(root):
+            raise ValueError(
+                f"resume_from_checkpoint=True: there is no checkpoint in {root}; leave it out to start anew"
+            )
+        return "auto"
+    path = Path(requested)
+    theirs = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    if not path.exists() and theirs:
+        path = path.parent / "checkpoints" / f"step-{int(theirs.group(1)):08d}"
+    if not path.exists():
+        raise ValueError(f"resume_from_checkpoint={requested}: there is no such folder; checkpoints are in {root}")
+    return str(path)
+
+
+def evaluation_accelerator(args: TrainingArguments) -> Accelerator:
+    """Return an Accelerator for evaluate() and predict() without a train() before them.
+
+    Raises:
+        ValueError: the launcher started more processes than there are here, or the device lacks the precision.
+    """
+    processes = start_processes()
+    check_launcher(processes.num_processes)
+    section = Precision(mixed_precision="fp16" if args.fp16 else "bf16" if args.bf16 else "no")
+    sizes = resolve_batch(Batch(per_device_batch_size=args.per_device_train_batch_size), processes.num_processes)
+    precision = choose_mixed_precision(section, processes.device)
+    return start_accelerator(precision.value, section, Guard(), sizes, processes.device)
