@@ -1,0 +1,248 @@
+"""A short run of a recipe that is killed and resumed, and compared with the same run without a break.
+
+All runs are processes of their own, started as a user starts them, in a temporary folder next to `output_dir`.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from accel_train.checkpoint.health import TAGS
+from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks
+from accel_train.checkpoint.run_recipe import check_settings, read_recipe, reader_settings
+from accel_train.checkpoint.store import checkpoint_folders, read_trainer, remove, step_of
+from accel_train.checkpoint.verify import verify
+from accel_train.core.errors import CheckpointError
+from accel_train.core.format import format_bytes, format_count
+from accel_train.core.ownership import recipe_of_run
+from accel_train.core.state import JsonRecord
+from accel_train.experiments.compare_runs import compare_runs
+from accel_train.experiments.rehearse_report import Rehearsal
+from accel_train.experiments.subprocess_run import TrainingProcess
+from accel_train.guard.guard import is_skipped_by_rollback
+from accel_train.observe.run_folder import RECIPE_FILE, read_metrics
+from accel_train.plan.plan import Plan, resolve_plan
+from accel_train.recipe.loader import load_recipe
+
+STEPS = 8
+LEAST_STEPS = 4
+EVALUATED_SAMPLES = 64
+STEPS_TO_SPARE = 1000
+"""A rehearsal ends by a signal, not because its run is over: a run that is shorter than this is made longer."""
+STOP_SECONDS = 600.0
+CHECKPOINTS_AT_ONCE = 5
+"""The most checkpoints that a rehearsal has on the disk, where a save takes longer than `subprocess_run.POLL_SECONDS`."""
+DETERMINISTIC = "precision.deterministic"
+
+
+def rehearse_recipe(
+    path: str, settings: Sequence[str], *, processes: int | None = None, steps: int = STEPS, say: Callable[[str], None]
+) -> Rehearsal:
+    """Rehearse a recipe; nothing of its output folder is touched.
+
+    Raises:
+        ValueError: the recipe or the arguments are wrong; a launcher started this.
+        ProcessFailed: a run ended by itself.
+        CheckpointError: there is not enough room on the disk.
+    """
+    _check(steps, processes)
+    recipe = load_recipe(path, arguments=settings)
+    plan = resolve_plan(recipe, processes, progress=sys.stderr.isatty())
+    return _rehearse(path, settings, plan, Path(recipe.output_dir), None, steps // 2, say)
+
+
+def prove_resume(
+    run: Path,
+    settings: Sequence[str] = (),
+    *,
+    processes: int | None = None,
+    steps: int = STEPS,
+    say: Callable[[str], None],
+) -> Rehearsal:
+    """Rehearse the resume of a run from copies of its newest checkpoint; the run's folder is only read.
+
+    `settings` are `--section.field VALUE`, on top of the run's recipe.
+
+    Raises:
+        ValueError: the folder holds no run, or one that trains no further.
+        ProcessFailed, CheckpointError: as `rehearse_recipe`; no checkpoint is valid.
+    """
+    _check(steps, processes)
+    path = recipe_of_run(run)
+    if path is None:
+        raise ValueError(f"{run} holds no {RECIPE_FILE}; give the output_dir of a run")
+    check_settings(settings)
+    recipe, settings = read_recipe(run, settings), reader_settings(settings)
+    newest = verify(run).newest
+    if newest is None:
+        raise CheckpointError(f"{run} has no checkpoint to resume from")
+    trainer = read_trainer(newest)
+    if trainer["state"]["stopped_early"]:
+        raise ValueError(f"{newest} is from a run that was stopped early: a resume trains no further")
+    plan = resolve_plan(recipe, processes or trainer["world_size"], progress=sys.stderr.isatty())
+    return _rehearse(str(path), settings, plan, run, newest, steps // 2, say)
+
+
+def _check(steps: int, processes: int | None) -> None:
+    if steps < LEAST_STEPS:
+        raise ValueError(f"--steps={steps}: must be at least {LEAST_STEPS}, so that there are steps after the kill")
+    if processes is not None and processes < 1:
+        raise ValueError(f"--processes={processes}: must be at least 1")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this starts its own processes; run it without a launcher, "
+            "and say --processes N"
+        )
+
+
+def _rehearse(
+    path: str,
+    settings: Sequence[str],
+    plan: Plan,
+    output_dir: Path,
+    newest: Path | None,
+    every_steps: int,
+    say: Callable[[str], None],
+) -> Rehearsal:
+    """Run once without a break, and once killed after its first save and resumed; then compare the two runs."""
+    start = 0 if newest is None else step_of(newest) or 0
+    first, last = _saved_steps(output_dir, start, every_steps)
+    changed = _changed_settings(plan, settings, last, every_steps)
+    flags = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
+    name = str(output_dir if newest else path)
+    launches: list[tuple[str, str]] = []
+    startup_seconds: list[float] = []
+
+    def launch(what: str, run_folder: Path) -> TrainingProcess:
+        return TrainingProcess(what, path, flags, run_folder, plan.world_size)
+
+    def note(what: str, did: str) -> None:
+        launches.append((what, did))
+        say(f"  {what}: {did}")
+
+    with _temporary_folder_next_to(output_dir) as temporary:
+        folder = Path(temporary)
+        free_bytes = _free_bytes(folder, plan)
+        on = format_count(plan.world_size, "process", "processes")
+        say(f"rehearsing {name} on {on}, in {folder}, which is removed afterwards")
+        whole, killed = folder / "whole", folder / "killed"
+        _begin_with(newest, whole)
+        with launch("without a break", whole) as training:
+            startup_seconds.append(training.wait_for_first_step())
+            _refuse_changes(training.events(), name)
+            training.wait_for_checkpoint(last)
+            stop_seconds = training.stop(STOP_SECONDS)
+            num_bytes = sum(file.stat().st_size for file in (whole / "checkpoints" / f"step-{last:08d}").iterdir())
+            records = read_metrics(whole), training.events()
+        note("without a break", f"steps {start + 1} to {last}, evaluated and saved at {first} and {last}")
+        _keep_only(whole, last)
+        _begin_with(newest, killed)
+        with launch("to be killed", killed) as training:
+            startup_seconds.append(training.wait_for_first_step())
+            training.wait_for_checkpoint(first)
+            training.wait_until(lambda: training.last_step() > first)
+            training.kill()
+            died_at = training.last_step()
+        note("killed", f"SIGKILL to all processes after step {died_at} was done and step {first} was saved")
+        _keep_only(killed, first)
+        with launch("resumed", killed) as training:
+            startup_seconds.append(training.wait_for_first_step())
+            training.wait_for_checkpoint(last)
+            resumed = next(event["step"] for event in training.events() if event["event"] == "resume")
+        assert resumed == first, f"it resumed from step {resumed}, and step {first} was there"
+        note("resumed", f"from step {resumed} to step {last}")
+        compared = compare_runs(whole, killed, start + 1, last)
+    return Rehearsal(
+        plan, first, changed, launches, startup_seconds, *records, stop_seconds, num_bytes, free_bytes, compared
+    )
+
+
+def _free_bytes(folder: Path, plan: Plan) -> int:
+    free_bytes, needed = shutil.disk_usage(folder).free, CHECKPOINTS_AT_ONCE * plan.checkpoint_bytes
+    if free_bytes < needed:
+        raise CheckpointError(
+            f"{folder.parent} has {format_bytes(free_bytes)} free, and a rehearsal needs {format_bytes(needed)}; make room, or "
+            "set output_dir on another disk"
+        )
+    return free_bytes
+
+
+def _saved_steps(run: Path, start: int, every_steps: int) -> tuple[int, int]:
+    """Return the next two steps that are saved after `start`, without those that a rollback of this run skips."""
+    rollbacks = read_rollbacks(run) if start else []
+    due = count((start // every_steps + 1) * every_steps, every_steps)
+    steps = (step for step in due if not is_skipped_by_rollback(step, rollbacks))
+    return next(steps), next(steps)
+
+
+def _changed_settings(plan: Plan, settings: Sequence[str], last: int, every_steps: int) -> dict[str, object]:
+    """Return the settings that a rehearsal changes: when to evaluate and save, on how many samples, and what is logged."""
+    samples = max(EVALUATED_SAMPLES, 2 * plan.sizes.per_device_eval_batch_size * plan.world_size)
+    changed: dict[str, object] = {
+        "checkpoint.every_steps": every_steps,
+        "checkpoint.keep": 1_000_000,
+        "checkpoint.resume": "auto",
+        "evaluate.every_epochs": "null",
+        "evaluate.every_steps": every_steps,
+        "evaluate.max_samples": min(samples, plan.recipe.evaluate.max_samples or samples),
+        "evaluate.early_stopping_patience": "null",
+        "log.every_steps": 1,
+        "log.trackers": "[]",
+        "log.progress": "false",
+        "log.profile_steps": "null",
+    }
+    is_chosen = any(word.partition("=")[0] == f"--{DETERMINISTIC}" for word in settings)
+    if plan.device != "cpu" and not plan.recipe.precision.deterministic and not is_chosen:
+        changed[DETERMINISTIC] = "true"
+    if plan.steps.max_steps < last + STEPS_TO_SPARE:
+        changed["schedule.max_steps"] = last + STEPS_TO_SPARE
+        changed["schedule.warmup_steps"] = plan.steps.warmup_steps
+        changed["checkpoint.accept_changes"] = "true"
+    return changed
+
+
+def _begin_with(newest: Path | None, run_folder: Path) -> None:
+    """Make a run folder with a copy of this checkpoint and its records; hard links where possible, since files never change."""
+    root = run_folder / "checkpoints"
+    root.mkdir(parents=True)
+    if newest is None:
+        return
+    shutil.copytree(newest, root / newest.name, copy_function=_link_or_copy)
+    for path in (newest.parent.parent / ROLLBACKS, newest.parent / TAGS):
+        if path.exists():
+            shutil.copy2(path, run_folder / path.relative_to(newest.parent.parent))
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+    return target
+
+
+def _keep_only(run_folder: Path, step: int) -> None:
+    for folder in checkpoint_folders(run_folder / "checkpoints"):
+        if step_of(folder) != step:
+            remove(folder)
+
+
+def _refuse_changes(events: Sequence[JsonRecord], name: str) -> None:
+    """Refuse changes since the checkpoint, except of the length of the run, which a rehearsal changes itself."""
+    changes = (change for event in events if event["event"] == "changes_accepted" for change in event["changes"])
+    if refused := [each for each in changes if not each.startswith(("schedule.max_steps ", "schedule.warmup_steps "))]:
+        message = f"{name} has changed since its checkpoint, and a resume would be refused:"
+        raise ValueError("\n".join((message, *refused)))
+
+
+def _temporary_folder_next_to(output_dir: Path) -> TemporaryDirectory[str]:
+    """Make a temporary folder on the disk that the run would write to."""
+    above = next(path for path in output_dir.absolute().parents if path.is_dir())
+    try:
+        return TemporaryDirectory(prefix=f".rehearsal-{output_dir.name}-", dir=above, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ValueError(f"{above} cannot be written: {error.strerror}; set another output_dir") from error

@@ -1,0 +1,132 @@
+"""The result of a rehearsal, as facts and as text: what it did, what it measured, and whether a kill changes anything."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.core.format import format_blocks, format_bytes, format_count, format_seconds
+from accel_train.core.state import JsonRecord
+from accel_train.experiments.compare_runs import Comparison
+from accel_train.plan.format import duration, format_plan
+from accel_train.plan.plan import Plan
+
+REASONS = {
+    "checkpoint.every_steps": "to save soon",
+    "evaluate.every_steps": "to evaluate soon",
+    "evaluate.max_samples": "and on few samples",
+    "schedule.max_steps": "it ends by a signal, not because it is over, so the learning rates are others",
+    "precision.deterministic": "else a GPU adds in no fixed order; set it to false to measure the speed without it",
+}
+"""The settings that a rehearsal changes and that it shows, each with the reason."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A finished rehearsal."""
+
+    plan: Plan
+    killed_after: int
+    """The step whose checkpoint was on the disk before the kill."""
+    changed: Mapping[str, Any]
+    """Settings that differ from the recipe's."""
+    launches: Sequence[tuple[str, str]]
+    """Name of each launch of the run, and what it did."""
+    startup_seconds: Sequence[float]
+    """Start-up time of each launch."""
+    metrics: Sequence[JsonRecord]
+    """Of the run that was not killed, and so are its events and its checkpoint's size."""
+    events: Sequence[JsonRecord]
+    stop_seconds: float | None
+    """Time from SIGTERM to the end; None where that took too long."""
+    checkpoint_bytes: int
+    free_bytes: int
+    """Free bytes on the disk before the rehearsal."""
+    compared: Sequence[Comparison]
+
+    @property
+    def same(self) -> bool:
+        """Return whether the run that was killed equals the one that was not."""
+        return all(each.difference is None for each in self.compared)
+
+
+def format_rehearsal(rehearsal: Rehearsal, *, colour: bool = False, with_plan: bool = True) -> str:
+    """Return the whole result as aligned text; the last line says whether a resume can be trusted."""
+    plan, changed = rehearsal.plan, rehearsal.changed
+    settings = [(name, f"{changed[name]} ({reason})") for name, reason in REASONS.items() if name in changed]
+    compared = [
+        (
+            each.name,
+            (f"DIFFERENT {each.difference}" if each.difference else "the same to the bit") + f" ({each.extent})",
+        )
+        for each in rehearsal.compared
+    ]
+    blocks = [
+        ("What was not as in the recipe", [*settings, ("log", "every step, and to no tracker")]),
+        (f"What was done, on {format_count(plan.world_size, 'process', 'processes')}", rehearsal.launches),
+        ("What it took, next to the plan" if with_plan else "What it took", list(_measurements(rehearsal))),
+        ("Killed and resumed, compared with the run without a break", compared),
+    ]
+    beside = [format_plan(plan, colour=colour)] if with_plan else []
+    return "\n".join([*beside, *format_blocks(blocks, colour=colour), "", _conclusion(rehearsal)])
+
+
+def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
+    plan, num_bytes = rehearsal.plan, rehearsal.checkpoint_bytes
+    starts = ", ".join(f"{seconds:.1f} s" for seconds in rehearsal.startup_seconds)
+    yield "start-up", f"{starts}: until the first step could begin"
+    clock = [row["train_seconds"] for row in rehearsal.metrics if row["split"] == "train"]
+    if len(clock) > 2:
+        seconds, max_steps = (clock[-1] - clock[1]) / (len(clock) - 2), plan.steps.max_steps  # the first step is slower
+        rate = plan.num_targets / max_steps / seconds if seconds else 0.0
+        yield "a step", f"{duration(seconds)}, {rate:,.0f} {plan.targets} a second"
+        whole = format_seconds(max_steps * seconds)
+        yield "the whole run", f"{max_steps:,} steps: {whole} at this speed, evaluations and saves left out"
+    else:
+        yield "a step", "not measured: there were too few"
+    yield "an evaluation", _evaluation(rehearsal.metrics, rehearsal.changed["evaluate.max_samples"])
+    when = "during training" if plan.recipe.checkpoint.in_background else "while training waits"
+    saves = [event["seconds"] for event in rehearsal.events if event["event"] == "checkpoint"]
+    took = duration(max(saves)) if saves else "not logged"
+    sizes = f"{format_bytes(num_bytes)} each, {format_bytes(plan.checkpoint_bytes)} planned"
+    yield "a save", f"{took}, {when}; {sizes}"
+    stopped: JsonRecord = next((event for event in rehearsal.events if event["event"] == "preempted"), {})
+    ended = "it had not saved and ended in time"
+    if rehearsal.stop_seconds is not None and stopped:
+        ended = f"saved step {stopped['step']}, and ended {rehearsal.stop_seconds:.1f} s later"
+    yield "asked to stop", f"SIGTERM: {ended}"
+    planned = "not planned" if plan.memory_bytes is None else f"{format_bytes(plan.memory_bytes)} planned"
+    by_phase = stopped.get("peak_memory_bytes", {})
+    peaks = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in by_phase.items())
+    kind = "resident in process 0, Python and torch included" if plan.device == "cpu" else "allocated on GPU 0"
+    yield "peak memory", f"{peaks} ({kind}); {planned}" if peaks else planned
+    needed = plan.num_checkpoints * num_bytes + 4 * plan.num_parameters
+    room = "" if needed <= rehearsal.free_bytes else ": NOT ENOUGH"
+    what = f"{plan.num_checkpoints} checkpoints and the final weights"
+    yield "disk", f"{format_bytes(needed)} for {what}; {format_bytes(rehearsal.free_bytes)} are free{room}"
+
+
+def _evaluation(metrics: Sequence[JsonRecord], max_samples: int) -> str:
+    """Return duration and scores of the last evaluation."""
+    row = next((row for row in reversed(metrics) if row["split"] != "train"), None)
+    if row is None:
+        return "none: there is nothing held out (data.eval, data.eval_fraction)"
+    numbers = [(name, value) for name, value in row.items() if isinstance(value, float)]
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in numbers if name not in ("seconds", "num_targets"))
+    return f"{duration(row['seconds'])} for up to {max_samples} samples: {scores}"
+
+
+def _conclusion(rehearsal: Rehearsal) -> str:
+    step = rehearsal.killed_after
+    if rehearsal.same:
+        return f"PASS: killed after step {step} and resumed, it is the run that was never killed, to the bit."
+    if any(each.first_step is not None and each.first_step <= step for each in rehearsal.compared):
+        return (
+            "DIFFERENT: the two runs differ before either was killed, so this recipe does not repeat itself, and nothing can "
+            "be said of its resume. Look for a source of chance that does not follow from the seed (custom code, the "
+            "clock, on a GPU precision.deterministic false)."
+        )
+    return (
+        f"DIFFERENT: until step {step} the two runs were one; the one that was killed there and resumed is another. Its "
+        "checkpoint does not hold all that the run depends on (custom code that keeps a state?), or its GPU adds in no fixed "
+        "order (precision.deterministic false)."
+    )

@@ -1,0 +1,122 @@
+"""A training run in child processes: started as a user starts it, watched through the files it writes, killed or stopped."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from accel_train.core.errors import ProcessFailed
+from accel_train.core.state import JsonRecord
+from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, read_events, read_metrics
+from accel_train.runtime.launcher import stop_with_parent
+
+POLL_SECONDS = 0.02
+LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+
+
+class TrainingProcess:
+    """The command `accel-train run`, which writes to `run_folder`: `with TrainingProcess(...) as training:`.
+
+    Torchrun starts several processes. All are killed when the block ends.
+    """
+
+    def __init__(
+        self, name: str, recipe: str | Path, settings: Sequence[str], run_folder: Path, num_processes: int
+    ) -> None:
+        self.name, self.run_folder = name, run_folder
+        self._num_earlier_events = 0  # until they are counted
+        self._num_earlier_events = len(self.events())
+        self._log = run_folder.with_name(f"{name}.txt")
+        launcher = ["accel_train.torchrun", f"--nproc_per_node={num_processes}", "--standalone", "-m"]
+        command = [sys.executable, "-m", *(launcher if num_processes > 1 else ()), "accel_train", "run", str(recipe)]
+        self._started = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = psutil.Popen(
+                [*command, *settings, "--output_dir", str(run_folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES},
+                start_new_session=True,
+                preexec_fn=stop_with_parent,  # if this process is killed, the training ends as well
+            )
+
+    def __enter__(self) -> "TrainingProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def events(self) -> list[JsonRecord]:
+        """Return the lines of events.jsonl since this start."""
+        exists = (self.run_folder / EVENTS_FILE).exists()
+        return read_events(self.run_folder)[self._num_earlier_events :] if exists else []
+
+    def last_step(self) -> int:
+        """Return the last step in metrics.jsonl, or 0."""
+        exists = (self.run_folder / METRICS_FILE).exists()
+        rows = read_metrics(self.run_folder) if exists else []
+        return max((row["step"] for row in rows if row["split"] == "train"), default=0)
+
+    def wait_until(self, reached: Callable[[], object]) -> None:
+        """Wait until `reached` returns something true.
+
+        Raises:
+            ProcessFailed: the run ended before.
+        """
+        while not reached():
+            if self._process.poll() is not None and not reached():
+                code: int = self._process.returncode
+                code = 128 - code if code < 0 else code or 1
+                lines = self._log.read_text(errors="replace").splitlines()
+                errors = [line.partition("error: ")[2].strip() for line in lines if line.startswith("error: ")]
+                output = "\n".join(errors or lines[-15:])
+                raise ProcessFailed(f"{self.name}: it ended with exit code {code}:\n{output}", code)
+            time.sleep(POLL_SECONDS)
+
+    def wait_for_first_step(self) -> float:
+        """Wait until data and model are loaded and restored; return the seconds since the start. Raises as `wait_until`."""
+        self.wait_until(lambda: any(event["event"] in ("start", "resume") for event in self.events()))
+        return time.monotonic() - self._started
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Wait until the run says that the checkpoint of a step is published.
+
+        Raises:
+            ProcessFailed: it was refused or could not be written, or the run ended before.
+        """
+        kinds = ("checkpoint", "checkpoint_failed", "checkpoint_refused")
+
+        def ended() -> list[JsonRecord]:
+            return [each for each in self.events() if each["event"] in kinds and each["step"] == step]
+
+        self.wait_until(ended)
+        if (end := ended()[0])["event"] != "checkpoint":
+            raise ProcessFailed(f"{self.name}: {end['message']}", 4)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the launcher and to every process at once."""
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            family = [*self._process.children(recursive=True), self._process]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=60)
+        self._process.wait()
+
+    def stop(self, timeout_seconds: float) -> float | None:
+        """Send SIGTERM and return the seconds until the run ended; None where that took longer than the timeout."""
+        begin = time.monotonic()
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            self._process.terminate()
+            self._process.wait(timeout_seconds)
+            return time.monotonic() - begin
+        return None
