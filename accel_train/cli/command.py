@@ -1,0 +1,57 @@
+"""One command of the command line, and what several commands share."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from accel_train.core.errors import UserError
+from accel_train.core.files import output_path
+
+if TYPE_CHECKING:
+    from accel_train.recipe.schema import Recipe
+
+RECIPE = {"metavar": "RECIPE", "help": "a recipe file"}
+RUN = {"metavar": "RUN", "help": "the output_dir of a finished run"}
+
+
+class Command(NamedTuple):
+    """One command: its function, its line in `--help`, and its arguments by name, as `add_argument` takes them."""
+
+    run: Callable[[argparse.Namespace, Sequence[str]], int]
+    """Gets its parsed arguments and the recipe settings; returns the exit code."""
+    about: str
+    arguments: dict[str, dict[str, Any]]
+    takes_settings: bool = True
+    """Whether `--section.field VALUE` overrides a setting of its recipe."""
+    processes: Literal["all", "rank 0", "one"] = "rank 0"
+    """Which processes of a launch work on it; `one` refuses a launch of several."""
+
+
+@contextmanager
+def users_mistakes() -> Iterator[None]:
+    """Report a ValueError inside as the user's: of recipe, data, arguments or launch. Elsewhere it is a defect of ours."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe":
+    """Return the recipe named on the command line, with the settings that override it."""
+    from accel_train.recipe.loader import load_recipe
+
+    return load_recipe(arguments.recipe, arguments=settings)
+
+
+def out_of(arguments: argparse.Namespace) -> Path | None:
+    """Return the path of `--out`, None where it is not given."""
+    return None if arguments.out is None else output_path(arguments.out)
+
+
+def use_colour() -> bool:
+    """Return whether standard output is a terminal that may show colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -1,0 +1,23 @@
+"""All commands by name, in the order of `accel-train --help`.
+
+A command's module imports what it needs when it runs. Nothing here imports torch."""
+
+from accel_train.cli.command import Command
+from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
+from accel_train.cli.commands.runs import DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT
+from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
+
+COMMANDS: dict[str, Command] = {
+    "run": RUN,
+    "plan": PLAN,
+    "evaluate": EVALUATE,
+    "predict": PREDICT,
+    "export": EXPORT,
+    "find-lr": FIND_LR,
+    "rehearse": REHEARSE,
+    "generate": GENERATE,
+    "report": REPORT,
+    "replay": REPLAY,
+    "verify": VERIFY,
+    "doctor": DOCTOR,
+}

@@ -1,0 +1,140 @@
+"""`evaluate`, `predict`, `generate`, `export`, `report`, `replay`: what is done with runs; and `doctor`, with this machine."""
+
+import argparse
+import sys
+from bdb import BdbQuit
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_train.cli.command import RUN, Command, out_of, users_mistakes
+from accel_train.core.files import is_written_into
+from accel_train.runtime.exit import end_process_group
+
+if TYPE_CHECKING:
+    from accel_train.inference.finished_run import TrainedRun
+
+
+def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    with users_mistakes():
+        from accel_train.inference.evaluate import format_measured, measure, open_for_evaluation, write_evaluation
+
+        run = open_for_evaluation(Path(arguments.run), arguments.data, settings)
+        _print_notes(run)
+    measured = measure(run)
+    if run.accelerator.is_main_process:
+        print(format_measured(measured))
+        print(write_evaluation(run, measured, arguments.data), file=sys.stderr)
+    end_process_group(run.inner)
+    return 0
+
+
+def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    with users_mistakes():
+        from accel_train.inference.predict import open_for_prediction, predict
+
+        run, out = open_for_prediction(Path(arguments.run), arguments.data, arguments.out, settings)
+        _print_notes(run)
+    written = predict(run, out)
+    if written is not None and not is_written_into(out):
+        print(written)
+    end_process_group(run.inner)
+    return 0
+
+
+def _print_notes(run: "TrainedRun") -> None:
+    for note in run.notes if run.accelerator.is_main_process else ():
+        print(note, file=sys.stderr)
+
+
+@users_mistakes()
+def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from accel_train.inference.generate import generate_from_run
+
+    names = ("max_new_tokens", "temperature", "seed")
+    sampling = {name: getattr(arguments, name) for name in names}
+    print(generate_from_run(Path(arguments.run), arguments.prompt, **sampling))
+    return 0
+
+
+@users_mistakes()
+def _export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from accel_train.inference.export import export_run
+    from accel_train.inference.int8_cost import format_export
+
+    print(format_export(*export_run(Path(arguments.run), out_of(arguments), arguments.quantize)))
+    return 0
+
+
+@users_mistakes()
+def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from accel_train.report.report import write_report
+
+    out = out_of(arguments)
+    written = write_report([Path(run) for run in arguments.runs], out, refuse=True)
+    if out is None or not is_written_into(out):
+        print(written)
+    return 0
+
+
+@users_mistakes()
+def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    from accel_train.recovery.replay import format_replay, replay_incident
+
+    with suppress(BdbQuit):  # leaving the debugger is no error
+        replay = replay_incident(Path(arguments.incident), arguments.device, debug=arguments.debug, settings=settings)
+        print(format_replay(replay))
+    return 0
+
+
+def _doctor(_: argparse.Namespace, __: Sequence[str]) -> int:
+    from accel_train.runtime.doctor import examine, format_findings
+
+    findings = examine()
+    print(format_findings(findings))
+    return 2 if any(finding.status == "bad" for finding in findings) else 0
+
+
+EVALUATE = Command(_evaluate, "metrics of a finished run, on the data it held out or on other data", {
+    "run": RUN,
+    "--data": {"metavar": "WHAT", "help": "other labelled data: a file, folder or data set; default: its own"},
+}, processes="all")  # fmt: skip
+
+PREDICT = Command(_predict, "a table of what a finished run predicts, a row a sample", {
+    "run": RUN,
+    "data": {"metavar": "DATA", "nargs": "?", "help": "with or without labels; default: what the run held out"},
+    "--out": {"metavar": "FILE", "help": "csv, jsonl or parquet; default: RUN/predictions.csv"},
+}, processes="all")  # fmt: skip
+
+GENERATE = Command(_generate, "write text with a finished causal-lm run", {
+    "run": RUN,
+    "--prompt": {"metavar": "TEXT", "default": "", "help": "what the text begins with"},
+    "--max-new-tokens": {"metavar": "N", "type": int, "default": 200, "help": "default: 200"},
+    "--temperature": {"metavar": "T", "type": float, "default": 0.8, "help": "0: the likeliest token; default: 0.8"},
+    "--seed": {"metavar": "S", "type": int, "default": 0, "help": "default: 0"},
+}, takes_settings=False)  # fmt: skip
+
+EXPORT = Command(_export, "write the model into a folder for others, and make it smaller if asked", {
+    "run": RUN,
+    "--out": {"metavar": "FOLDER", "help": "default: RUN/export, or RUN/export-int8"},
+    "--quantize": {"choices": ["int8"], "help": "int8: linear layers in a quarter of the memory (needs torchao)"},
+}, takes_settings=False, processes="one")  # fmt: skip
+
+REPORT = Command(_report, "write report.html (and PNGs) of one run, or a comparison of several", {
+    "runs": {"metavar": "RUN", "nargs": "+", "help": "the output_dir of a run"},
+    "--out": {"metavar": "FILE", "help": "where to write the HTML"},
+}, takes_settings=False)  # fmt: skip
+
+REPLAY = Command(_replay, "compute an incident of a run again, module by module", {
+    "incident": {"metavar": "INCIDENT", "help": "a folder of RUN/incidents"},
+    "--device": {"metavar": "DEVICE", "help": "cpu or cuda; default: what there is"},
+    "--debug": {"action": "store_true", "help": "stop in the debugger at the first module whose output is not finite"},
+}, processes="one")  # fmt: skip
+
+DOCTOR = Command(
+    _doctor,
+    "GPUs, driver, versions, precision, launcher, disk: what is wrong, and what to do",
+    {},
+    takes_settings=False,
+)

@@ -1,0 +1,104 @@
+"""`run`, `plan` and `find-lr`: what begins with a recipe."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from accel_train.cli.command import RECIPE, Command, out_of, recipe_of, use_colour, users_mistakes
+from accel_train.core.errors import Preempted, TrainingStopped
+from accel_train.core.redaction import redact_text
+from accel_train.runtime.exit import end_process_group
+from accel_train.runtime.signals import StopRequest
+
+
+def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    # Read when torch is imported. On a busy CPU, OpenMP threads that spin for long made steps ten times slower.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if arguments.accept_changes:
+        settings = [*settings, "--checkpoint.accept_changes", "true"]
+    stop = StopRequest().__enter__()  # to the end of the process, which ends with a code of its own; `main` closes it
+    with users_mistakes(), stop.preparing():
+        recipe = recipe_of(arguments, settings)
+        if os.environ.get("RANK", "0") == "0":
+            about = f"{arguments.recipe}: to be trained in {recipe.output_dir}; importing torch first ..."
+            print(redact_text(about), flush=True)
+        from accel_train.engine.run_plan import Extensions
+        from accel_train.training.setup import prepare_run
+
+        run = prepare_run(recipe, extensions=Extensions(owns_process=True), stop=stop)
+    from accel_train.training.train import train_run
+
+    try:
+        train_run(run)
+    finally:
+        # Together, where all processes come here; after a fault of one of them it would wait for the others.
+        if sys.exc_info()[0] in (None, TrainingStopped, Preempted):
+            end_process_group(run.strategy.module)
+    return 0
+
+
+@users_mistakes()
+def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    world_size, no_data = arguments.world_size, arguments.no_data
+    if world_size is not None and world_size < 1:
+        raise ValueError(f"--world-size={world_size}: must be at least 1")
+    recipe = recipe_of(arguments, settings)
+    from accel_train.plan.format import format_plan
+    from accel_train.plan.place import Hardware
+    from accel_train.plan.plan import resolve_plan
+
+    if not no_data:
+        about = "reading the data (text is tokenised once, and then reused by runs; --no-data reads none) ..."
+        print(about, file=sys.stderr)
+    hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
+    plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
+    print(format_plan(plan, colour=use_colour()))
+    return 0
+
+
+def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    with users_mistakes():
+        recipe = recipe_of(arguments, settings)
+        from accel_train.experiments import find_lr
+
+        rates = find_lr.rates_of_test(arguments.min, arguments.max, arguments.steps)
+        out = out_of(arguments) or Path(recipe.output_dir)
+        find_lr.check_place(out)
+    with TemporaryDirectory(prefix="accel-train-find-lr-") as folder:
+        with users_mistakes(), redirect_stdout(sys.stderr):  # the run's own messages; the answer is the table
+            run, recorder = find_lr.prepare_test(recipe, rates, Path(folder))
+        test = find_lr.run_test(run, recorder, rates)
+    if run.accelerator.is_main_process:
+        print(find_lr.format_test(test))
+        for path in find_lr.write_test(test, out):
+            print(path, file=sys.stderr)
+    end_process_group(run.strategy.module)
+    return 0
+
+
+RUN = Command(_run, "train; resumes by itself", {
+    "recipe": RECIPE,
+    "--accept-changes": {"action": "store_true", "help": "resume from a checkpoint although the recipe has changed since"},
+}, processes="all")  # fmt: skip
+
+PLAN = Command(_plan, "say everything a run will be, before it costs anything", {
+    "recipe": RECIPE,
+    "--world-size": {"metavar": "N", "type": int, "help": "processes (GPUs) to plan for; default: those here"},
+    "--gpu": {"metavar": "NAME", "help": "the GPU to plan for: H200, A100, ...; default: the one here"},
+    "--gpus-per-node": {"metavar": "N", "type": int, "help": "default: 8, or all where there are fewer"},
+    "--interconnect": {"metavar": "NAME", "help": "between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"},
+    "--mfu": {"metavar": "X", "type": float, "help": "share of the peak that computing reaches; default: 0.35"},
+    "--no-data": {"action": "store_true", "help": "read none: plan from sequence length and vocabulary alone"},
+})  # fmt: skip
+
+FIND_LR = Command(_find_lr, "train with a rising learning rate, and say up to which the loss falls steeply", {
+    "recipe": RECIPE,
+    "--min": {"metavar": "LR", "type": float, "default": 1e-6, "help": "where the rate begins; default: 1e-6"},
+    "--max": {"metavar": "LR", "type": float, "default": 1.0, "help": "where it ends; default: 1"},
+    "--steps": {"metavar": "N", "type": int, "default": 100, "help": "default: 100"},
+    "--out": {"metavar": "FOLDER", "help": "for find-lr.json and find-lr.png; default: the recipe's output_dir"},
+}, processes="all")  # fmt: skip

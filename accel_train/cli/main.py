@@ -1,0 +1,139 @@
+"""The command line: `accel-train COMMAND ...`, the same program as `python -m accel_train COMMAND ...`.
+
+Exit codes: 0 done; 1 unforeseen, or a task exited; 2 bad recipe, data or arguments; 3 stopped by the guard, or the trained
+model is not finite; 4 checkpoint or disk; 5 a peer process failed or hung; 6 out of memory; 75 preempted, run again to resume;
+130 interrupted. A mistake of the user is one line, `error: ...`; ACCEL_TRAIN_DEBUG=1 shows where it was found. Anything
+unforeseen keeps its traceback.
+"""
+
+import argparse
+import faulthandler
+import gc
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from accel_train.cli.commands import COMMANDS
+from accel_train.core.errors import UserError
+from accel_train.core.format import did_you_mean
+from accel_train.core.redaction import keep_secrets_out_of_tracebacks
+from accel_train.core.version import __version__
+from accel_train.runtime.exit import OUTPUT_CLOSED, exit_code, exit_process, exits_are_errors, is_output_closed, report
+from accel_train.runtime.launcher import launch_mistake, stop_with_launcher
+from accel_train.runtime.signals import signals_put_back
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, and return its exit code."""
+    with signals_put_back():
+        return _main(argv)
+
+
+def program() -> NoReturn:
+    """Run the installed command, and end the process."""
+    # Python looks for garbage after every 700 new objects: a fifth of the time that imports take (torch makes a million).
+    gc.set_threshold(100_000, 50, 100)
+    faulthandler.enable(2)  # a crash of native code (a driver, a kernel) leaves the Python line that led to it
+    stop_with_launcher()
+    keep_secrets_out_of_tracebacks()
+    try:
+        code = _main()
+    except BaseException as error:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    exit_process(code)
+
+
+def _main(argv: Sequence[str] | None = None) -> int:
+    # Where torchao is installed, transformers imports it, and it warns of compiled parts that nothing here uses.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except SystemExit as error:  # --help and --version
+        return error.code if isinstance(error.code, int) else 0
+    except BaseException as error:
+        if isinstance(error, BrokenPipeError) and is_output_closed():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer has nowhere to go
+            return OUTPUT_CLOSED
+        code_of_error = exit_code(error)
+        if code_of_error is None:
+            raise
+        report(error)
+        return code_of_error
+
+
+def _dispatch(words: list[str]) -> int:
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is None and not set(words) & {"-h", "--help", "--version"}:
+        if words:
+            raise UserError(f"{words[0]} stands alone; name a command: {', '.join(COMMANDS)}")
+        build_parser().print_help()
+        return 0
+    if name is not None and name not in COMMANDS:
+        there_are, known = f"there are {', '.join(COMMANDS)}", [*COMMANDS, "train"]
+        meant = did_you_mean(name, known, there_are, show=lambda name: name.replace("train", "run"))
+        raise UserError(f"unknown command {name!r}; {meant}")
+    arguments, settings = parse_arguments(words)
+    command = COMMANDS[arguments.command]
+    if command.processes == "all" and (mistake := launch_mistake(os.environ)) is not None:
+        raise UserError(mistake)
+    if command.processes != "all" and os.environ.get("RANK", "0") != "0":
+        return 0
+    if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(f"WORLD_SIZE={size}: {arguments.command} takes one process; start it without a launcher")
+    with exits_are_errors():
+        return command.run(arguments, settings)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return argparse's parser of all commands."""
+    parser = _Parser(
+        prog="accel-train", description="Train on any number of GPUs, guarded and resumable.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"accel-train {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        epilog = "--section.field VALUE overrides any setting of the recipe" if command.takes_settings else None
+        own = commands.add_parser(
+            name, help=command.about, description=command.about, epilog=epilog, allow_abbrev=False
+        )
+        for argument, options in command.arguments.items():
+            own.add_argument(argument, **options)
+    return parser
+
+
+def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command's own arguments, and the recipe's `--section.field VALUE`, which argparse does not know.
+
+    Raises:
+        UserError: a flag or value that the command does not take.
+    """
+    parser, rest = build_parser(), list(words)
+    parsed, unknown = parser.parse_known_args(rest)  # a setting's value may stand for the recipe here
+    command = COMMANDS[parsed.command]
+    if not command.takes_settings:
+        return parser.parse_args(rest), []
+    own: list[str] = []
+    settings: list[str] = []
+    while rest:
+        word = rest.pop(0)
+        is_setting = word.startswith("--") and word in unknown
+        name, equals, _ = word.partition("=")
+        if is_setting and "." not in name and (meant := did_you_mean(name, command.arguments, least=0.8)):
+            raise UserError(f"unknown flag {name}; {meant}")
+        (settings if is_setting else own).append(word)
+        if is_setting and not equals and rest and not rest[0].startswith("--"):
+            settings.append(rest.pop(0))
+    return parser.parse_args(own), settings
