@@ -2,25 +2,30 @@
 
 from typing import TYPE_CHECKING, Any
 
-from accel_train.recipe import Recipe as Recipe
+from accel_train.core.version import __version__ as __version__
+from accel_train.recipe.loader import Recipe as Recipe
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer as Trainer
-    from accel_train.loop import RunResult as RunResult
-    from accel_train.loop import train as train
+    from accel_train.inference.export import load_exported as load_exported
+    from accel_train.training.train import RunResult as RunResult
+    from accel_train.training.train import train as train
 
-__version__ = "0.1.0"
-__all__ = ["Recipe", "RunResult", "Trainer", "train"]
+__all__ = ["Recipe", "RunResult", "Trainer", "load_exported", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the loop, and with it torch, or the Trainer, and with it transformers, when it is first asked for: `--help` should not wait three seconds."""
+    """Import a public name, and torch or transformers with it, on first use: `--help` should not wait three seconds."""
     if name in ("train", "RunResult"):
-        from accel_train import loop
+        from accel_train.training import train as door
 
-        return getattr(loop, name)
+        return getattr(door, name)
     if name == "Trainer":
-        from accel_train import hf
+        from accel_train.hf import trainer as hf
 
         return hf.Trainer
+    if name == "load_exported":
+        from accel_train.inference import export
+
+        return export.load_exported
     raise AttributeError(f"module 'accel_train' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """`python -m accel_train` is the same program as `accel-train`."""
 
-from accel_train.cli import program
+from accel_train.cli.main import program
 
 if __name__ == "__main__":
     program()

@@ -1,16 +1,18 @@
-"""The border between the loop and what is trained: a task brings data, model, loss and score; the loop knows no more.
+"""Tasks: data, model, loss and scores of what is trained; the loop knows no more of them than `Task`.
 
-A task of your own is one file: a class with these methods, no base class and no registration
+A custom task is one file: a class derived from `Task` with three methods, and no registration
 (`task: my_module:MyTask` in the recipe), looked up on PYTHONPATH, and then in the current folder.
 """
 
 import importlib.util
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
+
+from accel_train.core.format import did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.utils.data import Dataset
 
-    from accel_train.recipe import Recipe
+    from accel_train.core.state import Choice
+    from accel_train.recipe.schema import Recipe
 
 TASKS = {
     "causal-lm": "accel_train.tasks.causal_lm:CausalLM",
@@ -27,61 +30,63 @@ TASKS = {
     "semantic-segmentation": "accel_train.tasks.semantic_segmentation:SemanticSegmentation",
 }
 """The package's own tasks by the name a recipe uses; imported only when chosen."""
-
-
 TARGET_UNITS = {
     "causal-lm": "tokens",
     "text-classification": "samples",
     "image-classification": "images",
     "semantic-segmentation": "pixels",
 }
-"""What a task's loss is divided by, in a word; `targets` for a task of somebody's own."""
+"""The unit that a task's loss is divided by; `targets` for a custom task."""
 
 
 def rate_name(targets: str) -> str:
-    """The name under which the rate of targets is logged: `tokens_per_second`; where a target is a whole sample, that of samples."""
+    """Return the name under which the rate of targets is logged: `tokens_per_second`; where a target is a whole sample, that of samples."""
     return "samples_per_second" if targets in ("samples", "images") else f"{targets}_per_second"
 
 
 def target_rate(record: Mapping[str, Any]) -> Any:
-    """The rate of targets in a line of metrics.jsonl or in a summary, whichever its name; None where there is none."""
+    """Return the rate of targets in a line of metrics.jsonl or in a summary, whichever its name; None where there is none."""
     names = map(rate_name, ("tokens", "pixels", "targets", "samples"))  # older runs call every target a token
     return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a task read: map-style data sets, and how samples become a micro-batch."""
+    """The data of a task: map-style data sets, and how samples become a micro-batch."""
 
     train: "Dataset[Any]"
     eval: "Dataset[Any] | None"
     collate: Callable[[Sequence[Any]], dict[str, Any]]
     """Samples -> tensors by name, with `num_targets`: the int that the loss sum is divided by (its count of targets)."""
     fingerprint: str
-    """Changes when the data changes; a checkpoint goes on only with the same data."""
+    """Changes when the data changes; a checkpoint is resumed only with the same data."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What a reader of the plan and the report wants to know; plain JSON values."""
+    """Plain JSON values for the plan and the report."""
     reading_is_free: bool = False
     """Reading a sample costs microseconds (memory-mapped tokens), so processes that read ahead would only cost."""
     source: Any = None
-    """Whatever else the task wants to keep (a tokenizer, label names)."""
+    """Anything else that the task keeps (a tokenizer, label names)."""
     draw: "Callable[[int, np.random.Generator], Any] | None" = None
-    """A training sample with its augmentation: (index, generator) -> what `train[index]` would be. The generator is seeded
-    by (seed, epoch, index), so neither workers nor the number of processes change what is drawn. None: `train[index]`."""
+    """Draws a training sample with its augmentation: (index, generator) -> a sample as `train[index]`, the default. The generator
+    is seeded by (seed, epoch, index), so neither workers nor the number of processes change what is drawn."""
     lengths: "NDArray[np.int64] | None" = None
     """Tokens of each training sample, which `data.group_by_length` needs."""
     step_batches: "Callable[[int], Iterator[list[tuple[dict[str, Any], int]]]] | None" = None
-    """For data without an order of ours (a stream, a loader of the user): from a 0-based step on, this process's micro-batches
-    of each step with their number of targets. `train` then only tells its length; how a resume finds its place is up to it."""
+    """For data with an order of its own (a stream, a loader of the user): from a 0-based step on, this process's micro-batches
+    of each step with their number of targets. `train` is then used for its length only; finding the place of a resume is up to it."""
     where: "Callable[[int], str] | None" = None
-    """Where a training sample comes from, for a person who looks for it: its file, or file and row."""
+    """Names the source of a training sample: its file, or file and row."""
     large_files: Mapping[Path, str] = field(default_factory=dict)
-    """SHA-256 by path of files that were too large to be compared with theirs beforehand: the loop does so while it trains."""
+    """SHA-256 by path of files too large to be verified beforehand: the loop verifies them while it trains."""
+
+    def add_notes(self, notes: Sequence[str]) -> None:
+        """Add sentences for the plan and the report to `facts["notes"]`, each once: a model may be built several times."""
+        self.facts["notes"] = list(dict.fromkeys([*self.facts.get("notes", ()), *notes]))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What an evaluation found, beside the mean loss."""
+    """The result of an evaluation, beside the mean loss."""
 
     metrics: dict[str, float]
     """Names and numbers: for metrics.jsonl, progress, trackers, and `evaluate.metric_for_best_model`."""
@@ -89,113 +94,145 @@ class Scores:
     """Plain JSON values for evaluation.json and report.html: a classification report, a confusion matrix."""
 
 
-@runtime_checkable
-class Task(Protocol):
-    """What the loop asks of a task.
+class Task(ABC):
+    """Base of all tasks: `load_data`, `build_model` and `loss_sum` have to be written; the other methods have defaults.
 
-    The class that defines `loss_sum` or `evaluate_batch` may say `loss_is_by_position = True`: what they sum up is of each position's
-    logits and label alone. Then sequences may be split over processes (`parallel.sp_size`). A task may say `metric_names = (...)`,
-    what its `score` reports beside the loss; else a few samples are evaluated before the first step, where
-    `evaluate.metric_for_best_model` is not the loss.
+    `load_data` is called first, once: it keeps in `self` what `loss_sum` needs of recipe and data. A class that is not
+    derived from this one is a task, too, if it has all of these methods.
+
+    The class that defines `loss_sum` or `evaluate_batch` may set `loss_is_by_position = True`: what they sum up depends on each
+    position's logits and label alone. Then sequences may be split over processes (`parallel.sp_size`). A task may set
+    `metric_names = (...)`, the names that its `score` reports beside the loss; else a few samples are evaluated before the first
+    step, where `evaluate.metric_for_best_model` is not the loss.
     """
 
+    @abstractmethod
     def load_data(self, recipe: "Recipe", *, progress: bool) -> TaskData:
         """Read the data. Called on every process; a user's mistake is a ValueError."""
-        ...
 
+    @abstractmethod
     def build_model(self, recipe: "Recipe", data: TaskData) -> "torch.nn.Module":
-        """The model on the CPU, in fp32, with the same weights on every process (the seed is set)."""
-        ...
+        """Build the model on the CPU, in fp32, with the same weights on every process (the seed is set)."""
 
+    def choices(self, recipe: "Recipe", model: "torch.nn.Module") -> "dict[str, Choice[Any]]":
+        """Return what the task chooses for the user once the model is there, by setting; by default nothing. A run and its plan print it."""
+        return {}
+
+    @abstractmethod
     def loss_sum(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """The loss of a micro-batch, summed (not averaged) over its targets, fp32, 0-dim."""
-        ...
+        """Compute the loss of a micro-batch, summed (not averaged) over its targets, fp32, 0-dim."""
 
     def flops_per_target(self, recipe: "Recipe", model: "torch.nn.Module") -> float | None:
-        """Floating-point operations of forward and backward per target, None when unknown."""
-        ...
+        """Count floating-point operations of forward and backward per target; None, the default, where they are unknown."""
+        return None
 
     def evaluate_batch(
         self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]"
     ) -> "dict[str, torch.Tensor]":
-        """What an evaluation counts in a batch, on the device, by name: `loss_sum` (0-dim) and whatever adds up.
+        """Count what an evaluation needs of a batch, on the device, by name: `loss_sum` (0-dim, the default) and whatever adds up.
 
         Tensors of one name are summed over batches and processes (counts as integers, so that sums are exact; floating-point
         ones in fp64), and memory stays flat. A name that begins with `rows_` is kept instead, one row a sample, in the order
         of the samples: that costs host memory, for figures that no sums can give (rank correlation).
         """
-        ...
+        return {"loss_sum": self.loss_sum(model, batch)}
 
     def score(self, loss: float, totals: "Mapping[str, NDArray[Any]]", data: TaskData) -> Scores:
-        """The metrics that follow from the mean evaluation loss and from what `evaluate_batch` counted."""
-        ...
+        """Compute the metrics that follow from the mean evaluation loss and from what `evaluate_batch` counted; by default none."""
+        return Scores({})
 
     def predict_batch(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """What `accel-train predict` writes for each sample of a batch, by column: tensors with a row a sample.
+        """Predict what `accel-train predict` writes for each sample of a batch, by column: tensors with a row a sample.
 
         `label` (an index into `data.source.label_names`, where there are such), `score`, `scores` (one for each class, in
-        their order) ...; empty for a task that predicts nothing for a sample.
+        their order) ...; empty, the default, for a task that predicts nothing for a sample.
         """
-        ...
+        return {}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Figures that a trained model should beat, named as in `score` with a prefix; may be empty."""
-        ...
+        """Compute figures that a trained model should beat, named as in `score` with a prefix; by default none."""
+        return {}
 
     def save_description(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
-        """Write what loading the model needs beside its weights (configuration, tokenizer): it goes into each checkpoint."""
-        ...
+        """Write what loading the model needs beside its weights: it goes into each checkpoint.
+
+        By default the configuration of a transformers model; most tasks add a tokenizer or an image processor.
+        """
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            model.config.save_pretrained(folder)
 
     def save(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
-        """Write the trained model into a folder that others can load: weights and description."""
-        ...
+        """Write the trained model into a folder that others can load: weights (safetensors) and description."""
+        from safetensors.torch import save_model
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            model.save_pretrained(folder)
+        else:
+            save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        self.save_description(model, data, folder)
 
     def sample(self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData) -> dict[str, Any] | None:
-        """Something to look at after training (a text, say), or None."""
-        ...
+        """Make something to look at after training, as `prompt` and `text`; by default None."""
+        return None
 
 
 def load_task(name: str) -> Task:
-    """The task a recipe names: one of the package, or `module:Class`, looked up on PYTHONPATH and last in the current folder.
+    """Return the task a recipe names: one of the package, or `module:Class`, looked up on PYTHONPATH and last in the current folder.
 
     Raises:
-        ValueError: no such task, module or class, or one that lacks a method of the protocol.
+        ValueError: no such task, module or class, or one that lacks a method of `Task`.
     """
     target = TASKS.get(name, name)
     if ":" not in target:
-        near = get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(TASKS))}"
-        raise ValueError(f"task={name!r} is no task of accel_train; {hint} A task of your own is written module:Class")
-    module_name, class_name = target.split(":", 1)
-    if name not in TASKS:
+        hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
+        raise ValueError(f"task={name!r} is no task of accel_train; {hint} A custom task is written module:Class")
+    found = load_class("task", target, "accel_train.task.Task")
+    methods = [name for name in vars(Task) if not name.startswith("_")]
+    abstract = sorted(getattr(found, "__abstractmethods__", ()))
+    missing = abstract or [method for method in methods if not callable(getattr(found, method, None))]
+    if missing:
+        raise ValueError(
+            f"task={name!r} lacks {', '.join(missing)}; see accel_train.task.Task, the base class with defaults for most methods"
+        )
+    try:
+        task: Task = found()
+    except TypeError as error:
+        raise ValueError(
+            f"task={name!r} cannot be made without arguments: {error}; a task is made by {found.__name__}()"
+        ) from error
+    return task
+
+
+def load_class(setting: str, name: str, base: str) -> type[Any]:
+    """Return the class that a setting names as `module:Class`, looked up on PYTHONPATH and last in the current folder.
+
+    Raises:
+        ValueError: there is none; the text says what to derive one from, `base`.
+    """
+    module_name, class_name = name.split(":", 1)
+    if name not in TASKS.values():
         _see_current_folder()
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # of an empty name, a ValueError
         raise ValueError(
-            f"task={name!r} cannot be imported: {error}; it is looked up on PYTHONPATH and in the current folder as module:Class"
+            f"{setting}={name!r} cannot be imported: {error}; it is looked up on PYTHONPATH and in the current folder as module:Class"
         ) from error
     if not isinstance(found, type):
         raise ValueError(
-            f"task={name!r} is {_kind(found)} and no class; name a class with the methods of accel_train/task.py, as module:Class"
+            f"{setting}={name!r} is {_kind(found)} and no class; name a class derived from {base}, as module:Class"
         )
-    try:
-        task = found()
-    except TypeError as error:
-        raise ValueError(
-            f"task={name!r} cannot be made without arguments: {error}; a task is made by {class_name}()"
-        ) from error
-    missing = [method for method in _PROTOCOL_METHODS if not callable(getattr(task, method, None))]
-    if missing:
-        raise ValueError(f"task={name!r} lacks {', '.join(missing)}; see accel_train/task.py for what a task provides")
-    return task
+    return found
 
 
 def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
     """Return what the task's `load_data` reads.
 
     Raises:
-        ValueError: it is no TaskData with training samples; and all that `load_data` raises of it.
+        ValueError: it is no TaskData with training samples; and whatever `load_data` itself raises.
     """
     data: Any = task.load_data(recipe, progress=progress)
     wanted = "return an accel_train.task.TaskData with train, eval, collate and fingerprint"
@@ -211,7 +248,7 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
 
 
 def _kind(found: Any) -> str:
-    """What a value is, in words."""
+    """Return the kind of a value, in words."""
     if found is None or isinstance(found, type):
         return str(found)
     kind = type(found).__name__
@@ -224,27 +261,24 @@ def _see_current_folder() -> None:
         sys.path.append(str(Path.cwd()))  # at the end, where it hides no package
 
 
-def refuse_task_within(name: str, folder: Path) -> None:
-    """Refuse a task whose module lies in a run folder: code that came with somebody's run is not run because its recipe says so.
+def refuse_code_within(setting: str, name: str, folder: Path) -> None:
+    """Refuse a class whose module lies in a run folder: code that came with somebody's run is not run just because its recipe names it.
 
     Raises:
         ValueError: names the file to read, and how to allow it.
     """
     package = name.partition(":")[0].partition(".")[0]
-    if name in TASKS or ":" not in name:
+    if ":" not in name:
         return
     _see_current_folder()
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
-        return  # load_task says what is wrong
+        return  # load_task reports it
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     for place in places:
         if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
             raise ValueError(
-                f"task={name!r} would run {place}, code that lies in the run folder; read it, and if you trust it put it into "
+                f"{setting}={name!r} would run {place}, code that lies in the run folder; read it, and if you trust it put it into "
                 "a folder of your own on PYTHONPATH"
             )
-
-
-_PROTOCOL_METHODS = tuple(name for name in vars(Task) if not name.startswith("_"))

@@ -1,11 +1,11 @@
-"""`python -m accel_train.torchrun ...`: torchrun, fit for clusters: it ends with the exit code of the run, and is told to stop by SIGUSR1 too.
+"""`python -m accel_train.torchrun ...`: torchrun for clusters, with the same arguments and PET_* variables. Six things differ.
 
-The same arguments and PET_* variables as torchrun's. Six things differ. torchrun ends with 1 whatever its processes ended
-with; a scheduler that is to start a preempted run again must see 75. torchrun dies at once of a SIGUSR1, which SLURM sends
-before a time limit, and leaves its processes behind. torchrun spends its restarts (`--max-restarts`) on a recipe that is wrong
-or a model that does not fit as well, which no restart mends, and on a run that was preempted on another machine, which it then
-waits for. torchrun ends a run whose terminal is closed, under `nohup` too. And here a machine that was lost and is started again
-can join the others.
+It ends with the exit code of the run, where torchrun ends with 1: a scheduler that is to start a preempted run again must see 75.
+SIGUSR1, which SLURM sends before a time limit, stops the run; torchrun dies of it at once, and leaves its processes behind.
+Restarts (`--max-restarts`) are not spent on a recipe that is wrong or a model that does not fit, which no restart mends, nor on a
+run that was preempted on another machine, which torchrun then waits for. (A run that ran out of memory and continues with
+smaller micro-batches is restarted; it ends with 75, too.) Under `nohup`, a closed terminal does not end the run. A machine that
+was lost and is started again can join the others.
 """
 
 import os
@@ -15,14 +15,15 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from accel_train.runtime.launcher import MAY_RESTART
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 HANDLED = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SHUTDOWN_SECONDS = 600
-"""How long processes that were asked to stop may save; torchrun's own 30 s are short for a large model. A run ends by itself
-where nothing moves, and a scheduler that waits no longer kills sooner."""
+"""How long processes that were asked to stop may save; torchrun's own 30 s are short for a large model."""
 FINAL = (2, 3, 4, 6)
 """Exit codes that the same command would end with again: bad recipe, stopped by the guard, checkpoint or disk, out of memory
 with the smallest micro-batches."""
@@ -30,29 +31,26 @@ PREEMPTED, PEER, INTERRUPTED = 75, 5, 130
 
 
 def stops() -> list[signal.Signals]:
-    """The signals that ask to stop; without SIGHUP where it is ignored (`nohup`): torchrun's handler would end the run."""
+    """Return the signals that ask to stop; without SIGHUP where it is ignored (`nohup`): torchrun's handler would end the run."""
     return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def exit_code_of(codes: Collection[int]) -> int:
-    """What a job ends with, whose processes ended so (as of `subprocess`: -9 is a SIGKILL): the code that says most about why.
+    """Return the exit code of a job from those of its processes (-9 is a SIGKILL, as in `subprocess`): the one that says most.
 
-    A process that failed by itself speaks for all. Where none did, the others ended because of one that was killed, or
-    were ended by torchrun: a peer failed. Preempted is what all were.
+    A process that failed by itself decides. Where none did, the others ended because one was killed, or were ended by torchrun:
+    a peer failed. The job is preempted where all were.
     """
     failed = [code for code in codes if code > 0 and code not in (PREEMPTED, PEER)]
-    for code in FINAL:
-        if code in failed:
-            return code
     if failed:
-        return failed[0]
+        return next((code for code in FINAL if code in failed), failed[0])
     if all(code == 0 for code in codes):
         return 0
     return PREEMPTED if all(code in (0, PREEMPTED) for code in codes) else PEER
 
 
 def exit_code_when_stopped(number: int, codes: Collection[int]) -> int:
-    """What a job ends with that a signal has stopped: run it again, unless its processes were done or say what is wrong."""
+    """Return the exit code of a job that a signal has stopped: run it again, unless its processes were done or failed for good."""
     code = exit_code_of(codes)
     if codes and code in (0, *FINAL):
         return code
@@ -60,16 +58,16 @@ def exit_code_when_stopped(number: int, codes: Collection[int]) -> int:
 
 
 @contextmanager
-def heard_afterwards() -> Iterator[None]:
-    """A signal to stop that comes inside is handled at the end: processes are stopped there, and others may be started next."""
-    came: list[int] = []
-    handlers = {number: signal.signal(number, lambda each, _: came.append(each)) for number in stops()}
+def stops_deferred() -> Iterator[None]:
+    """Handle a signal to stop that comes inside at the end: processes are stopped inside, and others may be started next."""
+    received: list[int] = []
+    handlers = {number: signal.signal(number, lambda each, _: received.append(each)) for number in stops()}
     try:
         yield
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
-    for number in came[:1]:
+    for number in received[:1]:
         signal.raise_signal(number)
 
 
@@ -88,12 +86,15 @@ def run(arguments: Sequence[str]) -> int:
     class Agent(LocalElasticAgent):
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
-            if exit_code_of(_codes(result.failures.values())) in (*FINAL, PREEMPTED):
-                self._remaining_restarts = 0  # preempted: another machine was told to go, and would be waited for
+            failures = result.failures.values()
+            code = exit_code_of([failure.exitcode for failure in failures])
+            # Preempted: another machine was asked to stop, and would be waited for.
+            if code in FINAL or (code == PREEMPTED and not any(map(_may_restart, failures))):
+                self._remaining_restarts = 0
             return result
 
         def _stop_workers(self, worker_group: WorkerGroup) -> None:
-            with heard_afterwards():
+            with stops_deferred():
                 super()._shutdown()
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -114,7 +115,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         torchrun.main(arguments)
     except ChildFailedError as error:
-        return exit_code_of(_codes(error.failures.values()))
+        return exit_code_of([failure.exitcode for failure in error.failures.values()])
     except SignalException as error:
         return exit_code_when_stopped(error.sigval, ended)
     except RendezvousError as error:
@@ -126,8 +127,10 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _codes(failures: "Collection[ProcessFailure]") -> list[int]:
-    return [failure.exitcode for failure in failures]
+def _may_restart(failure: "ProcessFailure") -> bool:
+    """Return whether a process that ended with 75 ran out of memory, and was not preempted (`launcher.allow_restart`)."""
+    message = failure.error_file_data.get("message")
+    return isinstance(message, dict) and MAY_RESTART in message.get("extraInfo", {})
 
 
 def main() -> None:
