@@ -46,8 +46,8 @@ test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
 test-slow: $(INSTALLED) $(ENCODER) ## The tests that take minutes.
 	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu'
 
-test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for up to half an hour.
-	$(PYTEST) -n $(WORKERS) -m 'faults and not gpu'
+test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for about 15 minutes.
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m 'faults and not gpu' # they often wait: for a timeout, a signal, another process
 
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	$(PYTEST) -m gpu
