@@ -23,7 +23,7 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from accel_train.data.tokenizers import train_bpe
+from accel_train.data.text.tokenizers import train_bpe
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 SUBJECTS = ("the company", "the minister", "a court", "the union", "an analyst", "the hospital")

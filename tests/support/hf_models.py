@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
@@ -153,3 +154,27 @@ def history(trainer: Any) -> list[dict[str, float]]:
     return [
         {name: value for name, value in line.items() if not name.endswith(CLOCKS)} for line in trainer.state.log_history
     ]
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "head_dim": 8,
+}
+
+
+def small_config(model_type: str) -> Any:
+    known = AutoConfig.for_model(model_type)
+    names = {**getattr(known, "attribute_map", {})}
+    fields = {name: value for name, value in SIZES.items() if name in known.to_dict() or name in names}
+    return AutoConfig.for_model(model_type, **fields)

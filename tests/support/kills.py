@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_train.checkpoint import check, checkpoint_folders, step_of
-from accel_train.observe.ledger import read_events
-from forked import Forked, run_forked
+from accel_train.checkpoint.store import check, checkpoint_folders, step_of
+from accel_train.observe.run_folder import read_events
+from tests.support.processes import Forked, run_forked
 
 POLL_SECONDS = 0.001
 ORPHAN_SECONDS = {"rank": 10.0, "group": 10.0, "launcher": 20.0}

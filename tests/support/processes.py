@@ -4,6 +4,7 @@
 seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and counts as ended once `rank-R.exit` is there.
 """
 
+import gc
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -18,8 +20,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent
-PRELOADED = ("accelerate", "torch.distributed", "accel_train.cli", "accel_train.loop", "accel_train.tasks.causal_lm")
+TESTS = Path(__file__).parent.parent
+PRELOADED = (
+    "accelerate",
+    "deepspeed",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "pandas",
+    "peft",
+    "sklearn.linear_model",
+    "torch.distributed",
+    "accel_train.cli.main",
+    "accel_train.report.charts",
+    "accel_train.training.train",
+    "accel_train.tasks.causal_lm",
+)
 _server: "subprocess.Popen[str] | None" = None
 
 
@@ -46,13 +61,19 @@ class Forked:
         """Of all processes."""
         return [self.exit_code(rank) for rank in range(len(self.pids))]
 
-    def wait(self, timeout_seconds: float = 120.0) -> list[int]:
-        """Until all have ended: their exit codes. Those that have not by then are killed, and it is an error."""
+    def wait(self, timeout_seconds: float = 120.0, *, stop_at_failure: bool = False) -> list[int]:
+        """Until all have ended: their exit codes. Those that have not by then are killed, and it is an error.
+
+        `stop_at_failure` asks the others to end (SIGTERM) when one has failed, as torchrun does.
+        """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             codes = [code for code in self.exit_codes() if code is not None]
             if len(codes) == len(self.pids):
                 return codes
+            if stop_at_failure and any(codes):
+                self.kill(None, signal.SIGTERM)
+                stop_at_failure = False
             time.sleep(0.01)
         codes_now = self.exit_codes()
         self.end()
@@ -122,7 +143,7 @@ def started_server() -> "subprocess.Popen[str]":
     if _server is None or _server.poll() is not None:
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PYTEST_"))}
         environment = {**keep, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+        environment["PYTHONPATH"] = str(TESTS.parent)
         _server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment)
     return _server
 
@@ -135,10 +156,9 @@ def serve() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in PRELOADED:
         importlib.import_module(name)
-    from transformers import AutoConfig, GPT2LMHeadModel
-
-    assert AutoConfig  # transformers loads what is named, and not before
-    assert GPT2LMHeadModel
+    _warm_up()
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would touch, and so copy, every page of this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -147,6 +167,21 @@ def serve() -> None:
             importlib.import_module(name)
         if os.fork() == 0:
             os._exit(_run_job(job))
+
+
+def _warm_up() -> None:
+    """Do once what is the same in every run: transformers' table of weight names, the report's template, its fonts."""
+    from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+
+    from accel_train.report.report import page_template
+    from accel_train.report.style import render
+
+    assert AutoConfig  # transformers loads what is named, and not before
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=8))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+    page_template()
+    render(lambda figure: figure.add_subplot().set_title("Loss"), "loss", "Loss", (400.0, 300.0))
 
 
 def _run_job(job: dict[str, Any]) -> int:
@@ -182,7 +217,7 @@ def _run_rank(job: dict[str, Any], rank: int) -> int:
     os.environ.update(job["extra"])
     os.chdir(job["cwd"].replace("{rank}", str(rank)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from accel_train.cli import program
+    from accel_train.cli.main import program
 
     sys.argv = ["accel-train", *(word.replace("{rank}", str(rank)) for word in job["argv"])]
     try:

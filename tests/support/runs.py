@@ -1,16 +1,20 @@
-"""How the tests run the program: real processes under torchrun, as a user starts them."""
+"""How the tests run the program: recipes to write, real processes to train them, and what these have left."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors.torch import load_file
 
-TESTS = Path(__file__).parent
+from tests.support.processes import run_forked
+
+TESTS = Path(__file__).parent.parent
+REPOSITORY = TESTS.parent
 
 TINY_MODEL = {
     "model_type": "gpt2",
@@ -48,7 +52,7 @@ def write_corpus(folder: Path, num_documents: int = 40) -> Path:
 def recipe_dict(folder: Path, **sections: Any) -> dict[str, Any]:
     """A small complete recipe; `sections` are merged into it."""
     recipe: dict[str, Any] = {
-        "task": "probe_task:ProbeTask",
+        "task": "tests.support.tasks.probe:ProbeTask",
         "output_dir": str(folder / "run"),
         "seed": 1,
         "model": {"config": dict(TINY_MODEL)},
@@ -89,22 +93,22 @@ def command(recipe: Path, *flags: str, processes: int = 1) -> list[str]:
 def environment(**extra: str) -> dict[str, str]:
     """One thread per process; the tests' own modules importable, and the package that lies beside them."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PYTEST_"))}
-    modules = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+    modules = str(TESTS.parent)
     return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules, "HF_HUB_OFFLINE": "1", **extra}
 
 
-def run(
-    recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0, **extra: str
-) -> subprocess.CompletedProcess[str]:
-    """Run to the end and check the exit code (None: any)."""
-    done = subprocess.run(
-        command(recipe, *flags, processes=processes),
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def run(recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Run to the end, all processes or until one fails, and check its exit code (None: any)."""
+    command_line = ["run", str(recipe), *flags]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        forked = run_forked(command_line, processes, folder=folder, cwd=os.getcwd())
+        codes = forked.wait(500.0, stop_at_failure=True)
+        out, error = (
+            "".join((folder / f"rank-{rank}.{kind}").read_text() for rank in range(processes))
+            for kind in ("out", "err")
+        )
+    done = subprocess.CompletedProcess(command_line, next((code for code in codes if code), 0), out, error)
     assert expect is None or done.returncode == expect, (
         f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     )
@@ -139,3 +143,30 @@ def checkpoint(folder: Path, step: int) -> dict[str, Any]:
         for name in ("model.safetensors", "optimizer.safetensors")
         for key, tensor in load_file(path / name).items()
     }
+
+
+QUIET: dict[str, Any] = {
+    "schedule": {"max_steps": 12},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+    "log": {"progress": False},
+}
+
+
+SCENES: dict[str, Any] = {
+    **QUIET,
+    "task": "semantic-segmentation",
+    "output_dir": "scenes",
+    "model": {
+        "config": {
+            "model_type": "segformer",
+            "hidden_sizes": [8, 8, 8, 8],
+            "depths": [1, 1, 1, 1],
+            "num_attention_heads": [1, 1, 1, 1],
+            "decoder_hidden_size": 8,
+        }
+    },
+    "data": {"train": "digit-scenes", "image_size": 32, "num_workers": 0},
+    "batch": {"global_batch_size": 8},
+    "schedule": {"max_steps": 1},
+}

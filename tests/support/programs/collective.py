@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from accel_train.peers import is_peer_error
-from accel_train.precision import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
+from accel_train.runtime.heartbeat import is_peer_error
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
 
 
 def main() -> None:

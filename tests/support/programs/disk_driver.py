@@ -18,14 +18,14 @@ from typing import Any
 
 if __name__ == "__main__":  # without the package's __init__, whose recipe takes pydantic: 10 times the rest
     package = ModuleType("accel_train")
-    package.__path__ = [str(Path(__file__).parent.parent / "accel_train")]
+    package.__path__ = [str(Path(__file__).parents[3] / "accel_train")]
     sys.modules["accel_train"] = package
 
-from accel_train.checkpoint import folder_of, publish, rotate
-from accel_train.health import add_tags
-from accel_train.rollback_record import remove_abandoned, write_rollbacks
-from accel_train.saver import Saver
-from accel_train.state import Rollback
+from accel_train.checkpoint.health import add_tags
+from accel_train.checkpoint.rollback_log import remove_abandoned, write_rollbacks
+from accel_train.checkpoint.store import folder_of, publish, rotate
+from accel_train.checkpoint.writer import Saver
+from accel_train.core.state import Rollback
 
 RECORD = Rollback(number=1, at_step=14, to_step=4, skip_first=9, skip_last=16)
 CALLS = (

@@ -5,7 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from accel_train.precision import start_processes
+from accel_train.runtime.process_group import start_processes
 
 if __name__ == "__main__":
     start_processes()

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_models import Plain, arguments, history, pad, plain_rows, token_bert, token_rows
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, TrainerCallback
 
 from accel_train import Trainer
+from tests.support.hf_models import Plain, arguments, history, pad, plain_rows, token_bert, token_rows
 
 
 class Stream(IterableDataset[Any]):

@@ -16,31 +16,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_train.loop import run_steps
-from accel_train.observe import NoObserver
-from accel_train.precision import FlooredGradScaler
-from accel_train.prepare import Extensions, prepare_run
-from accel_train.recipe import Recipe
-from accel_train.run import Run
-from accel_train.signals import StopRequest
-from accel_train.snapshot import model_tensors, optimizer_tensors
-from accel_train.state import Rollback, StepResult
-from number_fault_task import Fault, FaultyLanguageModel, FaultyRegression
-from probe_task import ProbeTask
+from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
+from accel_train.core.state import Rollback, StepResult
+from accel_train.engine.run import RunContext
+from accel_train.engine.run_plan import Extensions
+from accel_train.observe.observer import Observer
+from accel_train.optim.update import FlooredGradScaler
+from accel_train.recipe.schema import Recipe
+from accel_train.training.loop import run_steps
+from accel_train.training.setup import prepare_run
+from tests.support.tasks.number_faults import Fault, FaultyLanguageModel, FaultyRegression
+from tests.support.tasks.probe import ProbeTask
 
 TASKS = {
-    "probe_task:ProbeTask": ProbeTask,
-    "number_fault_task:FaultyRegression": FaultyRegression,
-    "number_fault_task:FaultyLanguageModel": FaultyLanguageModel,
+    "tests.support.tasks.probe:ProbeTask": ProbeTask,
+    "tests.support.tasks.number_faults:FaultyRegression": FaultyRegression,
+    "tests.support.tasks.number_faults:FaultyLanguageModel": FaultyLanguageModel,
 }
 
 
-class Digests(NoObserver):
+class Digests(Observer):
     """A digest of everything that is trained, as it is when a step has been made."""
 
     def __init__(self, kill_at: int | None = None) -> None:
         self.kill_at = kill_at
-        self.run: Run | None = None
+        self.run: RunContext | None = None
         self.by_step: dict[int, str] = {}
         self.skipped: list[int] = []
         self.losses: dict[int, float] = {}
@@ -56,13 +56,13 @@ class Digests(NoObserver):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def digest(run: Run, *, buffers: bool = True) -> str:
+def digest(run: RunContext, *, buffers: bool = True) -> str:
     """SHA-256 of weights, buffers, moments and step counters."""
-    model = run.inner.model
+    model = run.strategy.inner.model
     tensors: dict[str, Tensor] = (
         model_tensors(model) if buffers else {n: p.detach() for n, p in model.named_parameters()}
     )
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(run.optimizer).items()}
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(run.strategy.optimizer).items()}
     content = hashlib.sha256()
     for name in sorted(tensors):
         content.update(name.encode())
@@ -70,32 +70,32 @@ def digest(run: Run, *, buffers: bool = True) -> str:
     return content.hexdigest()
 
 
-def sample_of(run: Run, fault: dict[str, Any]) -> int:
+def sample_of(run: RunContext, fault: dict[str, Any]) -> int:
     """The sample that this process or another reads at a place of the order."""
     if "sample" in fault:
         return int(fault["sample"])
     sizes = run.sizes
-    share = run.order.rank_micro_batches(
+    share = run.plan.order.rank_micro_batches(
         fault["step"] - 1, fault["rank"], sizes.world_size, sizes.per_device_batch_size
     )
     return share[fault["micro_batch"]][fault["row"]]
 
 
-def use_fp16(run: Run, scale: float) -> None:
+def use_fp16(run: RunContext, scale: float) -> None:
     """fp16 as on a GPU: autocast, and a loss scale that may not fall."""
     run.accelerator.scaler = FlooredGradScaler(
-        "cpu", init_scale=scale, growth_interval=10**6, floor=run.recipe.guard.fp16_scale_floor
+        "cpu", init_scale=scale, growth_interval=10**6, floor=run.plan.recipe.guard.fp16_scale_floor
     )
-    forward = run.inner.forward
+    forward = run.strategy.inner.forward
 
     def in_fp16(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.float16):
             return forward(*args, **kwargs)
 
-    run.inner.forward = in_fp16  # type: ignore[method-assign]
+    run.strategy.inner.forward = in_fp16  # type: ignore[method-assign]
 
 
-def train_with_faults(plan: dict[str, Any]) -> tuple[Run, Digests, list[int]]:
+def train_with_faults(plan: dict[str, Any]) -> tuple[RunContext, Digests, list[int]]:
     """All steps of the run; also the samples that were broken, in the order of the plan's faults."""
     watching = Digests(plan.get("kill_at"))
     recipe = Recipe.model_validate(plan["recipe"])
@@ -111,15 +111,15 @@ def train_with_faults(plan: dict[str, Any]) -> tuple[Run, Digests, list[int]]:
         for sample, fault in zip(samples, plan.get("faults", ()), strict=True)
     ]
     if faults:
-        task.put_in(faults, run.inner.model, run.data)
+        task.put_in(faults, run.strategy.inner.model, run.plan.data)
     if "ignored" in plan:
         task.ignored = {sample_of(run, place) for place in plan["ignored"]}  # type: ignore[attr-defined]
     if "never_applied" in plan:
         run.state.rollbacks = [
             Rollback(number, step, step - 1, step, step) for number, step in enumerate(plan["never_applied"], start=1)
         ]
-    with run.resources, StopRequest() as stop:
-        run_steps(run, stop)
+    with run.resources, run.stop:
+        run_steps(run)
         run.saver.wait()
     return run, watching, samples
 
@@ -138,7 +138,7 @@ def main() -> None:
     }
     (Path(plan["out"]) / f"rank-{run.accelerator.process_index}.json").write_text(json.dumps(seen))
     if torch.distributed.is_initialized():
-        run.module.reducer = run.module.logger = None  # type: ignore[assignment]
+        run.strategy.module.reducer = run.strategy.module.logger = None  # type: ignore[assignment]
         torch.distributed.destroy_process_group()
 
 

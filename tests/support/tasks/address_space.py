@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.recipe import Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from probe_task import RANK, ProbeTask
+from tests.support.tasks.probe import RANK, ProbeTask
 
 
 class Keeps(torch.autograd.Function):

@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel_train import rollback
-from accel_train.recipe import Recipe
-from accel_train.rollback_record import ROLLBACKS
+from accel_train.checkpoint.rollback_log import ROLLBACKS
+from accel_train.recipe.schema import Recipe
+from accel_train.recovery import rollback
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import CausalLM
 

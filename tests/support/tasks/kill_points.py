@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel_train.recipe import Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from probe_task import ProbeTask
+from tests.support.tasks.probe import ProbeTask
 
 RANK = os.environ.get("RANK", "0")
 TRAINER = os.getpid()

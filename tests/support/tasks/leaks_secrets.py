@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accel_train.recipe import Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from probe_task import ProbeTask
+from tests.support.tasks.probe import ProbeTask
 
 
 class TalkativeTask(ProbeTask):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel_train.recipe import Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.causal_lm import CausalLM
 
@@ -183,6 +183,9 @@ class FaultyRegression:
         model = Regressor(int(recipe.options.get("width", 16)))
         self.put_in([Fault(**fault) for fault in recipe.options.get("faults", ())], model, data)
         return model
+
+    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        return {}
 
     def put_in(self, faults: Sequence[Fault], model: nn.Module, data: TaskData) -> None:
         """Break these samples from now on."""

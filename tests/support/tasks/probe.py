@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel_train.recipe import Recipe
+from accel_train.model.kernels import chunked_loss
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import CausalLM
 
@@ -73,13 +74,13 @@ class ProbeTask(CausalLM):
     no_room: {rank (or every), rows, where: forward or backward, from_step, block, times}: out of memory with more rows in a micro-batch, in
     training, at the end of the forward or, where a block is named, in that one; so many times, or always;
     no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done;
-    seconds_a_forward: how long each takes at least."""
+    seconds_a_forward: how long each takes at least; logits_at_once: how many, where the loss is computed in chunks."""
 
     loss_is_by_position = True
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options = recipe.options
-        self.num_to_learn_from = 2 * (recipe.parallel.zero_stage == 3)  # batches that are no micro-batches of a step
+        chunked_loss.LOGITS_AT_ONCE = self.options.get("logits_at_once", chunked_loss.LOGITS_AT_ONCE)
         self.accumulation_calls = self.times_run_out = 0
         self.last_batch: Mapping[str, Tensor] | None = None
         data = super().load_data(recipe, progress=progress)
@@ -106,10 +107,6 @@ class ProbeTask(CausalLM):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         rows, limit = len(batch["labels"]), self.options.get("no_room", {"rank": -1})
         is_new = batch is not self.last_batch  # not forwarded again only to reduce gradients
-        if model.training and self.num_to_learn_from and is_new:
-            self.num_to_learn_from -= 1
-            self.last_batch = batch
-            is_new = False
         calls = self.accumulation_calls + is_new
         is_early = calls < limit.get("from_step", 1)
         has_room = not model.training or limit["rank"] not in (RANK, "every") or rows <= limit["rows"] or is_early

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel_train.recipe import Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from probe_task import RANK, ProbeTask
+from tests.support.tasks.probe import RANK, ProbeTask
 
 
 class SlowDataset(Dataset[Any]):

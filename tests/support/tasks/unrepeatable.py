@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from accel_train.recipe import Recipe
-from accel_train.state import DataError
+from accel_train.core.errors import DataError
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import CausalLM
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from accel_train.recipe import Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from number_fault_task import NUM_FEATURES, FaultyRegression
+from tests.support.tasks.number_faults import NUM_FEATURES, FaultyRegression
 
 RANK = int(os.environ.get("RANK", "0"))
 

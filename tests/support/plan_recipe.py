@@ -1,0 +1,15 @@
+"""A small good recipe to plan with."""
+
+from typing import Any
+
+GOOD: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {"config": {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 1024}},
+    "data": {"train": "text.txt", "eval_fraction": 0, "sequence_length": 64, "cache_dir": "cache"},
+    "batch": {"global_batch_size": 16, "per_device_batch_size": 2},
+    "optimizer": {"learning_rate": 1e-3, "lr_scaling": {"rule": "linear", "base_batch_size": 4}},
+    "schedule": {"max_steps": 10, "warmup_ratio": 0.25},
+    "evaluate": {"every_steps": 0},
+    "checkpoint": {"every_steps": 0},
+    "log": {"progress": False},
+}
