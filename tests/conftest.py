@@ -13,9 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from accelerate import PartialState
 
-from accel_train.recipe import Recipe
-from forked import Forked
-from runs import write_corpus
+from accel_train.recipe.schema import Recipe
+from tests.support.processes import Forked
+from tests.support.runs import write_corpus
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

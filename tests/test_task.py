@@ -1,5 +1,6 @@
 """A task of the user's own: found in the current folder, and what it gets wrong is one line, before its second step."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,16 +9,25 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
-from accel_train.cli import main
-from runs import TESTS, environment, events, recipe_dict
+from accel_train.cli.main import main
+from tests.support.runs import TESTS, environment, events, recipe_dict
 
 OWN = """
-from number_fault_task import FaultyRegression
+from tests.support.tasks.number_faults import FaultyRegression
+from accel_train.task import Task
 import torch
 
 class Own(FaultyRegression):
 {body}
+
+class Half(Task):
+    def load_data(self, recipe, *, progress): return Own().load_data(recipe, progress=progress)
+
+class Smallest(Half):
+    def build_model(self, recipe, data): return Own().build_model(recipe, data)
+    def loss_sum(self, model, batch): return (model(batch["features"]) - batch["wanted"]).square().sum()
 
 def make():
     return Own()
@@ -43,6 +53,7 @@ STRANGE: dict[str, tuple[str, str, str]] = {
     "module": ("torch", "pass", "task='TASK' is a module and no class"),
     "arguments": ("NeedsMore", "pass", "task='TASK' cannot be made without arguments: .*'folder'"),
     "no method": ("Own", "score = predict_batch = None", "task='TASK' lacks score, predict_batch"),
+    "no loss of a derived class": ("Half", "pass", "task='TASK' lacks build_model, loss_sum; see accel_train.task.Task"),
 }  # fmt: skip
 
 
@@ -74,6 +85,15 @@ def test_a_strange_task_is_one_line_before_its_second_step(
     assert not (here / "run" / "model").exists()
 
 
+def test_a_task_with_data_a_model_and_a_loss_alone_is_trained_and_its_weights_are_saved(here: Path) -> None:
+    write(here, "own_smallest", "Smallest", "pass")
+    assert main(["run", "r.yaml"]) == 0
+    weights = load_file(here / "run" / "model" / "model.safetensors")
+    assert weights["head.weight"].shape == (1, 16)
+    summary = json.loads((here / "run" / "summary.json").read_text())
+    assert (summary["baselines"], summary["sample"]) == ({}, None)
+
+
 @pytest.mark.parametrize("loss", ["float loss", "detached loss"])
 def test_plan_refuses_a_loss_that_cannot_be_trained_on(
     here: Path, loss: str, capsys: pytest.CaptureFixture[str]
@@ -92,6 +112,7 @@ def test_a_loss_that_is_nan_is_for_the_guard(here: Path) -> None:
     assert len(events(here / "run", "skip")) == 3
 
 
+@pytest.mark.slow
 def test_a_module_in_the_current_folder_is_found_by_the_installed_command_and_hides_no_package(here: Path) -> None:
     """`-P` leaves the current folder off the path, as the installed command does."""
     task = write(here, "own_found", "Own", "pass")
@@ -100,7 +121,7 @@ def test_a_module_in_the_current_folder_is_found_by_the_installed_command_and_hi
         sys.executable,
         "-P",
         "-c",
-        "from accel_train.cli import program; program()",
+        "from accel_train.cli.main import program; program()",
         "plan",
         "r.yaml",
     ]

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_train.torchrun import exit_code_of, exit_code_when_stopped, heard_afterwards
-from forked import free_port
-from runs import environment
+from accel_train.torchrun import exit_code_of, exit_code_when_stopped, stops_deferred
+from tests.support.processes import free_port
+from tests.support.runs import REPOSITORY, TESTS, environment
 
 WORKER = """
 import os, signal, sys, time
@@ -38,6 +38,16 @@ if code == "lost":
     while not os.path.exists(f"{folder}/ready"):
         time.sleep(0.01)
     code = "5"
+if code == "smaller":
+    from accel_train.runtime.launcher import allow_restart
+    allow_restart("out of memory; a smaller micro-batch is remembered")
+    code = "75"
+if "BOTH_END" in os.environ:  # by themselves: when one has failed, torchrun ends the others
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    plan = sys.argv[2].replace("/", "_")
+    open(f"{folder}/{plan}-{attempt}-{rank}", "w").close()
+    while not os.path.exists(f"{folder}/{plan}-{attempt}-{1 - int(rank)}"):
+        time.sleep(0.01)
 if code.startswith("-"):
     os.kill(os.getpid(), -int(code))
 time.sleep(0.2 if code == "0" else 0)
@@ -96,22 +106,29 @@ def test_job_that_was_asked_to_stop_says_run_it_again_unless_that_is_of_no_use(
 def test_restarts_are_for_what_they_can_mend_and_the_exit_code_is_the_runs_own(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "driver.py").write_text(DRIVER)
-    plans = ["75,75", "-9,5/0,0", "2,2/0,0/0,0", "6,5/0,0/0,0", "0,0"]
+    plans = ["75,75", "smaller,smaller/0,0", "smaller,75/75,75/0,0", "-9,5/0,0", "2,2/0,0/0,0", "6,5/0,0/0,0", "0,0"]
     command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "worker.py"), str(tmp_path), *plans]
-    repository = str(Path(__file__).parent.parent)
+    repository = str(REPOSITORY)
     done = subprocess.run(
-        command, env=environment(PYTHONPATH=repository), capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment(PYTHONPATH=repository, BOTH_END="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line for line in done.stdout.splitlines() if line.startswith("ended")] == [
         "ended with 75",
+        "ended with 0",  # after a restart: 75 was out of memory, and no preemption
+        "ended with 75",  # after a restart: preempted then
         "ended with 0",  # after a restart
         "ended with 2",  # without one
         "ended with 6",  # without one
         "ended with 0",
     ]
     started = (tmp_path / "started").read_text().split()
-    assert [started.count(f"0:{attempt}") for attempt in range(3)] == [5, 1, 0]
+    assert [started.count(f"0:{attempt}") for attempt in range(3)] == [7, 3, 0]
 
 
 def test_stop_signal_reaches_the_processes_once_and_they_may_take_their_time(tmp_path: Path) -> None:
@@ -119,7 +136,7 @@ def test_stop_signal_reaches_the_processes_once_and_they_may_take_their_time(tmp
     torchrun = ["-m", "accel_train.torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=3"]
     launcher = psutil.Popen(
         [sys.executable, *torchrun, str(tmp_path / "worker.py"), str(tmp_path), "stop,stop"],
-        env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+        env=environment(PYTHONPATH=str(REPOSITORY)),
     )
     try:
         wait_until(lambda: (tmp_path / "ready").exists() and len((tmp_path / "ready").read_text()) == 2)
@@ -141,7 +158,7 @@ def test_a_closed_terminal_stops_the_processes_unless_it_is_ignored(tmp_path: Pa
     torchrun = [sys.executable, "-m", "accel_train.torchrun", "--standalone", "--nproc_per_node=2"]
     launcher = psutil.Popen(
         [*(["nohup"] if nohup else []), *torchrun, str(tmp_path / "worker.py"), str(tmp_path), "stop,stop"],
-        env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+        env=environment(PYTHONPATH=str(REPOSITORY)),
     )
     try:
         wait_until(lambda: (tmp_path / "ready").exists() and len((tmp_path / "ready").read_text()) == 2)
@@ -164,7 +181,7 @@ def test_stop_signal_is_heard_while_a_restart_waits_for_a_machine_that_was_lost(
     here, lost = (
         psutil.Popen(
             [sys.executable, *torchrun, f"--rdzv_conf=is_host={is_host}", str(tmp_path / "worker.py"), str(tmp_path), f"{code},{code}/0,0"],
-            env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+            env=environment(PYTHONPATH=str(REPOSITORY)),
         )
         for code, is_host in (("lost", 1), ("stop", 0))
     )  # fmt: skip
@@ -188,7 +205,7 @@ def test_stop_signal_is_heard_while_a_restart_waits_for_a_machine_that_was_lost(
 
 @pytest.mark.parametrize(
     ("is_host", "seconds"),
-    [(0, 0.0), (1, 0.0), (1, 3.0)],
+    [pytest.param(0, 0.0, marks=pytest.mark.slow), (1, 0.0), pytest.param(1, 3.0, marks=pytest.mark.slow)],
     ids=["guest", "host", "host-that-is-gone-before-the-other-ends"],
 )
 def test_one_machine_is_asked_to_stop_and_all_end_with_75_however_many_restarts_are_left(
@@ -200,7 +217,7 @@ def test_one_machine_is_asked_to_stop_and_all_end_with_75_however_many_restarts_
     asked, other = (
         psutil.Popen(
             [sys.executable, *torchrun, f"--rdzv_conf=is_host={host}", str(tmp_path / "worker.py"), str(tmp_path), f"{code},{code}/0,0", str(seconds)],
-            env=environment(PYTHONPATH=str(Path(__file__).parent.parent)),
+            env=environment(PYTHONPATH=str(REPOSITORY)),
         )
         for code, host in (("stop", is_host), ("follows", 1 - is_host))
     )  # fmt: skip
@@ -220,7 +237,7 @@ def test_signals_come_once_processes_are_stopped() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
     try:
-        with heard_afterwards():
+        with stops_deferred():
             signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGUSR1)
             assert came == []
@@ -232,7 +249,7 @@ def test_signals_come_once_processes_are_stopped() -> None:
 def test_signal_before_there_are_processes_says_run_it_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accel_train.torchrun", "--nnodes=2", "--node_rank=1", "--master_addr=127.0.0.1"]
     command += ["--master_port=1", "--nproc_per_node=1", str(tmp_path / "none.py")]
-    launcher = psutil.Popen(command, env=environment(PYTHONPATH=str(Path(__file__).parent.parent)))
+    launcher = psutil.Popen(command, env=environment(PYTHONPATH=str(REPOSITORY)))
     try:
         wait_until(lambda: catches(launcher.pid, signal.SIGUSR1))
         launcher.send_signal(signal.SIGUSR1)
@@ -263,7 +280,7 @@ def test_scripts_whose_last_act_is_a_collective_end_in_good_order() -> None:
         job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in ("0", "1"):
             variables = environment(**job, RANK=rank, LOCAL_RANK=rank, ACCELERATE_USE_CPU="true")
-            program = [sys.executable, str(Path(__file__).parent / "exit_program.py")]
+            program = [sys.executable, str(TESTS / "support/programs/exit.py")]
             begun.append(subprocess.Popen(program, env=variables, stderr=subprocess.PIPE, text=True))
     ended = [(process.communicate(timeout=120)[1], process.returncode) for process in begun]
     assert [code for _, code in ended] == [0] * 8, "\n".join(said for said, _ in ended)

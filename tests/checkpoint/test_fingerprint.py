@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_train import Recipe, train
-from accel_train.checkpoint import facts_of
-from accel_train.cli import main
-from accel_train.identity import Change, identity_changes
-from accel_train.resume import set_aside
-from accel_train.rollback_record import ROLLBACKS
-from runs import events, losses, metrics, recipe_dict, write_corpus
+from accel_train.checkpoint.fingerprint import Change, identity_changes
+from accel_train.checkpoint.resume import set_aside
+from accel_train.checkpoint.rollback_log import ROLLBACKS
+from accel_train.checkpoint.store import facts_of
+from accel_train.cli.main import main
+from tests.support.runs import events, losses, metrics, recipe_dict, write_corpus
 
 RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
 
@@ -209,6 +209,10 @@ def rewrite_manifest(folder: Path, name: str) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = facts_of(folder / name)
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_goes_on_with_its_loss_computed_in_another_way(copied: Path) -> None:
+    assert main(["run", str(copied / "recipe.yaml"), "--loss.chunked", "true"]) == 0
 
 
 def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> None:

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from disk_driver import files
 
-from accel_train.checkpoint import folder_of, publish, remove
-from accel_train.health import TAGS, Health, add_tags, healthy_steps, steps_to_spare
+from accel_train.checkpoint.health import TAGS, Health, add_tags, healthy_steps, protected_steps
+from accel_train.checkpoint.store import folder_of, publish, remove
+from tests.support.programs.disk_driver import files
 
 
 def save(root: Path, *steps: int, mark: str = "") -> None:
@@ -158,10 +158,10 @@ def test_other_processes_do_nothing(tmp_path: Path) -> None:
 
 
 def test_rotation_spares_the_newest_healthy_checkpoint_and_the_first_one_after_it(tmp_path: Path) -> None:
-    assert steps_to_spare(tmp_path) == {-1}
+    assert protected_steps(tmp_path) == {-1}
     save(tmp_path, 10, 20, 30, 40)
-    assert steps_to_spare(tmp_path) == {-1, 10}
+    assert protected_steps(tmp_path) == {-1, 10}
     add_tags(tmp_path, [10, 20])
-    assert steps_to_spare(tmp_path) == {20, 30}
+    assert protected_steps(tmp_path) == {20, 30}
     add_tags(tmp_path, [40])
-    assert steps_to_spare(tmp_path) == {40}
+    assert protected_steps(tmp_path) == {40}

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from disk_driver import files
 
 from accel_train import Recipe, train
-from accel_train.checkpoint import checkpoint_folders, folder_of, publish, step_of
-from accel_train.cli import main
-from accel_train.finish import load_best
-from accel_train.health import add_tags
-from accel_train.prepare import prepare_run
-from accel_train.resume import set_aside
-from accel_train.rollback_record import ROLLBACKS, read_rollbacks, write_rollbacks
-from accel_train.state import CheckpointError, Rollback
-from runs import checkpoint, events, losses, recipe_dict, write_corpus
+from accel_train.checkpoint.health import add_tags
+from accel_train.checkpoint.resume import set_aside
+from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks, write_rollbacks
+from accel_train.checkpoint.store import checkpoint_folders, folder_of, publish, step_of
+from accel_train.cli.main import main
+from accel_train.core.errors import CheckpointError
+from accel_train.core.state import Rollback
+from accel_train.training.finish import load_best
+from accel_train.training.setup import prepare_run
+from tests.support.programs.disk_driver import files
+from tests.support.runs import checkpoint, events, losses, recipe_dict, write_corpus
 
 RUN: dict[str, Any] = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
 ROLLBACK = Rollback(number=1, at_step=5, to_step=4, skip_first=6, skip_last=7)
@@ -121,12 +122,12 @@ def test_best_weights_that_cannot_be_read_are_told_and_the_last_ones_kept(traine
         content = bytearray(weights.read_bytes())
         content[-1] ^= 1
         weights.write_bytes(content)
-        before = {name: tensor.clone() for name, tensor in run.inner.model.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in run.strategy.inner.model.state_dict().items()}
         for step, problem in ((4, "model.safetensors differs from its digest"), (6, "there is no such folder")):
             run.state.best_step = step
             assert not load_best(run)
             assert problem in events(trained, "best_model_lost")[-1]["message"]
-        assert all(torch.equal(before[name], tensor) for name, tensor in run.inner.model.state_dict().items())
+        assert all(torch.equal(before[name], tensor) for name, tensor in run.strategy.inner.model.state_dict().items())
 
 
 def test_verify_tells_healthy_abandoned_and_broken_checkpoints_and_what_a_resume_would_use(

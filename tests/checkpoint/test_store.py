@@ -1,4 +1,4 @@
-"""Checkpoint folders prove themselves: what is damaged is named and passed over, what is published is whole."""
+"""Checkpoint folders: what is damaged is named and skipped, what is published is whole."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.checkpoint import (
+from accel_train.checkpoint.store import (
     CheckpointStatus,
     GivenUp,
     check,
@@ -21,9 +21,9 @@ from accel_train.checkpoint import (
     remove_leftovers,
     rotate,
     step_of,
-    verify_run,
 )
-from accel_train.state import CheckpointError
+from accel_train.checkpoint.verify import verify
+from accel_train.core.errors import CheckpointError
 
 CONTENT = {"model.safetensors": b"weights" * 1000, "optimizer.safetensors": b"moments" * 500, "trainer.json": b"{}"}
 
@@ -182,15 +182,15 @@ def test_files_are_synced_before_the_rename_and_the_folder_after_it(
     assert calls[published - 1 :] == [aside, "rename to step-00000001", f"sync {tmp_path.name}"]
 
 
-def test_verify_run_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
+def test_verify_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 1)
     (save(tmp_path / "checkpoints", 2) / "trainer.json").unlink()
-    assert [(status.step, status.problem) for status in verify_run(tmp_path)] == [
+    assert [(status.step, status.problem) for status in verify(tmp_path).statuses] == [
         (1, None),
         (2, "trainer.json is missing"),
     ]
     with pytest.raises(ValueError, match="holds no checkpoints folder"):
-        verify_run(tmp_path / "elsewhere")
+        verify(tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_leftovers_of_files_that_were_being_replaced_are_removed_too(tmp_path: P
 def test_a_part_that_is_not_whole_in_the_folder_ends_the_save_and_the_older_checkpoint_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
 ) -> None:
-    monkeypatch.setattr("accel_train.files.SEEN_WITHIN_SECONDS", 0.2)
+    monkeypatch.setattr("accel_train.core.files.SEEN_WITHIN_SECONDS", 0.2)
     old = save(tmp_path, 1)
 
     def written_elsewhere(folder: Path) -> dict[str, dict[str, Any]]:

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train import Recipe
-from accel_train.checkpoint import check, checkpoint_folders, publish, step_of
-from accel_train.health import healthy_steps
-from accel_train.loop import run_steps, train_run
-from accel_train.prepare import prepare_run
-from accel_train.run import Run
-from accel_train.saver import Saver
-from accel_train.saving import save_run, saves_finished
-from accel_train.signals import StopRequest
-from accel_train.state import CheckpointError, TrainingStopped
-from runs import command, environment, events, recipe_dict, write_corpus, write_recipe_file
+from accel_train.checkpoint.health import healthy_steps
+from accel_train.checkpoint.store import check, checkpoint_folders, publish, step_of
+from accel_train.checkpoint.writer import Saver
+from accel_train.core.errors import CheckpointError, TrainingStopped
+from accel_train.engine.run import RunContext
+from accel_train.engine.save import save_run, saves_finished
+from accel_train.training.loop import run_steps
+from accel_train.training.setup import prepare_run
+from accel_train.training.train import train_run
+from tests.support.runs import command, environment, events, recipe_dict, write_corpus, write_recipe_file
 
 
 class Gate:
@@ -51,6 +51,10 @@ def nothing() -> None:
     return
 
 
+def is_saving() -> bool:
+    return any(thread.name == "checkpoint" for thread in threading.enumerate())
+
+
 def saved_steps(root: Path) -> list[int | None]:
     return [step_of(folder) for folder in checkpoint_folders(root) if check(folder).problem is None]
 
@@ -59,12 +63,12 @@ def test_the_caller_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> Non
     saver, gate, then = Saver(tmp_path, in_background=True), Gate(), threading.Event()
     saver.save(1, {"model": gate}, then.set)
     assert gate.reached.wait(60)
-    assert saver.is_busy
+    assert is_saving()
     assert saver.take_ended() == []
     assert saved_steps(tmp_path) == []
     gate.opened.set()
     assert saver.wait() > 0
-    assert not saver.is_busy
+    assert not is_saving()
     assert then.is_set()
     assert [(saved.step, saved.error) for saved in saver.take_ended()] == [(1, None)]
     assert saver.take_ended() == []
@@ -148,7 +152,7 @@ def test_a_save_that_is_given_up_is_not_published_and_leaves_nothing(tmp_path: P
     assert gate.reached.wait(60)
     threading.Timer(0.3, gate.opened.set).start()
     saver.abandon()
-    assert not saver.is_busy
+    assert not is_saving()
     assert saver.take_ended() == []
     assert list(tmp_path.iterdir()) == []
 
@@ -156,7 +160,7 @@ def test_a_save_that_is_given_up_is_not_published_and_leaves_nothing(tmp_path: P
 def test_a_write_that_hangs_does_not_hold_up_whoever_gives_it_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accel_train.saver.GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.2)
     saver, gate = Saver(tmp_path, in_background=True), Gate()
     saver.save(1, {"model": gate}, nothing)
     assert gate.reached.wait(60)
@@ -192,12 +196,12 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prepared(folder: Path, **sections: Any) -> Run:
+def prepared(folder: Path, **sections: Any) -> RunContext:
     recipe = recipe_dict(folder, task="causal-lm", **sections)
     return prepare_run(Recipe.model_validate(recipe))
 
 
-def slowed(run: Run) -> Gate:
+def slowed(run: RunContext) -> Gate:
     """From now on each checkpoint of this run waits at a gate before it is written."""
     gate = Gate()
     save = run.saver.save
@@ -216,17 +220,17 @@ def test_steps_are_made_while_a_checkpoint_is_written_and_what_is_saved_is_of_it
 
     def at_step(result: Any, learning_rate: float) -> None:
         on_step(result, learning_rate)
-        if run.saver.is_busy:
-            weights[result.step] = run.inner.model.state_dict()["transformer.wte.weight"].clone()
+        if is_saving():
+            weights[result.step] = run.strategy.inner.model.state_dict()["transformer.wte.weight"].clone()
         if result.step == 5:
             gate.opened.set()
 
     run.observer.on_step = at_step  # type: ignore[method-assign]
     train_run(run)
     assert 5 in weights, "the loop stood still"
-    saved = load_file(run.output_dir / "checkpoints" / "step-00000004" / "model.safetensors")
+    saved = load_file(run.plan.output_dir / "checkpoints" / "step-00000004" / "model.safetensors")
     assert not torch.equal(saved["transformer.wte.weight"], weights[5])
-    assert check(run.output_dir / "checkpoints" / "step-00000004").problem is None
+    assert check(run.plan.output_dir / "checkpoints" / "step-00000004").problem is None
 
 
 @pytest.mark.parametrize(
@@ -250,14 +254,14 @@ def test_a_run_that_ends_finishes_its_checkpoint_unless_it_is_interrupted(
             assert gate.reached.wait(60)
             threading.Timer(0.3, gate.opened.set).start()
             raise error
-        assert not run.saver.is_busy
+        assert not is_saving()
         assert saved_steps(run.saver.root) == ([0] if published else [])
-        assert len(events(run.output_dir, "checkpoint")) == published
+        assert len(events(run.plan.output_dir, "checkpoint")) == published
 
 
 def test_a_run_that_fails_waits_only_so_long(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.saving.LAST_WAIT_SECONDS", 0.2)
-    monkeypatch.setattr("accel_train.saver.GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr("accel_train.engine.save.LAST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.2)
     run = prepared(corpus)
     gate = slowed(run)
     began = time.monotonic()
@@ -276,13 +280,13 @@ def test_weights_that_are_not_finite_are_never_saved(corpus: Path) -> None:
     with run.resources:
         save_run(run, wait=True)
         with torch.no_grad():
-            next(run.inner.model.parameters()).view(-1)[0] = float("nan")
+            next(run.strategy.inner.model.parameters()).view(-1)[0] = float("nan")
         run.state.step = 4
         save_run(run)
         with pytest.raises(CheckpointError, match=r"step 4 is not saved: transformer.wte.weight is not finite"):
             save_run(run, wait=True)
     assert saved_steps(run.saver.root) == [0]
-    assert [event["step"] for event in events(run.output_dir, "checkpoint_refused")] == [4, 4]
+    assert [event["step"] for event in events(run.plan.output_dir, "checkpoint_refused")] == [4, 4]
     assert not run.saver.failed
 
 
@@ -307,7 +311,7 @@ def test_rotation_keeps_the_newest_the_best_the_healthy_and_the_next_to_be_healt
     run.saver = Saver(run.saver.root, in_background=False)
     run.state.best_step = 6
     with run.resources:
-        run_steps(run, StopRequest())
+        run_steps(run)
     assert kept[8] == [2, 6, 8], "2 is the next one to be healthy, 6 the best one, 8 the newest"
     assert kept[10] == [2, 6, 10], "2 is healthy, 6 is next, and the best"
     assert kept[14] == [6, 12, 14], "6 is healthy and the best, 12 is next"
@@ -315,16 +319,17 @@ def test_rotation_keeps_the_newest_the_best_the_healthy_and_the_next_to_be_healt
     assert all(step - healthy <= 2 * 8 + 2 for step, healthy in newest_healthy.items())
 
 
+@pytest.mark.slow
 def test_interrupted_twice_the_command_ends_at_once_and_leaves_nothing_half(corpus: Path) -> None:
     recipe = write_recipe_file(
         corpus,
-        task="disk_task:DiskTask",
+        task="tests.support.tasks.disk_faults:DiskTask",
         checkpoint={"every_steps": 4},
         options={"slow_fsync": 0.5, "interrupt_at": 6},
     )
     done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 130, done.stderr
-    assert "interrupted; run the same command to go on" in done.stderr
+    assert "interrupted; run the same command again to resume from the last checkpoint" in done.stderr
     root = corpus / "run" / "checkpoints"
     assert saved_steps(root) == [step_of(folder) for folder in checkpoint_folders(root)]
     publish(root, 99, {"model": write})
@@ -346,4 +351,4 @@ def test_save_whose_start_was_broken_off_by_a_signal_handler_is_waited_for(
         saver.save(1, {"model": write}, nothing)
     saver.wait()
     assert [saved.error for saved in saver.take_ended()] == [None]
-    assert not saver.is_busy
+    assert not is_saving()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from accel_train.cli import main
+from accel_train.cli.main import main
 
 GOOD: dict[str, Any] = {
     "output_dir": "out",
@@ -92,6 +92,17 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "seed that torch does not take": (setting("seed", 2**70), (f"seed={2**70}", f"at most {2**64 - 1}")),
     "negative number of layers": (setting("model.config.n_layer", -1), ("model.config.n_layer=-1", "must not be negative", "12 by default")),
     "batch that no data fills": (setting("batch.global_batch_size", 10**18), (f"batch.global_batch_size={10**18}", "training samples", "lower it to at most")),
+    "unknown optimizer": (setting("optimizer.name", "moun"), ("optimizer.name=moun", "or module:Class", "did you mean muon?")),
+    "unknown module of an optimizer": (setting("optimizer.name", "no_such_module:Lamb"), ("no_such_module:Lamb", "PYTHONPATH")),
+    "class that is no optimizer": (setting("optimizer.name", "torch.nn:Linear"), ("torch.nn:Linear", "derived from torch.optim.Optimizer")),
+    "options that an optimizer refuses": (setting("optimizer", {"name": "adafactor", "options": {"beta": 1}}), ("adafactor", "'beta'", "correct optimizer.options")),
+    "options for an optimizer without": (setting("optimizer", {"name": "lion", "options": {"beta": 1}}), ("optimizer.options are for", "leave them out")),
+    "optimizer that needs a closure": (setting("optimizer", {"name": "torch.optim:LBFGS", "weight_decay": 0}), ("torch.optim:LBFGS", "LBFGS")),
+    "optimizer without weight decay": (setting("optimizer.name", "torch.optim:Rprop"), ("torch.optim:Rprop", "set optimizer.weight_decay to 0")),
+    "state that no checkpoint holds": (setting("optimizer.name", "tests.support.optimizers:KeepsLists"), ("keeps history as a list",)),
+    "options that are no mapping": (setting("optimizer", {"name": "adafactor", "options": 3}), ("optimizer.options=3", "mapping")),
+    "optimizer that is no name": (setting("optimizer.name", 3), ("optimizer.name=3", "or module:Class")),
+    "muon under deepspeed": (both(setting("optimizer.name", "muon"), setting("parallel", {"strategy": "deepspeed"})), ("optimizer.name muon", "use adamw, adam, sgd")),
     "unknown schedule": (setting("schedule.type", "cosin"), ("schedule.type=cosin", "did you mean cosine?")),
     "unknown precision": (setting("precision.mixed_precision", "fp61"), ("precision.mixed_precision=fp61", "did you mean fp16?")),
     "nothing to learn from": (both(setting("task", "text-classification"), setting("data.label_column", None)), ("data.label_column", "predict")),
@@ -187,7 +198,7 @@ TABLES: dict[str, tuple[str, str | bytes, dict[str, Any], tuple[str, ...]]] = {
     "lone surrogate": ("t.jsonl", JSONL.replace("words 7", "\\ud800"), {}, ("t.jsonl:8", "surrogate")),
     "object that is cut off": ("t.jsonl", JSONL[:-12], {}, ("t.jsonl:30", "not JSON")),
     "line that is a list": ("t.jsonl", JSONL.replace('{"text": "words 7", "label": "b"}', "[1]"), {}, ("t.jsonl:8", "not an object", "[1]")),
-    "text that is null": ("t.jsonl", JSONL.replace('"words 7"', "null"), {}, ("t.jsonl:8", "'text'", "empty")),
+    "text that is null": ("t.jsonl", JSONL.replace('"words 7"', "null"), {}, ("t.jsonl:8", "'text'", "null")),
     "text that is a number": ("t.jsonl", JSONL.replace('"words 7"', "5"), {}, ("t.jsonl:8", "'text'", "5")),
     "row without the column": ("t.jsonl", JSONL.replace('"text": "words 7"', '"txt": "w"'), {}, ("t.jsonl:8", "'text'", "'txt'")),
     "parquet that is none": ("t.parquet", "PAR1", {}, ("t.parquet", "not a parquet file")),
@@ -325,9 +336,9 @@ ENDLESS: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "pipe as tokens": (lambda: os.mkfifo("p.bin"), "r.yaml", "p.bin", "p.bin is no regular file"),
     "link to a device": (lambda: os.symlink("/dev/zero", "z.txt"), "r.yaml", "z.txt", "z.txt is no regular file"),
     "folders in a circle": (lambda: loop(Path("texts")), "r.yaml", "texts/**/*.txt", "inner/x is a link to"),
-    "pipe as recipe": (lambda: os.mkfifo("p.yaml"), "p.yaml", "text.txt", "p.yaml is a pipe, and nothing came out of it"),
+    "pipe as recipe": (lambda: os.mkfifo("p.yaml"), "p.yaml", "text.txt", "p.yaml is a pipe without content"),
     "device as recipe": (lambda: None, "/dev/zero", "text.txt", "/dev/zero is no recipe: it has more than 1,048,576 bytes"),
-    "aliases of aliases": (lambda: Path("b.yaml").write_text(bomb()), "b.yaml", "text.txt", "b.yaml: with its aliases it has"),
+    "aliases of aliases": (lambda: Path("b.yaml").write_text(bomb()), "b.yaml", "text.txt", "b.yaml: its aliases make"),
 }  # fmt: skip
 
 

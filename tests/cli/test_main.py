@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,13 @@ import torch
 import yaml
 
 from accel_train import __version__
-from accel_train.cli import COMMANDS, main, split_settings
-from accel_train.state import CheckpointError, Preempted, TrainingStopped
+from accel_train.cli.command import Command
+from accel_train.cli.commands import COMMANDS
+from accel_train.cli.main import main, parse_arguments
+from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
+from tests.support.runs import REPOSITORY
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = REPOSITORY
 GOOD: dict[str, Any] = {
     "output_dir": "out",
     "model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}},
@@ -43,11 +45,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def failing(error: BaseException) -> Callable[..., int]:
-    def command(*_: Any) -> int:
+def failing(name: str, error: BaseException) -> Command:
+    def run(*_: Any) -> int:
         raise error
 
-    return command
+    return COMMANDS[name]._replace(run=run)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def failing(error: BaseException) -> Callable[..., int]:
 def test_each_failure_has_its_exit_code_and_one_line(
     error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(COMMANDS, "doctor", failing(error))
+    monkeypatch.setitem(COMMANDS, "doctor", failing("doctor", error))
     assert main(["doctor"]) == code
     captured = capsys.readouterr().err
     assert said in captured
@@ -81,19 +83,19 @@ def test_each_failure_has_its_exit_code_and_one_line(
     "error", [ValueError("ours"), RuntimeError("ours"), OSError(errno.EPERM, "ours"), KeyError("ours")]
 )
 def test_a_fault_that_nobody_foresaw_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "doctor", failing(error))
+    monkeypatch.setitem(COMMANDS, "doctor", failing("doctor", error))
     with pytest.raises(type(error), match="ours"):
         main(["doctor"])
 
 
 def test_a_value_error_while_training_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    import accel_train.loop
+    import accel_train.training.train
 
     def break_down(run: Any) -> None:
         run.resources.close()
         raise ValueError("shapes do not match")
 
-    monkeypatch.setattr(accel_train.loop, "train_run", break_down)
+    monkeypatch.setattr(accel_train.training.train, "train_run", break_down)
     with pytest.raises(ValueError, match="shapes do not match"):
         main(["run", "r.yaml"])
 
@@ -119,7 +121,7 @@ def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setitem(COMMANDS, "run", failing(error))
+    monkeypatch.setitem(COMMANDS, "run", failing("run", error))
     main(["run", "r.yaml"])
     assert capsys.readouterr().err == ""
 
@@ -129,7 +131,7 @@ def test_a_mistake_that_only_another_process_sees_is_still_said(
 ) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("accel_train.ending.WAIT_FOR_RANK_0_SECONDS", 0.0)
+    monkeypatch.setattr("accel_train.runtime.exit.WAIT_FOR_RANK_0_SECONDS", 0.0)
     assert main(["run", "nowhere.yaml"]) == 2
     assert capsys.readouterr().err.startswith("error: rank 3: nowhere.yaml")
 
@@ -160,12 +162,12 @@ def test_two_processes_say_a_mistake_once() -> None:
 def test_a_crash_of_native_code_leaves_the_python_line_that_led_to_it() -> None:
     code = """
 import os, signal, sys
-from accel_train import cli
+from accel_train.cli import main as cli
 
 def crash(*arguments):
     os.kill(os.getpid(), signal.SIGSEGV)
 
-cli.COMMANDS["doctor"] = crash
+cli.COMMANDS["doctor"] = cli.COMMANDS["doctor"]._replace(run=crash)
 sys.argv = ["accel-train", "doctor"]
 cli.program()
 """
@@ -195,21 +197,37 @@ def test_the_module_is_the_same_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, ours, settings",
+    ("rank", "lines"), [("0", ["r.yaml: to be trained in out; importing torch first ..."]), ("1", [])]
+)
+def test_a_run_says_what_it_is_about_before_it_imports_torch(folder: Path, rank: str, lines: list[str]) -> None:
+    (folder / "torch.py").write_text("import os\nos.write(2, b'torch is imported')\nos._exit(9)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_train", "run", "r.yaml"],
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (9, "torch is imported")
+    assert done.stdout.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    "arguments, gpu, settings",
     [
-        (["run", "r", "--a.b", "1"], ["run", "r"], ["--a.b", "1"]),
-        (["run", "--a.b", "1", "r"], ["run", "r"], ["--a.b", "1"]),
-        (["run", "--a.b=1", "r"], ["run", "r"], ["--a.b=1"]),
-        (["run", "r", "--a.b", "-1"], ["run", "r"], ["--a.b", "-1"]),
-        (["run", "--gpu", "H200", "r", "--a.b", "1"], ["run", "--gpu", "H200", "r"], ["--a.b", "1"]),
-        (["run", "--gpu=H200", "r"], ["run", "--gpu=H200", "r"], []),
-        (["run", "r", "--a.b", "--help"], ["run", "r", "--help"], ["--a.b"]),
+        (["plan", "r", "--a.b", "1"], None, ["--a.b", "1"]),
+        (["plan", "--a.b", "1", "r"], None, ["--a.b", "1"]),
+        (["plan", "--a.b=1", "r"], None, ["--a.b=1"]),
+        (["plan", "r", "--a.b", "-1"], None, ["--a.b", "-1"]),
+        (["plan", "r", "--a.b", "-x"], None, ["--a.b", "-x"]),
+        (["plan", "--a.b", "--c=2", "--gpu", "H200", "r"], "H200", ["--a.b", "--c=2"]),
+        (["plan", "--gpu", "H200", "r", "--a.b", "1"], "H200", ["--a.b", "1"]),
+        (["plan", "--gpu=H200", "r"], "H200", []),
     ],
 )
 def test_the_recipes_settings_are_told_from_the_commands_own_flags(
-    arguments: list[str], ours: list[str], settings: list[str]
+    arguments: list[str], gpu: str | None, settings: list[str]
 ) -> None:
-    assert split_settings(arguments, ("--gpu",)) == (ours, settings)
+    parsed, found = parse_arguments(arguments)
+    assert (parsed.recipe, parsed.gpu, found) == ("r", gpu, settings)
 
 
 def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,8 +280,8 @@ def test_the_recipe_in_the_run_folder_runs_again(capsys: pytest.CaptureFixture[s
 def test_padding_rows_of_the_vocabulary_are_never_sampled() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from accel_train.data import byte_tokenizer
-    from accel_train.generate import generate_text
+    from accel_train.data.text.tokenizers import byte_tokenizer
+    from accel_train.model.generation import generate_text
 
     tokenizer = byte_tokenizer()
     model = GPT2LMHeadModel(

@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 
-from accel_train import checkpoint, files
-from accel_train.checkpoint import check, newest_valid, publish
-from accel_train.resume import shares_of
-from forked import run_forked
-from runs import events, write_corpus, write_recipe_file
+from accel_train.checkpoint import store as checkpoint
+from accel_train.checkpoint.resume import shares_of
+from accel_train.checkpoint.store import check, newest_valid, publish
+from accel_train.core import files
+from tests.support.processes import run_forked
+from tests.support.runs import events, write_corpus, write_recipe_file
 
 
-@pytest.mark.parametrize("damaged", [None, "model.safetensors"])
+@pytest.mark.parametrize("damaged", [pytest.param(None, marks=pytest.mark.slow), "model.safetensors"])
 def test_every_process_hashes_a_part_of_a_checkpoint_and_all_find_what_one_would(
     tmp_path: Path, damaged: str | None
 ) -> None:
     write_corpus(tmp_path)
     sections: dict[str, Any] = {
-        "task": "fault_task:FaultTask",
+        "task": "tests.support.tasks.process_faults:FaultTask",
         "schedule": {"max_steps": 6},
         "checkpoint": {"every_steps": 3, "keep": 5},
     }
@@ -64,7 +65,7 @@ def sparse(root: Path, step: int, num_files: int, num_bytes: int) -> Path:
 def test_hashing_that_takes_seconds_is_said_on_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(files, "SAY_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr(files, "REPORT_AFTER_SECONDS", 0.02)
     folder = sparse(tmp_path, 7, 2, 2**27)
     assert check(folder).problem == "0.safetensors differs from its digest"
     [line] = capsys.readouterr().err.splitlines()

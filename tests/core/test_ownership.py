@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from test_predict import SCENES
 
 from accel_train import Recipe, train
-from accel_train.cli import main
-from accel_train.observe.ledger import RECIPE_FILE, RunFolder
-from accel_train.ownership import MARKER, RUN_NAMES, check_file, claim, recipe_of_run, write_file
-from runs import recipe_dict, write_corpus
+from accel_train.cli.main import main
+from accel_train.core.ownership import MARKER, RUN_NAMES, check_file, claim, recipe_of_run, write_file
+from accel_train.observe.run_folder import RECIPE_FILE, RunFolder
+from tests.support.runs import SCENES, recipe_dict, write_corpus
 
 LM: dict[str, Any] = {
     "task": "causal-lm",
@@ -305,7 +304,7 @@ def test_out_follows_a_link_and_writes_into_what_is_no_regular_file(
     assert Path("pipe").is_fifo()
     capsys.readouterr()
     assert main(["predict", "scenes", "--out", "/dev/null"]) == 2
-    assert "masks need a folder beside it" in error_of(capsys)
+    assert "masks need a folder next to it" in error_of(capsys)
     assert not list(Path().glob("pipe-*"))
 
 

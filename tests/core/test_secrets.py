@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accel_train.redaction import is_secret, redact, redact_text, remember_secrets
-from runs import command, environment, events, write_corpus, write_recipe_file
+from accel_train.core.redaction import is_secret, redact, redact_text, remember_secrets
+from tests.support.runs import command, environment, events, write_corpus, write_recipe_file
 
 IN_THE_RECIPE: dict[str, Any] = {
     "hub_token": "planted-hub-token",
@@ -86,7 +86,7 @@ def recipe(tmp_path: Path) -> Path:
     write_corpus(tmp_path)
     return write_recipe_file(
         tmp_path,
-        task="secret_task:TalkativeTask",
+        task="tests.support.tasks.leaks_secrets:TalkativeTask",
         options={**IN_THE_RECIPE, "nan_at": {"step": 3, "rank": 0}},
         schedule={"max_steps": 6},
         checkpoint={"every_steps": 2, "keep": 9},
@@ -118,6 +118,7 @@ def test_no_secret_reaches_the_run_folder_or_the_screen_and_the_folder_follows_t
     assert_umask_followed(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes", [1, pytest.param(2, marks=pytest.mark.faults)], ids=["one process", "two processes"]
 )
@@ -154,7 +155,7 @@ def test_a_crash_that_tells_everything_is_told_without_secrets(recipe: Path, tmp
 def test_a_refusal_names_the_setting_and_not_the_secret(
     recipe: Path, tmp_path: Path, flags: tuple[str, ...], debug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accel_train.cli import main
+    from accel_train.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCEL_TRAIN_DEBUG", debug)
@@ -194,7 +195,7 @@ def test_short_values_paths_and_switches_are_kept_in_texts(tmp_path: Path) -> No
 
 
 def test_numbers_and_names_of_a_ledger_line_are_left_alone(tmp_path: Path) -> None:
-    from accel_train.observe.ledger import read_json, write_json
+    from accel_train.core.json_io import read_json, write_json
 
     remember_secrets({"api_key": "1.2345678901"})
     record = {"api_key": 1.2345678901, "classes": {"secret": 0.5}, "path": "https://me:word@host/x"}

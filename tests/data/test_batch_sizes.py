@@ -1,14 +1,12 @@
-"""Batch sizes multiply out, contradictions are refused with numbers that work, and learning rates say their formula."""
+"""Batch sizes multiply out, and contradictions are refused with numbers that work."""
 
 import itertools
-import math
 from dataclasses import FrozenInstanceError
 
 import pytest
 
-from accel_train.batching import BatchSizes, resolve_batch, scale_learning_rate
-from accel_train.recipe import Batch
-from accel_train.recipe_optimizer import LRScaling
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.recipe.schema import Batch
 
 
 def sizes(world_size: int, **keys: int) -> tuple[int, int, int]:
@@ -113,37 +111,3 @@ def test_resolved_sizes_cannot_be_changed() -> None:
     resolved = resolve_batch(Batch(), 1)
     with pytest.raises(FrozenInstanceError):
         resolved.global_batch_size = 64  # type: ignore[misc]
-
-
-def batch_of(world_size: int, per_device: int, accumulation: int) -> BatchSizes:
-    return resolve_batch(Batch(per_device_batch_size=per_device, gradient_accumulation_steps=accumulation), world_size)
-
-
-def test_linear_scaling_multiplies_by_the_global_batch_over_the_base() -> None:
-    choice = scale_learning_rate(0.1, LRScaling(rule="linear", base_batch_size=256), batch_of(8, 64, 2))
-    assert choice.value == pytest.approx(0.4)
-    assert choice.reason == "linear: 0.1 x (64 per device x 2 accumulation x 8 processes) / 256 = 0.4"
-
-
-def test_sqrt_scaling_multiplies_by_the_root_of_that() -> None:
-    choice = scale_learning_rate(3e-4, LRScaling(rule="sqrt", base_batch_size=256), batch_of(2, 16, 1))
-    assert choice.value == pytest.approx(3e-4 * math.sqrt(32 / 256))
-    assert choice.reason == "sqrt: 0.0003 x sqrt((16 per device x 1 accumulation x 2 processes) / 256) = 0.000106066"
-
-
-def test_without_scaling_the_learning_rate_is_the_one_written() -> None:
-    choice = scale_learning_rate(3e-4, LRScaling(), batch_of(2, 16, 1))
-    assert choice.value == 3e-4
-    assert choice.reason == (
-        "none: 0.0003 as written, not scaled with the global batch of 32 (16 per device x 1 accumulation x 2 processes)"
-    )
-
-
-@pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_scaling_sees_only_the_global_batch(rule: str) -> None:
-    scaling = LRScaling.model_validate({"rule": rule, "base_batch_size": 32})
-    values = [
-        scale_learning_rate(1.0, scaling, batch_of(*split)).value for split in [(1, 64, 1), (4, 16, 1), (2, 4, 8)]
-    ]
-    assert values == [values[0]] * 3
-    assert scale_learning_rate(0.5, scaling, batch_of(2, 16, 1)).value == 0.5

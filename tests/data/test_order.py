@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from accel_train import sampling
-from accel_train.sampling import DataOrder, evaluation_batches, permute
+from accel_train.data import order as sampling
+from accel_train.data.order import DataOrder, evaluation_batches, permute
 
 SIZES_OF_EPOCH_AND_BATCH = [(1, 4), (3, 8), (10, 4), (10, 10), (100, 32), (5000, 7), (5000, 4096), (9000, 10_000)]
 
@@ -94,9 +94,9 @@ def count_network_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     encipher = sampling._encipher
 
-    def counting(positions: np.ndarray, network: sampling._Network) -> np.ndarray:
+    def counting(positions: np.ndarray, n: int, keys: tuple[int, ...]) -> np.ndarray:
         sizes.append(len(positions))
-        return encipher(positions, network)
+        return encipher(positions, n, keys)
 
     monkeypatch.setattr(sampling, "_encipher", counting)
     return sizes
@@ -147,7 +147,7 @@ def test_resuming_at_a_step_reads_what_an_unbroken_run_reads() -> None:
     unbroken = DataOrder(5003, 48, seed=1)
     steps = [unbroken.step_samples(step).tolist() for step in range(250)]
     sampling._block.cache_clear()
-    sampling._network.cache_clear()
+    sampling._round_keys.cache_clear()
     resumed = DataOrder(5003, 48, seed=1)
     assert [resumed.step_samples(step).tolist() for step in range(140, 250)] == steps[140:]
 

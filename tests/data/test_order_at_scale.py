@@ -8,13 +8,13 @@ together, are the step's samples. The same is counted through, sample by sample,
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from accel_train import sampling
-from accel_train.sampling import BLOCK_SIZE, DataOrder, permute
+from accel_train.data import order as sampling
+from accel_train.data.order import BLOCK_SIZE, DataOrder, permute
+from tests.support.runs import REPOSITORY
 
 BILLION = 10**9
 WORLD_SIZE, PER_DEVICE = 1024, 4
@@ -24,29 +24,24 @@ SEED = 1337
 WORDS = np.uint64
 
 
-def mixed(half: np.ndarray, key: np.ndarray) -> np.ndarray:
-    out, scratch = np.empty_like(half), np.empty_like(half)
-    sampling._mix(half, key, out, scratch)
-    return out
-
-
-def decipher_once(samples: np.ndarray, network: sampling._Network) -> np.ndarray:
+def decipher_once(samples: np.ndarray, n: int, keys: tuple[int, ...]) -> np.ndarray:
     """The network's rounds undone, last one first: what was added is taken away again, modulo the size."""
-    left, right = samples & network.left_mask, samples >> network.left_bits
-    size = network.right_size
-    for left_key, right_key in reversed(list(zip(network.keys[::2], network.keys[1::2], strict=True))):
-        added = ((mixed(left, right_key) >> WORDS(32)) * size) >> WORDS(32)
+    left_bits = (n.bit_length() - 1) // 2
+    left, right = samples & ((1 << left_bits) - 1), samples >> left_bits
+    size = -(-n >> left_bits)
+    for left_key, right_key in reversed(list(zip(keys[::2], keys[1::2], strict=True))):
+        added = ((sampling._mix(left, right_key) >> WORDS(32)) * size) >> WORDS(32)
         right = (right + size - added) % size
-        left = left ^ (mixed(right, left_key) >> network.left_shift)
-    return right << network.left_bits | left
+        left = left ^ (sampling._mix(right, left_key) >> (64 - left_bits))
+    return right << left_bits | left
 
 
 def position_of(samples: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Where each sample stands in an epoch's order: `permute` run backwards."""
-    network = sampling._network(n, seed, epoch)
-    result = decipher_once(samples.astype(WORDS), network)
+    keys = sampling._round_keys(seed, epoch)
+    result = decipher_once(samples.astype(WORDS), n, keys)
     while (outside := result >= WORDS(n)).any():
-        result[outside] = decipher_once(result[outside], network)
+        result[outside] = decipher_once(result[outside], n, keys)
     return result.astype(np.int64)
 
 
@@ -100,7 +95,7 @@ def test_1024_processes_read_every_sample_once_an_epoch(n: int, last_batch: samp
 START_UP = """
 import json, resource, sys, time
 from pathlib import Path
-from accel_train.sampling import DataOrder
+from accel_train.data.order import DataOrder
 
 def peak_bytes():
     # The kernel hands getrusage's figure on from the process that started this one; VmHWM is of this program alone.
@@ -118,7 +113,7 @@ print(json.dumps({"seconds": time.perf_counter() - began, "before": before, "byt
 
 @pytest.mark.parametrize("rank", [0, 1023])
 def test_a_process_finds_its_samples_anywhere_in_a_second_and_100_mb(rank: int) -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = REPOSITORY
     command = [sys.executable, "-c", START_UP, str(rank)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)

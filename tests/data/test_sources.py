@@ -8,16 +8,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from accel_train.data.documents import Document, read_documents
-from accel_train.data.sources import python_stdlib_files, resolve_sources
-from accel_train.recipe_data import Data
+from accel_train.data.builtin.stdlib import python_stdlib_files
+from accel_train.data.sources import resolve_sources
+from accel_train.data.text.documents import Document, read_documents
+from accel_train.recipe.data import Data
 
 
 def documents(names: Any, **settings: Any) -> list[Document]:
     data = Data(train=names, **settings)
     return [
         document
-        for source in resolve_sources(data.train, data, leaf="data.train")
+        for source in resolve_sources(data.train, data, key="data.train")
         for document in read_documents(source, data)
     ]
 
@@ -33,7 +34,7 @@ def refusal(names: Any, **settings: Any) -> str:
 
 
 def test_the_standard_library_is_sorted_python_without_tests_and_packages() -> None:
-    names = [file.path.as_posix() for file in python_stdlib_files()]
+    names = [path.as_posix() for path in python_stdlib_files()]
     assert len(names) > 300
     assert names == sorted(names)
     assert all(name.endswith(".py") for name in names)
@@ -47,7 +48,6 @@ def test_a_text_file_is_one_document_and_keeps_its_line_ends_but_not_its_bom(tmp
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
     (document,) = documents(str(tmp_path / "a.txt"))
     assert document.text == "one\r\ntwo\n"
-    assert document.utf8 == b"one\r\ntwo\n"
 
 
 def test_a_folder_is_read_recursively_in_order_and_says_what_it_leaves_out(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_folder_is_read_recursively_in_order_and_says_what_it_leaves_out(tmp_p
     for name in ("b/z.md", "a.txt", "c.py", ".git/x.txt", "b/picture.png"):
         (tmp_path / name).write_text(name)
     data = Data(train=str(tmp_path))
-    (source,) = resolve_sources(data.train, data, leaf="data.train")
+    (source,) = resolve_sources(data.train, data, key="data.train")
     assert [document.text for document in read_documents(source, data)] == ["a.txt", "b/z.md", "c.py"]
     assert "left out 1 files of other kinds (1 .png)" in source.notes[0]
 
@@ -92,7 +92,7 @@ def test_a_saved_data_set_is_read_by_its_split(tmp_path: Path) -> None:
     assert texts(str(tmp_path / "one")) == ["a", "b"]
     assert texts(str(tmp_path / "both")) == ["a", "b"]
     data = Data(train="unused", eval=str(tmp_path / "both"))
-    (source,) = resolve_sources(data.eval or "", data, leaf="data.eval")
+    (source,) = resolve_sources(data.eval or "", data, key="data.eval")
     assert [document.text for document in read_documents(source, data)] == ["c"]
     assert "has no split test; it has train, validation" in refusal(str(tmp_path / "both"), split="test")
 
@@ -101,16 +101,16 @@ def test_a_data_set_column_must_hold_strings(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict({"text": [1, 2], "body": ["a", None]}).save_to_disk(str(tmp_path / "set"))
-    assert "column 'text' holds" in refusal(str(tmp_path / "set"))
-    assert "available: text, body" in refusal(str(tmp_path / "set"), text_column="txt")
-    assert "row 2: 'body' is null, not a string" in refusal(str(tmp_path / "set"), text_column="body")
+    assert "row 1: column 'text' holds 1, not a string" in refusal(str(tmp_path / "set"))
+    assert "There are text, body" in refusal(str(tmp_path / "set"), text_column="txt")
+    assert "row 2: column 'body' holds null, not a string" in refusal(str(tmp_path / "set"), text_column="body")
 
 
 def test_what_does_not_exist_is_refused_with_the_nearest_that_does(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("x")
     message = refusal(str(tmp_path / "corpsu.txt"))
     assert "there is no file or folder" in message
-    assert f"the nearest existing one is {tmp_path / 'corpus.txt'}" in message
+    assert f"did you mean {tmp_path / 'corpus.txt'}?" in message
     assert "no file matches" in refusal(str(tmp_path / "*.md"))
     message = refusal("python-stdlb")
     assert "neither an existing file or folder" in message
@@ -163,7 +163,7 @@ def test_bytes_that_are_not_utf8_are_found_in_rows_too(tmp_path: Path) -> None:
 
 def test_a_lone_surrogate_is_refused_or_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab\\ud800"}\n')
-    assert "a.jsonl:1: character 2 of 'text' is the lone surrogate" in refusal(str(tmp_path / "a.jsonl"))
+    assert "a.jsonl:1: column 'text': character 2 is the lone surrogate" in refusal(str(tmp_path / "a.jsonl"))
     assert texts(str(tmp_path / "a.jsonl"), encoding_errors="replace") == ["ab\ufffd"]
 
 
@@ -172,9 +172,9 @@ def test_a_lone_surrogate_is_refused_or_replaced(tmp_path: Path) -> None:
     [
         ('{"text": "cut', "a.jsonl:2: not JSON"),
         ('["text"]', 'a.jsonl:2: ["text"] is not an object'),
-        ('{"body": "b", "id": 1}', "a.jsonl:2: the column 'text' is missing; available: body, id"),
-        ('{"text": null}', "a.jsonl:2: 'text' is null, not a string"),
-        ('{"text": 5}', "a.jsonl:2: 'text' is 5, not a string"),
+        ('{"body": "b", "id": 1}', "a.jsonl:2: there is no column 'text'; name another. There are body, id"),
+        ('{"text": null}', "a.jsonl:2: column 'text' holds null, not a string"),
+        ('{"text": 5}', "a.jsonl:2: column 'text' holds 5, not a string"),
     ],
 )
 def test_a_broken_json_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
@@ -185,8 +185,8 @@ def test_a_broken_json_line_is_named(tmp_path: Path, line: str, complaint: str) 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("id,body\n1,a\n", "a.csv:1: the column 'text' is missing; available: id, body"),
-        ("text,text\n1,a\n", "a.csv:1: the column 'text' is there more than once"),
+        ("id,body\n1,a\n", "a.csv:1: there is no column 'text'; name another. There are id, body"),
+        ("text,text\n1,a\n", "a.csv:1: the column 'text' is there 2 times"),
         ('text,id\n"two\nlines",1\nloose, comma,2\n', "a.csv:4: the row has 3 fields, the header 2 (text, id)"),
         ('text,id\n"never closed,1\n', "a.csv:2: not csv"),
     ],
@@ -199,9 +199,9 @@ def test_a_broken_csv_row_is_named(tmp_path: Path, content: str, complaint: str)
 def test_broken_parquet_and_wrong_columns_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"n": [1], "maybe": pyarrow.array([None], pyarrow.string())}), path)
-    assert "the column 'text' is missing; available: n, maybe" in refusal(str(path))
-    assert "column 'n' holds int64, not strings" in refusal(str(path), text_column="n")
-    assert "row 1: 'maybe' is null" in refusal(str(path), text_column="maybe")
+    assert "there is no column 'text'; name another. There are n, maybe" in refusal(str(path))
+    assert "row 1: column 'n' holds 1, not a string" in refusal(str(path), text_column="n")
+    assert "row 1: column 'maybe' holds null" in refusal(str(path), text_column="maybe")
     path.write_bytes(path.read_bytes()[:-20])
     assert "not a parquet file" in refusal(str(path))
 
@@ -223,6 +223,6 @@ def test_rows_are_counted_over_batches(tmp_path: Path) -> None:
 
     values = ["x"] * 2999 + [None]
     pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
-    assert "a.parquet, row 3000: 'text' is null" in refusal(str(tmp_path / "a.parquet"))
+    assert "a.parquet, row 3000: column 'text' holds null" in refusal(str(tmp_path / "a.parquet"))
     datasets.Dataset.from_dict({"text": values}).save_to_disk(str(tmp_path / "set"))
-    assert "set, row 3000: 'text' is null" in refusal(str(tmp_path / "set"))
+    assert "set, row 3000: column 'text' holds null" in refusal(str(tmp_path / "set"))

@@ -10,19 +10,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from accel_train.data.labels import LabelCell, LabelScheme, label_scheme
+from accel_train.data.builtin.stdlib import MAX_PER_PACKAGE, NUM_PACKAGES, stdlib_functions
+from accel_train.data.labels import LabelScheme, label_scheme
 from accel_train.data.sources import resolve_sources
-from accel_train.data.stdlib_functions import MAX_PER_PACKAGE, NUM_PACKAGES, stdlib_functions
 from accel_train.data.tables import Row, class_names, read_rows
-from accel_train.data.text_rows import TextRows, hold_out, read_text_rows, repeated_texts
-from accel_train.recipe_data import Data
+from accel_train.data.text.labelled import TextRow, hold_out, read_text_rows, repeated_texts
+from accel_train.recipe.data import Data
 
 
 def rows_of(path: Path, *columns: str, **settings: Any) -> list[Row]:
     data = Data(train=str(path), **settings)
     return [
         row
-        for source in resolve_sources(data.train, data, leaf="data.train")
+        for source in resolve_sources(data.train, data, key="data.train")
         for row in read_rows(source, columns, data)
     ]
 
@@ -34,14 +34,13 @@ def refusal(path: Path, *columns: str, **settings: Any) -> str:
 
 
 def scheme_of(*values: Any, **settings: Any) -> LabelScheme:
-    cells = [LabelCell(value, f"rows.csv:{number}") for number, value in enumerate(values, start=2)]
     defaults = {"column": "label", "problem_type": "auto", "label_names": None, "feature_names": None}
-    return label_scheme(cells, **{**defaults, **settings})
+    return label_scheme(values, lambda index: f"rows.csv:{index + 2}", **{**defaults, **settings})
 
 
 def label_refusal(*values: Any, **settings: Any) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is what each test looks at)
-        scheme_of(*values, **settings).encode([LabelCell(value, "rows.csv:9") for value in values])
+        scheme_of(*values, **settings).encode(values, lambda _: "rows.csv:9")
     return str(caught.value)
 
 
@@ -74,7 +73,7 @@ def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes(tmp_path: Path
     datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features).save_to_disk(tmp_path / "set")
     assert [row.cells for row in rows_of(tmp_path / "set", "label", "text", "label")] == [(1, "a", 1), (0, "b", 0)]
     data = Data(train=str(tmp_path / "set"))
-    (source,) = resolve_sources(data.train, data, leaf="data.train")
+    (source,) = resolve_sources(data.train, data, key="data.train")
     assert class_names(source, "label") == ("neg", "pos")
     assert class_names(source, "text") is None
 
@@ -106,27 +105,29 @@ def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text(tmp_p
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "", "label": "x"}\n{"text": null, "label": "x"}\n')
     data = Data(train=str(path))
-    sources = resolve_sources(data.train, data, leaf="data.train")
-    with pytest.raises(ValueError, match=r"a\.jsonl:2, column 'text': the text is empty"):
-        read_text_rows(sources, data, leaf="data.train")
+    sources = resolve_sources(data.train, data, key="data.train")
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:2: column 'text' holds null, not a string; .* or set data\.text_column"
+    ):
+        read_text_rows(sources, data, key="data.train")
     path.write_text('{"text": "", "label": "x"}\n')
-    assert read_text_rows(sources, data, leaf="data.train").texts == [("",)]
+    assert [row.texts for row in read_text_rows(sources, data, key="data.train")] == [("",)]
     path.write_text('{"text": 3, "label": "x"}\n')
-    with pytest.raises(ValueError, match="the text is 3, not a string"):
-        read_text_rows(sources, data, leaf="data.train")
+    with pytest.raises(ValueError, match="column 'text' holds 3, not a string"):
+        read_text_rows(sources, data, key="data.train")
     path.write_text('{"text": "\\ud800", "label": "x"}\n')
     with pytest.raises(ValueError, match="lone surrogate"):
-        read_text_rows(sources, data, leaf="data.train")
+        read_text_rows(sources, data, key="data.train")
     path.write_text("\n")
     with pytest.raises(ValueError, match=r"data\.train holds no rows"):
-        read_text_rows(sources, data, leaf="data.train")
+        read_text_rows(sources, data, key="data.train")
 
 
 def test_three_text_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b,c,label\n")
     data = Data(train=str(tmp_path / "a.csv"), text_columns=("a", "b", "c"))
     with pytest.raises(ValueError, match="3 columns; give one text, or two as a pair"):
-        read_text_rows(resolve_sources(data.train, data, leaf="data.train"), data, leaf="data.train")
+        read_text_rows(resolve_sources(data.train, data, key="data.train"), data, key="data.train")
 
 
 @pytest.mark.parametrize(
@@ -150,28 +151,27 @@ def test_what_labels_mean_follows_from_what_they_are(
 
 
 def test_labels_become_ids_sets_or_numbers() -> None:
-    cells = [LabelCell(value, "") for value in ("b", "c", "a")]
-    encoded = scheme_of("a", "b", "c").encode(cells)
+    encoded = scheme_of("a", "b", "c").encode(["b", "c", "a"], str)
     assert encoded.dtype == np.int64
     assert encoded.tolist() == [1, 2, 0]
-    many = scheme_of(["a"], ["c", "a"]).encode([LabelCell(["c", "c"], ""), LabelCell([], "")])
+    many = scheme_of(["a"], ["c", "a"]).encode([["c", "c"], []], str)
     assert many.dtype == np.float32
     assert many.tolist() == [[0.0, 1.0], [0.0, 0.0]]
-    numbers = scheme_of("1.5", "-2").encode([LabelCell("1e1", ""), LabelCell("-2", "")])
+    numbers = scheme_of("1.5", "-2").encode(["1e1", "-2"], str)
     assert numbers.tolist() == [10.0, -2.0]
 
 
 def test_with_given_names_a_column_holds_either_names_or_ids() -> None:
     names = ("two", "one", "none")
     by_name = scheme_of("one", "two", label_names=names)
-    assert by_name.encode([LabelCell("none", "")]).tolist() == [2]
+    assert by_name.encode(["none"], str).tolist() == [2]
     by_id = scheme_of(0, 2, 1, label_names=names)
-    assert by_id.encode([LabelCell(2, ""), LabelCell("1", "")]).tolist() == [2, 1]
+    assert by_id.encode([2, "1"], str).tolist() == [2, 1]
     # Numbers that are themselves the names, in an order of the user's own.
     digits = scheme_of("1", "2", label_names=("2", "1"))
-    assert digits.encode([LabelCell("2", "")]).tolist() == [0]
+    assert digits.encode(["2"], str).tolist() == [0]
     brought = scheme_of(1, 0, feature_names=("neg", "pos"))
-    assert (brought.names, brought.encode([LabelCell(1, "")]).tolist()) == (("neg", "pos"), [1])
+    assert (brought.names, brought.encode([1], str).tolist()) == (("neg", "pos"), [1])
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_labels_that_do_not_fit_are_refused(values: tuple[Any, ...], settings: d
     assert said in label_refusal(*values, **settings)
 
 
-def text_rows(texts: list[str]) -> TextRows:
-    return TextRows([(text,) for text in texts], [LabelCell("x", "")] * len(texts), [str(i) for i in range(len(texts))])
+def text_rows(texts: list[str]) -> list[TextRow]:
+    return [TextRow((text,), "x", "", str(number)) for number, text in enumerate(texts)]
 
 
 def test_the_same_text_is_never_on_both_sides() -> None:
@@ -206,10 +206,10 @@ def test_the_same_text_is_never_on_both_sides() -> None:
     train, evaluation, notes = hold_out(rows, 0.3)
     assert evaluation is not None
     assert len(train) + len(evaluation) == 500
-    assert not set(train.texts) & set(evaluation.texts)
+    assert not {row.texts for row in train} & {row.texts for row in evaluation}
     assert 50 < len(evaluation) < 250
     assert not notes
-    assert [train.texts[i] for i in range(5)] == [rows.texts[int(train.ids[i])] for i in range(5)]
+    assert train[:5] == [rows[int(row.id)] for row in train[:5]]
 
 
 def test_few_texts_still_leave_one_for_evaluation_and_one_text_is_refused() -> None:

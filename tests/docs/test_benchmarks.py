@@ -27,11 +27,12 @@ from benchmarks.gpu_loops import MODELS
 from benchmarks.gpu_watch import gpu_idle, synchronizing_line
 from benchmarks.loops import PRESETS, gpt2_config
 from benchmarks.nanogpt_style import GPT, GPTShape, cosine_multiplier, random_batch, train
-from benchmarks.overhead import bar_verdict, count_host_reads
+from benchmarks.optimizers import Trained, compare
+from benchmarks.optimizers import verdict as shares_verdict
+from benchmarks.overhead import bar_verdict, count_host_reads, step_table
 from benchmarks.published import NUM_PARAMETERS, SERIES
 from benchmarks.scaling_model import check_rows, simulate
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.support.runs import REPOSITORY
 
 
 def run(module: str, *arguments: str) -> str:
@@ -69,18 +70,31 @@ def test_the_four_loops_train_the_same_model_and_accel_train_reads_no_tensor(tmp
 
 
 @pytest.mark.slow
+def test_model_path_compares_four_families_whose_outputs_are_the_librarys(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "heads": 2, "width": 16, "block": 8, "batch": 2, "rounds": 2, "steps": 1, "compile": 0}
+    rows = parse_table(run("model_path", "--sizes", json.dumps(sizes), "--save", str(tmp_path)))
+    assert [row["model"] for row in rows] == ["gpt2", "llama", "qwen2", "mistral"]
+    assert [row["fused"] for row in rows] == ["2 x tanh GELU", "none", "none", "none"]
+    for row in rows:
+        assert float(row["largest difference"]) < 1e-6
+        assert float(row["eager"].split(" (")[0]) > 0
+        assert row["compiled"] == "-"
+    assert len(json.loads((tmp_path / "model_path.json").read_text())["runs"]) == 4
+
+
 def test_overhead_prints_one_row_per_variant_and_judges_accel_train_alone() -> None:
-    settings = ("--preset", "micro", "--steps", "12", "--warmup", "4", "--rounds", "1")
-    rows = parse_table(run("overhead", *settings, "--variants", "raw,accel_train"))
+    clocks = ("cpu_us", "wall_us", "cpu_us_quick", "cpu_us_mean")
+    results = {"raw": [dict.fromkeys(clocks, 4000.0)] * 2, "accel_train": [dict.fromkeys(clocks, 4100.0)] * 2}
+    rows = parse_table(step_table(results, PRESETS["micro"]))
     assert [row["variant"] for row in rows] == ["raw", "accel_train"]
     assert rows[0]["CPU / raw"] == "1.000 (1.000 to 1.000)"
-    assert float(rows[1]["CPU us/step"]) > 0
-    assert rows[1]["bar"].startswith("<= +60 us")
+    assert rows[1]["CPU - raw, us"] == "+100 (+100 to +100)"
+    assert rows[1]["bar"] == "<= +60 us MISSED"
     assert rows[0]["bar"] == "-"
 
 
 def test_overhead_refuses_a_variant_that_does_not_exist() -> None:
-    command = [sys.executable, "-m", "benchmarks.overhead", "--variants", "raw,fairseq"]
+    command = [sys.executable, "-m", "benchmarks.overhead", "--variants", "raw", "fairseq"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "hf_trainer" in done.stderr
@@ -129,15 +143,46 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
     assert len(figures) == len(rows)
 
 
+def test_the_losses_benchmark_compares_one_loss_in_two_ways(tmp_path: Path) -> None:
+    sizes = ("--tokens", "48", "--vocabulary", "500", "--width", "8", "--rounds", "2")
+    whole, chunks = parse_table(run("loss", *sizes, "--save", str(tmp_path)))
+    assert (whole["loss"], whole["of whole"], whole["bar of peak"]) == ("whole logits", "100.0%", "-")
+    assert chunks["bar of peak"].startswith("<= 10% ")
+    assert chunks["bar of time"].startswith("<= 1.1 ")
+    figures = json.loads((tmp_path / "loss.json").read_text())["figures"]
+    losses = [each["loss"] for each in figures.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert all(len(each["cpu_seconds"]) == 2 for each in figures.values())
+
+
 @pytest.mark.slow
 def test_scaling_counts_what_the_plan_says_for_every_variant(tmp_path: Path) -> None:
-    printed = run("scaling", "--only", "measured", "--steps", "4", "--warmup", "2", "--save", str(tmp_path))
+    short = ("--most-processes", "2", "--steps", "3", "--warmup", "1")
+    printed = run("scaling", "--only", "measured", *short, "--save", str(tmp_path))
     rows = parse_table(printed)
-    assert [(row["variant"], row["processes"]) for row in rows] == [
-        ("one", "1"), ("ddp", "2"), ("ddp", "4"), ("ddp, after", "2"), ("ddp, after", "4"), ("fsdp2", "2"), ("fsdp2", "4")
-    ]  # fmt: skip
+    variants = [("one", "1"), ("ddp", "2"), ("ddp, after", "2"), ("fsdp2", "2")]
+    assert [(row["variant"], row["processes"]) for row in rows] == variants
     assert {row["as planned"] for row in rows} == {"yes"}
-    assert len(json.loads((tmp_path / "scaling.json").read_text())["measured"]) == 7
+    assert len(json.loads((tmp_path / "scaling.json").read_text())["measured"]) == 4
+
+
+@pytest.mark.slow
+def test_optimizers_are_compared_at_the_last_loss_of_adamw(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(
+        "".join(f"The number {number} is followed by {number + 1}. " for number in range(2000))
+    )
+    small = {
+        "data.train": tmp_path / "text.txt", "data.cache_dir": tmp_path / "cache", "tokenizer": "bytes", "data.sequence_length": 32,
+        "model.config.n_layer": 2, "model.config.n_embd": 32, "batch.global_batch_size": 4, "evaluate.max_samples": 16,
+    }  # fmt: skip
+    settings = " ".join(f"--{name} {value}" for name, value in small.items())
+    sizes = ("--seeds", "1", "--steps", "20", "--every", "5", "--share", "0.5", "--settings", settings)
+    printed = run("optimizers", *sizes, "--save", str(tmp_path))
+    (row,) = parse_table(printed)
+    (figures,) = json.loads((tmp_path / "optimizers.json").read_text())["seeds"]
+    assert f"{figures['adamw_loss']:.4f}" == row["AdamW's final loss"]
+    assert figures["steps"] is None or figures["steps"] in (0.25, 0.5)
+    assert printed.count("bar 55%") == printed.count("bar 75%") == 1
 
 
 # --- the parts -----------------------------------------------------------------------------------------------------
@@ -249,7 +294,7 @@ def test_the_line_that_made_the_host_wait_is_found_behind_other_errors() -> None
         step()
     line = synchronizing_line(raised.value)
     assert line is not None
-    assert line.startswith("tests/test_benchmarks.py:")
+    assert line.startswith("docs/test_benchmarks.py:")
     assert synchronizing_line(ValueError("another error")) is None
 
 
@@ -329,6 +374,19 @@ def test_the_cosine_of_the_references_warms_up_from_zero_and_ends_at_zero() -> N
     assert curve[20] == pytest.approx(0.0)
 
 
+def test_muon_is_measured_at_its_first_evaluation_that_is_no_higher_than_the_last_of_adamw() -> None:
+    adamw = Trained(1, {10: 4.0, 20: 3.0, 40: 2.5}, {10: 1.0, 20: 2.0, 40: 4.0})
+    muon = Trained(1, {10: 2.6, 20: 2.5, 22: 2.4}, {10: 1.5, 20: 3.2, 22: 3.3})
+    found = compare(adamw, muon)
+    assert (found.adamw_loss, found.muon_loss, found.steps, found.time) == (2.5, 2.4, 0.5, 0.8)
+    assert found.seconds_a_step == pytest.approx(1.5)
+    late = compare(adamw, Trained(1, {22: 2.6}, {22: 3.3}))
+    assert (late.steps, late.time) == (None, None)
+    assert shares_verdict([0.5, 0.53, 0.6], 0.55) == "53.0% (50.0% to 60.0%), bar 55% met"
+    assert shares_verdict([0.5, 0.56, None], 0.55) == "53.0% (50.0% to 56.0%), bar 55% MISSED"
+    assert shares_verdict([0.5, None], 0.55) == "not reached, bar 55% MISSED"
+
+
 def test_a_printed_table_reads_back() -> None:
     text = markdown_table(("name", "us"), [["raw", "1.5"], ["much longer", "-"]], text=("name",))
     assert parse_table(text) == [{"name": "raw", "us": "1.5"}, {"name": "much longer", "us": "-"}]
@@ -350,6 +408,20 @@ def test_the_paired_benchmark_gives_each_loop_its_turns() -> None:
     assert int(row["turns"]) > 3
     assert float(row["hand-written us"]) > 0
     assert float(row["accel_train us"]) > 0
+
+
+@pytest.mark.slow
+def test_the_start_up_benchmark_times_a_bare_script_a_start_and_a_resume_and_names_what_is_imported(
+    tmp_path: Path,
+) -> None:
+    printed = run("startup", "--rounds", "1", "--layers", "1", "--save", str(tmp_path))
+    stages, packages = printed.split("Imports of")
+    ends = [row for row in parse_table(stages) if row["stage"] == "two steps"]
+    assert [row["start"] for row in ends] == ["bare script", "accel-train run", "accel-train run, resumed"]
+    assert "torch" in {row["package"] for row in parse_table(packages)}
+    for rounds in json.loads((tmp_path / "startup.json").read_text())["rounds"].values():
+        seconds = list(rounds[0].values())
+        assert seconds == sorted(seconds), "stages come one after the other"
 
 
 def test_the_shapes_of_published_models_have_their_published_parameters() -> None:

@@ -15,13 +15,12 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from accel_train.flags import RECIPE_COMMANDS, build_parser, split_settings
-from accel_train.recipe import Recipe
-from accel_train.recipe_file import load_recipe
+from accel_train.cli.main import parse_arguments
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.torchrun import FINAL, PEER, PREEMPTED
-from runs import environment
+from tests.support.runs import REPOSITORY, TESTS, environment
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCH = REPOSITORY / "launch"
 SKYPILOT = {
     "type": "object",
@@ -67,8 +66,7 @@ def understood(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[A
     assert torchrun.module
     assert torchrun.training_script == "accel_train"
     monkeypatch.chdir(REPOSITORY)
-    arguments, settings = split_settings(torchrun.training_script_args, RECIPE_COMMANDS["run"])
-    parsed = build_parser().parse_args(arguments)
+    parsed, settings = parse_arguments(torchrun.training_script_args)
     assert parsed.command == "run"
     return torchrun, load_recipe(parsed.recipe, arguments=settings)
 
@@ -79,7 +77,7 @@ def manifests() -> dict[str, dict[str, Any]]:
 
 
 def test_kubernetes_manifests_hold_to_the_documented_fields(manifests: dict[str, dict[str, Any]]) -> None:
-    schema = json.loads((Path(__file__).parent / "kubernetes_schema.json").read_text())
+    schema = json.loads((TESTS / "docs" / "kubernetes_schema.json").read_text())
     assert set(manifests) == {"TrainingRuntime", "TrainJob"}
     for manifest in manifests.values():
         jsonschema.validate(manifest, schema)

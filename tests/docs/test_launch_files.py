@@ -17,11 +17,12 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
-from accel_train.launch_environment import with_launch_environment
-from accel_train.recipe import Parallel, Recipe
-from runs import environment, losses, recipe_dict, write_recipe_file
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.schema import Recipe
+from accel_train.runtime.launch_environment import with_launch_environment
+from tests.support.runs import REPOSITORY, environment, losses, recipe_dict, write_recipe_file
 
-LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+LAUNCH = REPOSITORY / "launch"
 CONFIGS = sorted(path for path in LAUNCH.glob("*.yaml") if "\ncompute_environment:" in path.read_text())
 KEYS_THAT_SAY_WHERE = {
     "compute_environment",

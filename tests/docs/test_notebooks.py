@@ -6,7 +6,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "recipes" / "notebooks").glob("*.ipynb"))
+from tests.support.runs import REPOSITORY
+
+NOTEBOOKS = sorted((REPOSITORY / "recipes" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the kernel client and what it imports

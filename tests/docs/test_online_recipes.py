@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
-import runs
-from accel_train.cli import main
-from downloads import (
+from accel_train.cli.main import main
+from tests.support import runs as runs
+from tests.support.downloads import (
     TINY_RESNET,
     save_bert,
     save_modernbert,
@@ -22,8 +22,9 @@ from downloads import (
     write_model,
     write_pairs,
 )
+from tests.support.runs import REPOSITORY
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = REPOSITORY / "recipes"
 BOTH = pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 SMALL_BATCHES = ("--batch.global_batch_size", "16", "--batch.per_device_batch_size", "4", "--data.num_workers", "1")
 

@@ -8,29 +8,45 @@ import pytest
 import yaml
 
 from accel_train import Recipe
-from accel_train.loop import run_steps
-from accel_train.prepare import prepare_run
-from accel_train.signals import StopRequest
-from runs import losses, recipe_dict, write_corpus
+from accel_train.training.loop import run_steps
+from accel_train.training.setup import prepare_run
+from tests.support.runs import REPOSITORY, losses, recipe_dict, write_corpus
 
-REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text()
+TASKS = (REPOSITORY / "docs" / "tasks.md").read_text()
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))]
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def code_blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_task_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (source,) = (block for block in code_blocks("python") if "my_module.py" in block)
+def test_task_of_the_page_about_tasks_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = (block for block in code_blocks("python", TASKS) if "my_module.py" in block)
     (tmp_path / "my_module.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     write_corpus(tmp_path)
     run = prepare_run(Recipe.model_validate(recipe_dict(tmp_path, task="my_module:Denoise", schedule={"max_steps": 2})))
     with run.resources:
-        run_steps(run, StopRequest())
+        run_steps(run)
     assert list(losses(tmp_path / "run")) == [1, 2]
     del sys.modules["my_module"]
+
+
+def test_task_without_transformers_of_the_page_about_tasks_trains_by_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = (block for block in code_blocks("python", TASKS) if "line_fit.py" in block)
+    (recipe,) = (block for block in code_blocks("yaml", TASKS) if "line_fit.yaml" in block)
+    (tmp_path / "line_fit.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = prepare_run(Recipe.model_validate(yaml.safe_load(recipe)))
+    with run.resources:
+        run_steps(run)
+    found = list(losses(tmp_path / "runs" / "line-fit").values())
+    assert found[-1] < 0.1 * found[0]
+    del sys.modules["line_fit"]
 
 
 def test_recipe_of_the_readme_is_the_demos_shortened() -> None:
@@ -58,8 +74,22 @@ def test_every_recipe_of_the_package_is_valid_and_says_how_it_is_run() -> None:
             assert word in head, f"{path.name} does not say {word}"
 
 
-def test_what_the_readme_links_to_is_there_and_it_stays_short() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (REPOSITORY / link).exists()] == []
-    assert len(README.splitlines()) < 250
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_links_to_is_there(page: str) -> None:
+    path = REPOSITORY / page
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()) if "://" not in link]
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_readme_stays_short_and_links_to_each_page_once() -> None:
+    assert len(README.splitlines()) < 150
+    pages = [f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")]
+    assert [page for page in pages if README.count(f"]({page})") != 1] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    names = re.findall(r"`(?!output_dir)(\w+/[\w/]+(?:\.py|/))`", (REPOSITORY / page).read_text())
+    assert page != "docs/architecture.md" or len(names) > 40
+    folders = (REPOSITORY / "accel_train", REPOSITORY)
+    assert [name for name in names if not any((folder / name).exists() for folder in folders)] == []

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_train.checkpoint import checkpoint_folders, step_of
-from forked import free_port, run_forked
-from runs import environment, events, losses, write_corpus, write_recipe_file
+from accel_train.checkpoint.store import checkpoint_folders, step_of
+from tests.support.processes import free_port, run_forked
+from tests.support.runs import REPOSITORY, environment, events, losses, write_corpus, write_recipe_file
 
-SCRIPT = Path(__file__).resolve().parent.parent / "launch" / "slurm.sh"
+SCRIPT = REPOSITORY / "launch" / "slurm.sh"
 STEPS = 60
 SRUN = f"""#!{sys.executable}
 # What srun does that the script leans on: a task for each node, signals handed on to all, the highest exit code.
@@ -108,7 +108,7 @@ def jobs() -> Iterator[list[Job]]:
 def recipe_in(folder: Path, name: str, step_seconds: float) -> Path:
     path = write_recipe_file(
         folder,
-        task="fault_task:FaultTask",
+        task="tests.support.tasks.process_faults:FaultTask",
         output_dir=str(folder / name),
         schedule={"max_steps": STEPS},
         options={"seconds": {"step": step_seconds}},
@@ -163,8 +163,8 @@ def test_wrong_recipe_ends_the_job_once_and_for_all(tmp_path: Path, jobs: list[J
     assert job.output().count("did you mean model") == 1, job.output()  # and so no restart in place
 
 
-GONE = "error: rank 8 (process 71 on b.cluster) is gone without a word: killed (has the host run out of memory?), or it ended itself"
-HANGS = "error: no step for 30 s (guard.hang_timeout_seconds): rank 8 (process 71 on b) gives no sign of life; stacks are in x"
+GONE = "error: rank 0: rank 8 (process 71 on b.cluster) is gone without an error: killed (has the host run out of memory?), or it ended itself"
+HANGS = "error: rank 0: no step for 30 s (guard.hang_timeout_seconds): rank 8 (process 71 on b) sends no heartbeat; stacks are in x"
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ HANGS = "error: no step for 30 s (guard.hang_timeout_seconds): rank 8 (process 7
         ([5, 5], GONE, 0, True, "b"),
         ([5, 5], HANGS, 9, True, "b"),
         ([5, 5], HANGS, 10, False, None),  # no further: the same would happen for ever
-        ([5, 5], "error: rank 8 (process 71 on b) failed first: RuntimeError: a bug", 0, True, None),
-        ([5, 5], "error: rank 8 (process 71 on elsewhere) is gone without a word", 0, True, None),
+        ([5, 5], "error: rank 0: rank 8 (process 71 on b) failed first: RuntimeError: a bug", 0, True, None),
+        ([5, 5], "error: rank 0: rank 8 (process 71 on elsewhere) is gone without an error", 0, True, None),
         ([5, 5], f"{GONE}\n{HANGS.replace('on b', 'on a')}", 0, True, None),  # which of them is bad?
         ([5, 5], "", 0, True, None),
         ([75, 75], GONE, 99, True, None),
-        ([2, 5], "error: rank 0 (process 70 on a) failed first: DataError", 0, False, None),
+        ([2, 5], "error: rank 1: rank 0 (process 70 on a) failed first: DataError", 0, False, None),
         ([5, 3], "", 0, False, None),
         ([4, 4], "", 0, False, None),
         ([6, 6], "", 0, False, None),

@@ -5,8 +5,7 @@ The limit is real: on the address space of each process (RLIMIT_AS), where an al
 
 import json
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,18 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from accel_train import Recipe
-from accel_train.batch_record import remembered_for
-from accel_train.batch_search import largest_that_fits
-from accel_train.batch_trial import Cost, Trials
-from accel_train.batching import divisors, resolve_batch
-from accel_train.plan import resolve_plan
-from accel_train.recipe import Parallel
-from accel_train.recipe_optimizer import Optimizer
-from accel_train.step import TrainingModule
+from accel_train.core.state import Choice
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.engine.batch_search import Trials, open_batch_cache, search
+from accel_train.model.memory_estimate import PeakTracker
+from accel_train.model.training_module import TrainingModule
+from accel_train.plan.plan import resolve_plan
+from accel_train.runtime.private import watch_operators
 from accel_train.task import TaskData
-from forked import Forked, run_forked
-from runs import events, losses, recipe_dict, write_recipe_file
+from tests.support.processes import Forked, run_forked
+from tests.support.runs import events, losses, recipe_dict, write_recipe_file
 
-SECTIONS: dict[str, Any] = {"task": "memory_task:MemoryTask", "schedule": {"max_steps": 4}}
+SECTIONS: dict[str, Any] = {"task": "tests.support.tasks.address_space:MemoryTask", "schedule": {"max_steps": 4}}
 
 
 def start(folder: Path, started: list[Forked], name: str, processes: int, **sections: Any) -> str:
@@ -65,21 +63,21 @@ def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memo
         assert set(forwards(corpus, rank)) == {16}
 
     said = start(corpus, started, "searched", 2, **sections, options=limited)
-    assert "4  (process 1 holds no more; here 8: measured on cpu, " in said
+    assert "4  (process 1 holds no more; here 8: measured on cpu: 16 would leave less than 10% of 8.0 GiB free" in said
     assert "(32 = 4 per device x 4 accumulation x 2 processes)" in said
     first, second = forwards(corpus, 0), forwards(corpus, 1)
-    assert (first[:6], set(first[6:])) == ([2, 2, 4, 4, 8, 8], {4})
-    assert (second[:4], set(second[4:])) == ([2, 2, 4, 4], {4})
+    assert (first[:2], set(first[2:])) == ([16, 8], {4})
+    assert (second[:3], set(second[3:])) == ([16, 8, 4], {4})
     assert losses(corpus / "searched/run") == pytest.approx(losses(corpus / "without/run"), rel=1e-6)
 
     said = start(corpus, started, "remembered", 2, **sections, options=limited)
     assert "4  (found 20" in said
-    assert forwards(corpus, 0) == first[6:]
-    assert forwards(corpus, 1) == second[4:]
+    assert forwards(corpus, 0) == first[2:]
+    assert forwards(corpus, 1) == second[3:]
     assert losses(corpus / "remembered/run") == losses(corpus / "searched/run")
 
     records = list((corpus / "cache" / "micro_batches").glob("*.json"))
-    assert len(records) == 2  # one for each limit
+    assert len(records) == 2  # one for each limit; what nobody searched for is not kept
     for path in records:
         path.write_text(path.read_text().replace('"per_device_batch_size": 4', '"per_device_batch_size": 8'))
     start(corpus, started, "wrong", 2, **sections, options=limited)
@@ -91,66 +89,13 @@ def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memo
 
 
 @pytest.mark.slow
-def test_model_that_is_spread_over_processes_is_not_tried_but_estimated(corpus: Path, started: list[Forked]) -> None:
+def test_sharded_model_is_not_tried_and_begins_with_all_samples_at_once(corpus: Path, started: list[Forked]) -> None:
     (corpus / "forwards").mkdir()
-    options = {"mebibytes_a_row": 512, "forwards": str(corpus / "forwards"), "address_space_gibibytes": [5, 5]}
+    options = {"mebibytes_a_row": 1, "forwards": str(corpus / "forwards"), "address_space_gibibytes": [8, 8]}
     batch = {"global_batch_size": 32}
-    said = start(corpus, started, "spread", 2, batch=batch, parallel={"strategy": "fsdp2"}, options=options)
-    assert "4  (estimated for cpu: forwards of a model that is spread over processes wait for each other" in said
-    rows = forwards(corpus, 0)
-    assert (rows[:2], set(rows[2:])) == ([2, 4], {4})  # the first two without values
-
-
-class Memory:
-    """So much of it as a curve says; a size that is far above the room runs out, one that is little above it does not."""
-
-    def __init__(self, bytes_of: Callable[[int], int], room: int) -> None:
-        self.bytes_of, self.room, self.tried = bytes_of, room, list[int]()
-
-    def measure(self, size: int) -> Cost | None:
-        self.tried.append(size)
-        needed = self.bytes_of(size)
-        return Cost(needed) if needed <= 1.1 * self.room else None
-
-
-@pytest.mark.parametrize("share", [2, 3, 4, 12, 64, 97, 720])
-def test_largest_of_all_that_fit_is_found_in_few_trials_where_memory_is_a_line(share: int) -> None:
-    choose = random.Random(share)
-    for _ in range(200):
-        base, each = choose.randrange(1000), choose.randrange(1, 100)
-        memory = Memory(
-            lambda size, base=base, each=each: base + each * size, base + each * choose.randrange(2 * share)
-        )  # type: ignore[misc]
-        found, peak = largest_that_fits(divisors(share), memory.room, memory.measure)
-        assert found == max(size for size in divisors(share) if size == 1 or memory.bytes_of(size) <= memory.room)
-        assert peak == (memory.bytes_of(found) if found in memory.tried else None)
-        assert found == 1 or found in memory.tried
-        assert len(memory.tried) == len(set(memory.tried))
-        assert len(memory.tried) <= 4
-
-
-def test_size_that_leaves_the_device_no_headroom_is_not_taken_though_its_tensors_would_fit() -> None:
-    def in_pieces(size: int) -> Cost:
-        return Cost(10 * size, least_free=1000 - 15 * size)  # a third of what is taken is of no use
-
-    assert largest_that_fits(divisors(64), 900, in_pieces, headroom=100) == (32, 320)
-    assert largest_that_fits(divisors(64), 900, lambda size: Cost(10 * size), headroom=100) == (64, 640)
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [
-        lambda size: 100 * (1 + size // 10),
-        lambda size: size * size,
-        lambda size: int(1000 * size**0.5),
-        lambda size: max(1000 - 200 * size, 10 * size),  # a first trial that loads what later ones find there
-    ],
-)
-def test_nothing_is_taken_that_was_not_tried_whatever_memory_does(curve: Callable[[int], int]) -> None:
-    for room in (0, 5, 100, 1000, 5000, 10**6):
-        memory = Memory(curve, room)
-        found, peak = largest_that_fits(divisors(240), room, memory.measure)
-        assert found == 1 or (found in memory.tried and peak == curve(found) <= room)
+    said = start(corpus, started, "sharded", 2, batch=batch, parallel={"strategy": "fsdp2"}, options=options)
+    assert "16  (all of a process's samples at once; not searched, for processes of a sharded model wait" in said
+    assert set(forwards(corpus, 0)) == {16}
 
 
 class Normalised(nn.Module):
@@ -162,14 +107,16 @@ class Normalised(nn.Module):
 
 
 class Sums:
-    """A task as far as a trial needs one; with `fail` it draws, and runs out of memory."""
+    """A task as far as a trial needs one; it draws, and with more rows than `most` it runs out of memory."""
 
-    fail = False
+    def __init__(self, most: int = 8) -> None:
+        self.most, self.tried = most, list[int]()
 
     def loss_sum(self, model: Normalised, batch: Mapping[str, Tensor]) -> Tensor:
+        self.tried.append(len(batch["rows"]))
         loss = model.layers(batch["rows"]).sum()
         random.random()
-        if self.fail:
+        if len(batch["rows"]) > self.most:
             torch.empty(2**62, dtype=torch.uint8)
         return loss
 
@@ -183,7 +130,7 @@ def trials_of(recipe: Recipe, task: Sums, *, num_samples: int = 8) -> Trials:
 
     data = TaskData(rows, None, collate, "", {})  # type: ignore[arg-type]
     inner = TrainingModule(Normalised(), task)  # type: ignore[arg-type]
-    return Trials(recipe, task, data, inner, Accelerator(cpu=True), Normalised)  # type: ignore[arg-type]
+    return Trials(recipe, data, inner, Accelerator(cpu=True))
 
 
 @pytest.fixture
@@ -191,19 +138,39 @@ def recipe(tmp_path: Path) -> Recipe:
     return Recipe.model_validate(recipe_dict(tmp_path, optimizer={"ema_decay": 0.9}))
 
 
+@pytest.mark.parametrize(
+    ("share", "most", "found", "tried"),
+    [(8, 8, 8, [8]), (12, 5, 4, [12, 6, 4]), (97, 8, 1, [97]), (6, 0, 1, [6, 3, 2])],
+)
+def test_sizes_are_tried_from_the_largest_down_and_a_single_sample_is_not(
+    recipe: Recipe, share: int, most: int, found: int, tried: list[int]
+) -> None:
+    task = Sums(most)
+    answer = search(trials_of(recipe, task, num_samples=share), share, device_bytes=2**20)
+    assert answer.value == found
+    assert task.tried == tried
+    larger = {8: "they leave", 4: "6 would leave less than", 1: f"{tried[-1]} would leave less than"}[found]
+    assert answer.reason == f"measured on cpu: {larger} 10% of 0.0 GiB free"
+
+
+def test_nothing_is_tried_where_gradients_and_headroom_do_not_fit(recipe: Recipe) -> None:
+    task = Sums()
+    answer = search(trials_of(recipe, task), 8, device_bytes=2**62)
+    assert answer == Choice(1, "measured on cpu: 2 would leave less than 10% of 4294967296.0 GiB free")
+    assert task.tried == []
+
+
 @pytest.mark.parametrize("fail", [False, True])
 def test_trial_leaves_no_trace_also_where_it_fails(recipe: Recipe, fail: bool) -> None:
-    task = Sums()
-    trials = trials_of(recipe, task)
+    trials = trials_of(recipe, Sums(2 if fail else 8))
     parameters = list(trials.inner.parameters())
     parameters[0].grad = torch.ones_like(parameters[0])
     before = {name: value.clone() for name, value in trials.inner.state_dict().items()}
     state, own = torch.get_rng_state(), random.getstate()
-    task.fail = fail
-    with trials.as_in_a_step():
+    with trials.as_in_a_step(0):
         assert all(parameter.grad is not None for parameter in parameters)
-        assert (trials.measure(4) is None) == fail
-        assert int(trials.inner.model.layers[1].num_batches_tracked) == (1 if fail else 2)  # type: ignore[union-attr,index]
+        assert trials.fits(4) != fail
+        assert int(trials.inner.model.layers[1].num_batches_tracked) == 1  # type: ignore[union-attr,index]
     assert all(torch.equal(value, before[name]) for name, value in trials.inner.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == own
@@ -213,16 +180,22 @@ def test_trial_leaves_no_trace_also_where_it_fails(recipe: Recipe, fail: bool) -
 
 def test_a_mistake_in_a_forward_is_no_lack_of_memory(recipe: Recipe) -> None:
     trials = trials_of(recipe, Sums(), num_samples=1)
-    with trials.as_in_a_step(), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        trials.measure(1)
+    with trials.as_in_a_step(0), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        trials.fits(1)
 
 
-def test_what_is_to_come_is_counted(recipe: Recipe) -> None:
+def test_trial_holds_what_a_step_holds_beside_activations(recipe: Recipe) -> None:
     trials = trials_of(recipe, Sums())
-    weights = sum(4 * parameter.numel() for parameter in trials.inner.parameters())
-    assert trials.bytes_to_come() == 3 * weights  # two moments of AdamW, and the averaged weights
+
+    def held(headroom_bytes: int = 0) -> int:
+        tracker = PeakTracker(None)
+        with watch_operators(tracker.see), trials.as_in_a_step(headroom_bytes):
+            return tracker.now.total()
+
+    weights, whole = sum(4 * parameter.numel() for parameter in trials.inner.parameters()), held()
+    assert held(1000) - whole == 1000
     trials.inner.requires_grad_(False)
-    assert trials.bytes_to_come() == 0
+    assert whole - held() == 4 * weights  # gradients, two moments of AdamW, and the averaged weights
 
 
 def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(tmp_path: Path) -> None:
@@ -243,17 +216,6 @@ def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(t
     assert sum(buckets.values()) == pytest.approx(weights, rel=0.05)
 
 
-@pytest.mark.parametrize(("trained", "ema", "copies"), [(True, None, 4), (True, 0.9, 5), (False, 0.9, 1)])
-def test_spread_model_has_moments_and_averages_of_what_is_trained_alone(
-    recipe: Recipe, trained: bool, ema: float | None, copies: int
-) -> None:
-    update = {"parallel": Parallel(strategy="fsdp2", dp_shard_size=2), "optimizer": Optimizer(ema_decay=ema)}
-    trials = trials_of(recipe.model_copy(update=update), Sums())
-    weights = sum(4 * parameter.numel() for parameter in trials.inner.parameters())
-    empty = replace(trials, build_empty=lambda: Normalised().requires_grad_(trained))
-    assert empty.bytes_when_spread() == copies * weights // 2 + 2 * weights  # it repeats no block: gathered as a whole
-
-
 @pytest.mark.parametrize(
     "changed",
     ["optimizer", "precision", "model", "sample", "device_bytes", "world_size", "mixed_precision", "frozen"],
@@ -262,9 +224,9 @@ def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, chan
     sample = {"rows": torch.zeros(1, 128)}
     facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
     model, sizes = nn.Linear(4, 4), resolve_batch(recipe.batch, 1)
-    one = remembered_for(recipe, model, sizes, sample, **facts)
+    one = open_batch_cache(recipe, model, sizes, sample, **facts)
     one.write(4, "measured")
-    assert (remembered_for(recipe, model, sizes, sample, **facts).read() or [0])[0] == 4
+    assert (open_batch_cache(recipe, model, sizes, sample, **facts).read() or [0])[0] == 4
     if changed == "optimizer":
         recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "sgd"})})
     if changed == "precision":
@@ -279,14 +241,14 @@ def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, chan
     if changed == "world_size":
         sizes = resolve_batch(recipe.batch, 2)
     facts |= {"device_bytes": {"device_bytes": 2**34}, "mixed_precision": {"mixed_precision": "bf16"}}.get(changed, {})
-    assert remembered_for(recipe, model, sizes, sample, **facts).read() is None
+    assert open_batch_cache(recipe, model, sizes, sample, **facts).read() is None
     assert one.read() is not None
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "5", '{"per_device_batch_size": "4"}'])
 def test_damaged_memory_is_none(recipe: Recipe, damage: str) -> None:
     facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
-    one = remembered_for(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
     assert one.read() is None
     one.write(4, "measured")
     whole = json.loads(one.path.read_text())
@@ -300,7 +262,7 @@ def test_damaged_memory_is_none(recipe: Recipe, damage: str) -> None:
 def test_a_cache_that_cannot_be_written_to_is_said_and_no_error(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where the folder should be")
     facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
-    one = remembered_for(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
     assert one.write(4, "measured").startswith(f"not remembered: {tmp_path}/cache/micro_batches cannot be written to (")
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.loading import _listen_to_parent_alone, choose_num_workers, usable_cores
+from accel_train.engine.loader import _ignore_stop_signals, choose_num_workers, usable_cores
 from accel_train.task import TaskData
 
 
 def work(ready: Event) -> None:
-    _listen_to_parent_alone(0, stays=True)
+    _ignore_stop_signals(0, stays=True)
     ready.set()
     time.sleep(60)
 

@@ -8,20 +8,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train import step
-from accel_train.guard import Limits
-from accel_train.optim import build_optimizer
-from accel_train.precision import FlooredGradScaler
-from accel_train.recipe_optimizer import Optimizer
-from accel_train.step import (
-    Agreement,
-    MicroBatch,
-    TrainingModule,
-    Wishes,
-    forward_backward,
-    seed_step,
-    update_within,
-)
+from accel_train.core.state import Choice
+from accel_train.engine.agreement import Agreement, StepSignals
+from accel_train.engine.step import MicroBatch, forward_backward, seed_step
+from accel_train.guard.guard import Limits
+from accel_train.model.training_module import TrainingModule
+from accel_train.optim import update
+from accel_train.optim.optimizers import build_optimizer
+from accel_train.optim.update import FlooredGradScaler, Update, update_within
+from accel_train.parallel.ddp import Ddp
+from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.parallel import Parallel
 
 CPU = torch.device("cpu")
 
@@ -57,8 +54,11 @@ def accelerator() -> Accelerator:
 
 def one_step(accelerator: Accelerator, module: nn.Module, micro_batches: list[MicroBatch]) -> tuple[Tensor, Agreement]:
     agreement = Agreement(accelerator)
-    agreement.begin(Wishes(sum(count for _, count in micro_batches)), None)
-    return forward_backward(accelerator, module, micro_batches, agreement), agreement
+    agreement.begin(StepSignals(sum(count for _, count in micro_batches)), None)
+    strategy = Ddp(Parallel(), Choice(1, "one process"))
+    strategy.attach(accelerator)
+    strategy.module = module
+    return forward_backward(strategy, micro_batches, agreement), agreement
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -250,18 +250,20 @@ def test_loss_scale_does_not_change_the_update(accelerator: Accelerator) -> None
 
 def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -> None:
     agreement = Agreement(accelerator)
-    agreement.begin(Wishes(10), None)
+    agreement.begin(StepSignals(10), None)
     agreement.share_of_a_target()
     assert agreement.read_last() is None
-    first = agreement.outcome(1, 0.5, torch.tensor(25.0), torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0), 1.0)
-    agreement.begin(Wishes(7, True), first)
+    update = Update(torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0))
+    first = agreement.outcome(1, 0.5, Limits(1.0), torch.tensor(25.0), update)
+    agreement.begin(StepSignals(7, True), first)
     assert agreement.share_of_a_target().item() == pytest.approx(1 / 7)
     result = agreement.read_last()
     assert result is not None
     assert (result.step, result.learning_rate, result.loss, result.num_targets) == (1, 0.5, 2.5, 10)
     assert (result.grad_norm, result.skipped, result.loss_scale, result.stop_requested) == (3.0, False, 2.0, False)
     nan, inf, one = torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1.0)
-    settled = agreement.settle(Wishes(0), agreement.outcome(2, 0.5, nan, inf, one, None, 1.0))
+    second = agreement.outcome(2, 0.5, Limits(1.0), nan, Update(inf, one, None))
+    settled = agreement.settle(StepSignals(0), second)
     assert math.isnan(settled.loss)
     assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
 
@@ -283,7 +285,7 @@ def test_random_numbers_of_a_step_depend_on_seed_step_and_process_and_on_nothing
 @pytest.mark.parametrize("limits", [Limits(1.0), Limits(0.0), Limits(1.0, 1.5), Limits(0.5, 1e9)])
 def test_what_the_kernel_is_told_is_the_same_decided_on_the_host_and_on_the_device(norm: float, limits: Limits) -> None:
     """Where a number can be seen the host decides; where it cannot, the device does: the same, up to the last bit of the clip."""
-    on_host, on_device = (decide(torch.tensor(norm), limits) for decide in (step._on_host, step._on_device))
+    on_host, on_device = (decide(torch.tensor(norm), limits) for decide in (update._on_host, update._on_device))
     assert on_host[0] == on_device[0] == on_device[1]
     assert (on_host[1] is None) == (on_device[1] == 0), "none means that the step is made"
     if on_host[1] is None:

@@ -4,18 +4,20 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
-import runs
-from accel_train.cli import main
-from accel_train.find_lr import Recorder, find_learning_rate
-from accel_train.range_test import local_lines, rates_of_test, suggest
-from accel_train.recipe import Recipe
-from accel_train.state import StepResult
+from accel_train.cli.main import main
+from accel_train.core.state import StepResult
+from accel_train.experiments.find_lr import RangeTest, Recorder, prepare_test, rates_of_test, run_test, suggest
+from accel_train.recipe.loader import Recipe
+from accel_train.report.curves import local_lines
+from tests.support import runs as runs
+from tests.support.runs import REPOSITORY
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,13 @@ def curve(name: str = "one steep fall", num_steps: int = 100, noise: float = 0.0
     return loss + noise * np.random.default_rng(seed).standard_normal(num_steps)
 
 
+def find_learning_rate(recipe: Recipe, *, low: float = 1e-6, high: float = 1.0, num_steps: int = 100) -> RangeTest:
+    rates = rates_of_test(low, high, num_steps)
+    with TemporaryDirectory() as folder:
+        run, recorder = prepare_test(recipe, rates, Path(folder))
+        return run_test(run, recorder, rates)
+
+
 def step(number: int, loss: float) -> StepResult:
     return StepResult(number, loss, 1.0, 1, False, None, False)
 
@@ -83,7 +92,7 @@ def test_seeds_agree_within_a_factor_of_3_or_it_cannot_be_told(name: str, noise:
         if suggestion.index is not None:
             found.append(RATES[suggestion.index])
         else:
-            assert "to tell: the smoothed loss falls by" in suggestion.reason or "cannot tell" in suggestion.reason
+            assert "cannot tell: the smoothed loss falls by" in suggestion.reason
             assert noise == 0.3
     assert max(found, default=1) <= 3 * min(found, default=1)
 
@@ -109,7 +118,7 @@ def test_losses_that_only_scatter_or_rise_give_no_suggestion(rise: float) -> Non
         losses = np.linspace(3, 3 + rise, 100) + 0.1 * np.random.default_rng(seed).standard_normal(100)
         suggestion = suggest(RATES, losses, diverged=False)
         assert suggestion.index is None
-        assert "too few steps to tell" in suggestion.reason or "cannot tell" in suggestion.reason
+        assert "cannot tell" in suggestion.reason
 
 
 def test_a_loss_that_diverges_at_once_gives_no_suggestion() -> None:
@@ -125,10 +134,10 @@ def test_a_loss_that_never_rises_asks_for_a_higher_end() -> None:
 
 
 def test_a_local_line_is_exact_on_a_line() -> None:
-    level, slope = local_lines(50, 3.0)
     line = 5 - 0.3 * np.arange(50.0)
-    np.testing.assert_allclose(level @ line, line, atol=1e-9)
-    np.testing.assert_allclose(slope @ line, -0.3, atol=1e-9)
+    level, slope = local_lines(line, 3.0)
+    np.testing.assert_allclose(level, line, atol=1e-9)
+    np.testing.assert_allclose(slope, -0.3, atol=1e-9)
 
 
 @pytest.mark.parametrize("end", [math.nan, math.inf, 50.0])
@@ -231,7 +240,7 @@ def test_each_group_of_parameters_keeps_its_share_of_the_rate() -> None:
 
 @pytest.mark.slow
 def test_seeds_agree_on_texts_that_are_grouped_by_length_under_dropout(tmp_path: Path) -> None:
-    recipes = Path(__file__).resolve().parent.parent / "recipes"
+    recipes = REPOSITORY / "recipes"
     found = []
     for seed in range(3):
         recipe = Recipe.from_yaml(

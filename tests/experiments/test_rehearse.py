@@ -12,11 +12,14 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from accel_train.cli import main
-from accel_train.same_bits import Compared, _compare_tensors, same_bits
-from accel_train.sharded_checkpoint import Stored
-from accel_train.sitting import OF_A_LAUNCHER, Sitting
-from runs import TESTS, TINY_MODEL, recipe_dict, write_corpus
+from accel_train.checkpoint.sharded import CheckpointReader
+from accel_train.cli.main import main
+from accel_train.experiments.compare_runs import Comparison, _compare_tensors, same_bits
+from accel_train.experiments.rehearse import _changed_settings
+from accel_train.experiments.subprocess_run import LAUNCHER_VARIABLES, TrainingProcess
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.loader import load_recipe
+from tests.support.runs import TESTS, TINY_MODEL, recipe_dict, write_corpus
 
 TINY: dict[str, Any] = {"task": "causal-lm", "schedule": {"max_steps": 500}}
 
@@ -62,13 +65,14 @@ def test_rehearsal_of_a_sound_recipe_passes_and_tells_what_everything_took(
     assert main(["rehearse", recipe, "--steps", "6", "--batch.gradient_accumulation_steps", "2"]) == 0
     told = capsys.readouterr()
     assert re.search(r"SIGKILL to all processes after step \d+ was done and step 3 was saved", told.out)
-    assert "went on from step 3 to step 6" in told.out
+    assert "from step 3 to step 6" in told.out
     for what in ("losses", "gradient norms", "evaluations", "weights", "optimizer's moments", "counters and guard"):
         assert re.search(rf"  {what} +the same to the bit \(", told.out), what
     assert re.search(r"evaluations +the same to the bit \(steps 3 and 6\)", told.out)
     for what in ("start-up", "a step", "an evaluation", "a save", "asked to stop", "peak memory", "disk"):
         assert re.search(rf"  {what} +.*\d", told.out), what
-    assert re.search(r"asked to stop +SIGTERM: saved step \d+, and gone \d+\.\d s later", told.out)
+    assert re.search(r"asked to stop +SIGTERM: saved step \d+, and ended \d+\.\d s later", told.out)
+    assert re.search(r"  a save +\d", told.out), "the run logged how long its saves took"
     assert "Settings, and who set them" in told.out, "the plan stands beside it"
     assert re.search(r"  schedule\.max_steps +1006 \(", told.out), "what was not as in the recipe is said"
     assert told.out.splitlines()[-1].startswith("PASS: killed after step 3")
@@ -76,13 +80,18 @@ def test_rehearsal_of_a_sound_recipe_passes_and_tells_what_everything_took(
     assert children_that_train() == []
 
 
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_rehearsal_ends_with_the_exit_code_and_the_words_of_a_run_that_fails(
-    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: str
 ) -> None:
-    recipe = write(task="forgetful_task:ForgetfulTask", options={"unreadable": True})
-    assert main(["rehearse", recipe]) == 2
+    recipe = write(task="tests.support.tasks.unrepeatable:ForgetfulTask", options={"unreadable": True})
+    assert main(["rehearse", recipe, "--processes", processes]) == 2
     said = capsys.readouterr().err
-    assert "error: without a break: it ended with exit code 2:\nerror: corpus.jsonl:7: this row cannot be read" in said
+    who = "" if processes == "1" else r"rank [01]: "  # both meet the row; whoever is first ends the other
+    assert re.search(
+        f"error: without a break: it ended with exit code 2:\nerror: {who}corpus\\.jsonl:7: this row cannot be read",
+        said,
+    )
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".rehearsal")]
     assert children_that_train() == []
 
@@ -98,10 +107,10 @@ def test_rehearsal_ends_with_the_exit_code_and_the_words_of_a_run_that_fails(
 def test_what_a_resume_cannot_repeat_is_named_with_its_first_step_and_exits_with_4(
     write: Callable[..., str], capsys: pytest.CaptureFixture[str], option: str, said: tuple[str, str]
 ) -> None:
-    recipe = write(task="forgetful_task:ForgetfulTask", options={option: True})
+    recipe = write(task="tests.support.tasks.unrepeatable:ForgetfulTask", options={option: True})
     assert main(["rehearse", recipe]) == 4
     told = capsys.readouterr().out
-    assert re.search(rf"  losses +{said[0]}\d\.\d+ and \d\.\d+, \S+ of it apart \(steps 1 to 8\)", told)
+    assert re.search(rf"  losses +{said[0]}loss \d\.\d+ and \d\.\d+, \S+ of it apart \(steps 1 to 8\)", told)
     assert re.search(r"  weights +DIFFERENT \d+ of 28 tensors differ, most of all \S+, by \S+ \(", told)
     assert told.splitlines()[-1].startswith(said[1])
 
@@ -121,11 +130,11 @@ def test_resume_proof_of_a_run_passes_and_leaves_its_folder_alone(
     write: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str], max_steps: int, saved: int
 ) -> None:
     recipe, run = write(schedule={"max_steps": max_steps}, checkpoint={"every_steps": saved}), tmp_path / "run"
-    with Sitting("a run", recipe, (), run, 1) as sitting:
+    with TrainingProcess("a run", recipe, (), run, 1) as training:
         if max_steps > saved:
-            sitting.wait_until(lambda: sitting.has_saved(saved))
+            training.wait_for_checkpoint(saved)
         else:
-            sitting.wait_until((run / "summary.json").exists)
+            training.wait_until((run / "summary.json").exists)
     before = contents(run)
     assert main(["verify", str(run), "--resume-proof"]) == 0
     told = capsys.readouterr().out
@@ -148,6 +157,15 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_starts(
 ) -> None:
     assert main(["rehearse", write(), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_rehearsal_on_a_gpu_sets_deterministic_kernels_unless_a_flag_says_otherwise(write: Callable[..., str]) -> None:
+    plan = resolve_plan(load_recipe(write()), 1, gpu="h200")
+    assert _changed_settings(plan, (), 8, 4)["precision.deterministic"] == "true"
+    for flags in (("--precision.deterministic", "false"), ("--precision.deterministic=false",)):
+        assert "precision.deterministic" not in _changed_settings(plan, flags, 8, 4)
+    on_cpu = resolve_plan(load_recipe(write()), 1)
+    assert on_cpu.device != "cpu" or "precision.deterministic" not in _changed_settings(on_cpu, (), 8, 4)
 
 
 def test_rehearsal_inside_a_launch_is_refused(
@@ -180,12 +198,12 @@ def test_the_tensor_that_differs_most_is_named(tmp_path: Path) -> None:
     for name, tensors in (("left", left), ("right", right)):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
-    ours, theirs = (Stored(tmp_path / name, "model") for name in ("left", "right"))
+    ours, theirs = (CheckpointReader(tmp_path / name, "model") for name in ("left", "right"))
     found = _compare_tensors("weights", ours, theirs)
-    assert found == Compared("weights", "3 tensors, 8 numbers", "2 of 3 tensors differ, most of all b, by 0.5")
+    assert found == Comparison("weights", "3 tensors, 8 numbers", "2 of 3 tensors differ, most of all b, by 0.5")
     assert _compare_tensors("weights", ours, ours).difference is None
 
 
 def test_no_launcher_of_the_environment_reaches_the_children() -> None:
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} - set(OF_A_LAUNCHER)
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} - set(LAUNCHER_VARIABLES)
     assert "PATH" in os.environ

@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from forked import free_port, run_forked
-from runs import command, environment, events, losses, write_corpus, write_recipe_file
+from tests.support.processes import free_port, run_forked
+from tests.support.runs import REPOSITORY, TESTS, command, environment, events, losses, write_corpus, write_recipe_file
 
 pytestmark = pytest.mark.faults
 STEPS = 40
 RUN: dict[str, Any] = {
-    "task": "fault_task:FaultTask",
+    "task": "tests.support.tasks.process_faults:FaultTask",
     "schedule": {"max_steps": STEPS},
     "checkpoint": {"every_steps": 5},
 }
@@ -61,7 +61,7 @@ class Machines:
             "run",
             str(recipe),
         ]
-        path = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parent.parent)))
+        path = os.pathsep.join((str(TESTS), str(REPOSITORY)))
         variables = environment(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME=self.interface, PYTHONPATH=path)
         with log.open("ab") as out:
             launcher = psutil.Popen(words, env=variables, stdout=out, stderr=subprocess.STDOUT)

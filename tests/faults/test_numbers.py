@@ -5,10 +5,7 @@ loss, the gradient of one parameter, or is broken as it is read; on either proce
 step is computed, or only once. Beside it a run is trained that passes over the same steps: what is left must be equal.
 """
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,98 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.checkpoint import newest_valid
-from accel_train.ending import exit_code
-from accel_train.observe import NoObserver
-from accel_train.observe.ledger import read_json
-from accel_train.saving import save_run, weights_problem
-from accel_train.state import CheckpointError, TrainingStopped
-from number_fault_program import digest, train_with_faults
-from runs import TESTS, TINY_MODEL, environment, events, losses, metrics, recipe_dict, write_corpus
+from accel_train.checkpoint.store import newest_valid
+from accel_train.core.errors import CheckpointError, TrainingStopped
+from accel_train.engine.save import save_run, weights_problem
+from accel_train.observe.observer import Observer
+from accel_train.runtime.exit import exit_code
+from tests.support.number_faults import GAP_STEPS, ONCE, PLACES, assert_named, incident, launch, plan_of, spread
+from tests.support.programs.number_faults import digest, train_with_faults
+from tests.support.runs import TINY_MODEL, events, losses, metrics, write_corpus
 
-GAP_STEPS = 10
-"""Steps closer than 10 belong to one incident."""
-PLACES: list[dict[str, Any]] = [
-    {"place": "forward", "name": "blocks.0.act"},
-    {"place": "forward", "name": "blocks.1", "value": math.inf},
-    {"place": "forward", "name": "statistics"},
-    {"place": "forward", "name": "embed"},
-    {"place": "forward", "name": "head", "value": -math.inf},
-    {"place": "forward", "name": "blocks.1.norm"},
-    {"place": "backward", "name": "blocks.0.act"},
-    {"place": "backward", "name": "blocks.1.widen", "value": math.inf},
-    {"place": "backward", "name": "head"},
-    {"place": "gradient", "name": "blocks.0.widen.weight"},
-    {"place": "gradient", "name": "head.bias", "value": math.inf},
-    {"place": "gradient", "name": "embed.weight", "value": -math.inf},
-    {"place": "loss"},
-    {"place": "loss", "value": math.inf},
-    {"place": "data", "name": "features"},
-    {"place": "data", "name": "features", "value": math.inf},
-    {"place": "data", "name": "wanted", "value": 3e38},
-]
-"""Of the regression. What is wanted may be 3e38, which is finite, and its square is not."""
-ONCE: list[dict[str, Any]] = [
-    {"place": "forward", "name": "blocks.1.act", "once": True},
-    {"place": "loss", "once": True},
-    {"place": "backward", "name": "blocks.0.widen", "once": True},
-    {"place": "gradient", "name": "blocks.1.back.weight", "once": True},
-    {"place": "forward", "name": "head", "value": math.inf, "once": True},
-    {"place": "loss", "value": math.inf, "once": True},
-    {"place": "gradient", "name": "statistics.weight", "value": math.inf, "once": True},
-]
 IGNORED = [{"step": 7, "rank": 1, "micro_batch": m, "row": row} for m in (0, 1) for row in range(4)]
 """All that the second process reads in one step, without a target: nothing is wrong with that."""
-
-
-def spread(kinds: Sequence[dict[str, Any]], *, processes: int, micro_batches: int = 2) -> list[dict[str, Any]]:
-    """Each kind at a step of its own, going through processes, micro-batches and rows."""
-    return [
-        {
-            "step": 3 + GAP_STEPS * number,
-            "rank": number % processes,
-            "micro_batch": (number // processes) % micro_batches,
-            "row": number % 4,
-            **kind,
-        }
-        for number, kind in enumerate(kinds)
-    ]
-
-
-def plan_of(
-    folder: Path, name: str, *, processes: int, steps: int, faults: Sequence[Any] = (), **more: Any
-) -> dict[str, Any]:
-    """What `number_fault_program.py` runs; `recipe` in `more` is merged into its recipe."""
-    out = folder / f"seen {name}"
-    out.mkdir(exist_ok=True)
-    sections = {
-        "task": "number_fault_task:FaultyRegression",
-        "options": {"num_samples": steps * 8 * processes},
-        "data": {"train": "none", "num_workers": 0},
-        "batch": {"global_batch_size": 8 * processes, "gradient_accumulation_steps": 2},
-        "optimizer": {"learning_rate": 1e-3},
-        "schedule": {"max_steps": steps, "warmup_steps": 0},
-        "guard": {"max_incidents": 1000, "max_skips_per_1000_steps": 1000, "on_spike": "off", "fp16_scale_floor": 16},
-        "output_dir": str(folder / name),
-        **more.pop("recipe", {}),
-    }
-    return {"recipe": recipe_dict(folder, **sections), "faults": list(faults), "out": str(out), **more}
-
-
-def launch(plan: Mapping[str, Any], processes: int, expect: int = 0) -> list[dict[str, Any]]:
-    """Run the plan on this many processes; what each of them saw, if it came to its end."""
-    path = Path(plan["out"]) / "plan.json"
-    path.write_text(json.dumps(plan))
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    program = [sys.executable, *(torchrun if processes > 1 else []), str(TESTS / "number_fault_program.py"), str(path)]
-    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == expect, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
-    seen = [Path(plan["out"]) / f"rank-{rank}.json" for rank in range(processes)]
-    return [json.loads(path.read_text()) for path in seen if expect == 0]
-
-
-def incident(folder: Path, step: int) -> dict[str, Any]:
-    return read_json(folder / "incidents" / f"step-{step:08d}" / "incident.json")
 
 
 def assert_contained(plan: Mapping[str, Any], seen: Sequence[Mapping[str, Any]]) -> None:
@@ -119,33 +35,6 @@ def assert_contained(plan: Mapping[str, Any], seen: Sequence[Mapping[str, Any]])
             unchanged = process["by_step"][str(step)] == process["by_step"][str(step - 1)]
             assert unchanged == (step in bad), f"step {step}"
     assert all(process["by_step"] == seen[0]["by_step"] for process in seen)
-
-
-def assert_named(found: Mapping[str, Any], fault: Mapping[str, Any], sample: int) -> None:
-    """The incident names process, sample and module of a fault that comes with its sample."""
-    said = f"{fault}: {found['sentence']}"
-    assert found["classification"] == "deterministic", said
-    assert [each["rank"] for each in found["processes"] if each["happens_again"]] == [fault["rank"]], said
-    finding = found["processes"][fault["rank"]]
-    assert (finding["samples"], finding["micro_batch"]) == ([sample], fault["micro_batch"]), said
-    assert f"sample {sample} on process {fault['rank']}" in found["sentence"]
-    place, module = fault["place"], fault.get("name")
-    if place == "data":
-        assert f"row {sample} of nowhere" in finding["origins"][0]
-    if place == "data" and math.isfinite(fault.get("value", math.nan)):
-        place, module = ("loss", None) if fault["name"] == "wanted" else ("module", "embed")
-    elif place == "data":
-        module = "embed"
-        assert finding["columns"]["features"]["not_finite"] == 1
-    elif place == "loss":
-        module = None
-    elif place == "gradient":
-        assert finding["gradients_not_finite"] == [module]
-        module = str(module).rpartition(".")[0]
-    elif place == "backward":
-        place = "gradient"
-    expected = {"forward": "module", "data": "batch"}.get(place, place)
-    assert (finding["place"], finding["module"]) == (expected, module), said
 
 
 def assert_transient(found: Mapping[str, Any], fault: Mapping[str, Any]) -> None:
@@ -221,12 +110,12 @@ LANGUAGE_FAULTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "gradient checkpointing"])
-def test_modules_of_a_language_model_are_named(tmp_path: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["off", "blocks", "selective"])
+def test_modules_of_a_language_model_are_named(tmp_path: Path, checkpointing: str) -> None:
     write_corpus(tmp_path, num_documents=120)
     faults = spread(LANGUAGE_FAULTS, processes=1)
     recipe = {
-        "task": "number_fault_task:FaultyLanguageModel",
+        "task": "tests.support.tasks.number_faults:FaultyLanguageModel",
         "data": {"train": str(tmp_path / "corpus.jsonl")},
         "model": {"config": {**TINY_MODEL, "resid_pdrop": 0.1}},
         "precision": {"gradient_checkpointing": checkpointing},
@@ -328,9 +217,9 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_sta
     plan = plan_of(tmp_path, "faults", processes=1, steps=4, recipe={"checkpoint": {"every_steps": 2}})
     run, _, _ = train_with_faults(plan)
     with torch.no_grad():
-        run.inner.model.blocks[1].widen.weight[3, 2] = math.nan
+        run.strategy.inner.model.blocks[1].widen.weight[3, 2] = math.nan
     run.state.step = 6
-    run.observer = NoObserver()  # the run's own went with its steps
+    run.observer = Observer()  # the run's own went with its steps
     assert weights_problem(run) == "blocks.1.widen.weight is not finite"
     with pytest.raises(CheckpointError, match="step 6 is not saved"):
         save_run(run, wait=True)

@@ -19,14 +19,6 @@ from benchmarks.poison import (
 STEPS, SEED = 400, 1
 
 
-def test_a_run_of_poisoned_batches_goes_back_once_and_ends(tmp_path: Path) -> None:
-    outcome = run_one(tmp_path, "nan_batches", 1, SEED, 260)
-    assert (outcome.exit_code, outcome.rollbacks) == (0, 1), outcome
-    assert 6 <= outcome.skipped < 10, "the rest is passed over, after six in a row"
-    assert outcome.loss is not None
-    assert outcome.loss < 3.2, "it learnt nothing"  # 5.5 without training
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("poison")
@@ -44,6 +36,9 @@ def test_a_poisoned_run_ends_within_one_percent_of_the_clean_one(runs: Path, cle
     assert holds(outcome, clean), f"{outcome}, clean {clean.loss}"
     troubles = outcome.skipped + outcome.clipped + outcome.rollbacks
     assert troubles > 0, "the poison had no effect, so nothing is proved"
+    if kind == "nan_batches":
+        assert outcome.rollbacks == 1
+        assert 6 <= outcome.skipped < 10, "the rest is skipped by the rollback, after six in a row"
 
 
 @pytest.mark.faults

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from forked import Forked, run_forked
-from runs import TINY_MODEL, checkpoint, events, losses, metrics, write_corpus, write_recipe_file
+from tests.support.processes import Forked, run_forked
+from tests.support.runs import TINY_MODEL, checkpoint, events, losses, metrics, write_corpus, write_recipe_file
 
 STEPS = 150
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -24,7 +24,7 @@ SLOW: dict[str, dict[str, float]] = {
     "save": {"step": 0.01},
 }
 RUN: dict[str, Any] = {
-    "task": "fault_task:FaultTask",
+    "task": "tests.support.tasks.process_faults:FaultTask",
     "model": {"config": {**TINY_MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}},
     "schedule": {"max_steps": STEPS},
     "batch": {"global_batch_size": 8, "per_device_eval_batch_size": 1},
@@ -124,12 +124,6 @@ def assert_same_run(run: Path, whole: Path) -> None:
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in metrics(folder, "eval")]
-
-
-def test_preempted_three_times_at_random_moments_the_run_loses_nothing(
-    tmp_path: Path, started: list[Forked], whole: Path
-) -> None:
-    preempt_until_done(tmp_path, started, whole, 3, seed=1)
 
 
 @pytest.mark.faults

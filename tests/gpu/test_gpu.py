@@ -1,5 +1,6 @@
 """What only a CUDA device can show: no synchronisation in the steady state, and the guard in its own kernels."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -11,16 +12,16 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_train import Recipe
-from accel_train.guard import Limits
-from accel_train.loop import run_steps
-from accel_train.optim import build_optimizer
-from accel_train.plan import resolve_plan
-from accel_train.prepare import prepare_run
-from accel_train.recipe_optimizer import Optimizer
-from accel_train.signals import StopRequest
-from accel_train.step import update_within
-from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus, write_recipe_file
-from runs import run as run_command
+from accel_train.guard.guard import Limits
+from accel_train.model.kernels.chunked_loss import chunked_loss
+from accel_train.optim.optimizers import build_optimizer
+from accel_train.optim.update import update_within
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.optimizer import Optimizer
+from accel_train.training.loop import run_steps
+from accel_train.training.setup import prepare_run
+from tests.support.runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import run as run_command
 
 pytestmark = pytest.mark.gpu
 
@@ -29,14 +30,16 @@ def train_steps(folder: Path, **sections: Any) -> dict[int, float]:
     recipe = Recipe.model_validate(recipe_dict(folder, **{"task": "causal-lm", **sections}))
     run = prepare_run(recipe)
     with run.resources:
-        run_steps(run, StopRequest())
+        run_steps(run)
     return losses(folder / "run")
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16", "bf16"])
-def test_steady_steps_do_not_synchronise(tmp_path: Path, mixed_precision: str) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+def test_steady_steps_do_not_synchronise(tmp_path: Path, mixed_precision: str, chunked: bool) -> None:
     write_corpus(tmp_path)
-    sections = {"schedule": {"max_steps": 40}, "precision": {"mixed_precision": mixed_precision}}
+    sections: dict[str, Any] = {"schedule": {"max_steps": 40}, "precision": {"mixed_precision": mixed_precision}}
+    sections["loss"] = {"chunked": chunked}
     run = prepare_run(Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections)))
     seen = 0
     on_step = run.observer.on_step
@@ -50,17 +53,56 @@ def test_steady_steps_do_not_synchronise(tmp_path: Path, mixed_precision: str) -
     run.observer.on_step = watch  # type: ignore[method-assign]
     try:
         with run.resources:
-            run_steps(run, StopRequest())
+            run_steps(run)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert seen == 40
 
 
-def test_fused_kernel_refuses_a_nonfinite_step_to_the_bit() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_chunks_in_16_bits_is_no_worse_than_one_of_whole_logits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(256, 8000, bias=False, device="cuda")
+    hidden, labels = torch.randn(1, 600, 256, device="cuda"), torch.randint(0, 8000, (1, 600), device="cuda")
+    labels[0, ::3] = -100
+
+    def gradients(of: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        own, states = copy.deepcopy(head).to(dtype), hidden.to(dtype).requires_grad_()
+        (of(own, states) / 400).backward()
+        assert states.grad is not None
+        assert own.weight.grad is not None
+        return [states.grad.double(), own.weight.grad.double()]
+
+    def whole(own: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+        logits = own(states).flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+    exact = gradients(whole, torch.float64)
+    ours = gradients(lambda own, states: chunked_loss(own, states, labels, chunk_rows=128), dtype)
+    for found, plain, right in zip(ours, gradients(whole, dtype), exact, strict=True):
+        assert (found - right).norm() <= 1.02 * (plain - right).norm()
+
+
+class TwoBlocks(nn.Module):
+    """Two matrices, for Muon to make orthogonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+def test_a_nonfinite_step_is_refused_to_the_bit_without_waiting_for_the_device(name: str) -> None:
     device = torch.device("cuda")
     Accelerator()
-    model = nn.Linear(16, 16).to(device)
-    optimizer = build_optimizer(model, Optimizer(learning_rate=0.1), device)
+    model = TwoBlocks().to(device)
+    optimizer = build_optimizer(model, Optimizer.model_validate({"name": name, "learning_rate": 0.1}), device)
     parameters = list(model.parameters())
     for poison in (0.0, math.nan, 0.0, math.inf):
         before = [p.detach().clone() for p in parameters] + [
@@ -69,7 +111,11 @@ def test_fused_kernel_refuses_a_nonfinite_step_to_the_bit() -> None:
         model(torch.randn(4, 16, device=device)).square().mean().backward()
         assert parameters[0].grad is not None
         parameters[0].grad[0, 0] += poison
-        _, skipped, _ = update_within(Limits(1.0), optimizer, parameters, None)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            _, skipped, _ = update_within(Limits(1.0), optimizer, parameters, None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         after = [p.detach() for p in parameters] + [t for p in parameters for t in optimizer.state[p].values()]
         if poison == 0.0:
             assert skipped.item() == 0.0
@@ -150,12 +196,12 @@ def test_search_takes_what_leaves_headroom_and_the_losses_stay(tmp_path: Path) -
         )
     )
     run = prepare_run(recipe)
-    assert 1 < run.sizes.per_device_batch_size < 64, run.choices["batch.per_device_batch_size"]
-    assert "measured on " in run.choices["batch.per_device_batch_size"].reason
+    assert 1 < run.sizes.per_device_batch_size < 64, run.plan.choices["batch.per_device_batch_size"]
+    assert "measured on " in run.plan.choices["batch.per_device_batch_size"].reason
     with run.resources:
-        run_steps(run, StopRequest())
+        run_steps(run)
     assert losses(tmp_path / "found") == pytest.approx(whole, rel=1e-5)
     again = prepare_run(recipe.model_copy(update={"output_dir": str(tmp_path / "again")}))
     again.resources.close()
-    assert again.choices["batch.per_device_batch_size"].reason.startswith("found 20")
+    assert again.plan.choices["batch.per_device_batch_size"].reason.startswith("found 20")
     del taken

@@ -8,20 +8,20 @@ from dataclasses import asdict
 
 import pytest
 
-from accel_train.guard import (
+from accel_train.core.state import Rollback, StepResult, TrainState
+from accel_train.guard.guard import (
     INCIDENT_GAP_STEPS,
     LARGEST,
     LASTING_SPIKE_STEPS,
-    Ladder,
+    Decision,
+    Guard,
     Limits,
-    Verdict,
     Window,
-    is_passed_over,
+    is_skipped_by_rollback,
     learning_rate_factor,
     plan_rollback,
 )
-from accel_train.recipe import Guard
-from accel_train.state import Rollback, StepResult, TrainState
+from accel_train.recipe import reliability
 
 
 def result(
@@ -34,96 +34,96 @@ def broken(step: int, *, loss: float = 1.0, loss_scale: float | None = None) -> 
     return result(step, loss=loss, norm=math.nan, skipped=True, loss_scale=loss_scale)
 
 
-def ladder(guard: Guard | None = None, *, max_grad_norm: float = 1.0, warmup_steps: int = 0) -> Ladder:
-    return Ladder(guard or Guard(), TrainState(), max_grad_norm=max_grad_norm, warmup_steps=warmup_steps)
+def new_guard(section: reliability.Guard | None = None, *, max_grad_norm: float = 1.0, warmup_steps: int = 0) -> Guard:
+    return Guard(section or reliability.Guard(), TrainState(), max_grad_norm=max_grad_norm, warmup_steps=warmup_steps)
 
 
-def judge_all(results: list[StepResult], guard: Guard) -> tuple[list[str], TrainState]:
-    judge = ladder(guard)
-    return [judge.judge(each).action for each in results], judge.state
+def decide_all(results: list[StepResult], section: reliability.Guard) -> tuple[list[str], TrainState]:
+    guard = new_guard(section)
+    return [guard.decide(each).action for each in results], guard.state
 
 
-def settled(guard: Guard | None = None, *, steps: int = 200, max_grad_norm: float = 1.0) -> Ladder:
+def settled(section: reliability.Guard | None = None, *, steps: int = 200, max_grad_norm: float = 1.0) -> Guard:
     """A guard that has seen ordinary steps: losses of 2 +- 0.1, norms of about 1.0, a fifth up and down."""
-    judge = ladder(guard, max_grad_norm=max_grad_norm)
+    guard = new_guard(section, max_grad_norm=max_grad_norm)
     draw = random.Random(0)
     for step in range(1, steps + 1):
-        verdict = judge.judge(result(step, loss=draw.gauss(2, 0.1), norm=math.exp(draw.gauss(0, 0.2))))
-        assert verdict == Verdict("go_on")
-    return judge
+        decision = guard.decide(result(step, loss=draw.gauss(2, 0.1), norm=math.exp(draw.gauss(0, 0.2))))
+        assert decision == Decision("continue")
+    return guard
 
 
 # --- skips -------------------------------------------------------------------------------------------------------
 
 
 def test_finite_steps_go_on_and_leave_no_mark_but_in_the_window() -> None:
-    actions, state = judge_all([result(step) for step in range(1, 6)], Guard())
-    assert actions == ["go_on"] * 5
+    actions, state = decide_all([result(step) for step in range(1, 6)], reliability.Guard())
+    assert actions == ["continue"] * 5
     assert state == TrainState(losses=[1.0] * 5, grad_norms=[0.0] * 5, num_unmeasured=5)
 
 
 def test_skips_in_a_row_within_the_budget_are_noted_and_one_more_goes_back() -> None:
     steps = [broken(step, loss=math.nan) for step in range(1, 5)]
-    assert judge_all(steps, Guard(max_consecutive_skips=3))[0] == ["skip", "skip", "skip", "roll_back"]
+    assert decide_all(steps, reliability.Guard(max_consecutive_skips=3))[0] == ["skip", "skip", "skip", "roll_back"]
 
 
 def test_where_rollbacks_are_spent_or_not_allowed_it_stops() -> None:
     steps = [broken(step, loss=math.nan) for step in range(1, 5)]
-    assert judge_all(steps, Guard(max_consecutive_skips=3, max_rollbacks=0))[0][-1] == "stop"
-    judge = ladder(Guard(max_consecutive_skips=0, max_rollbacks=2))
-    judge.state.rollbacks = [Rollback(number, 9, 5, 6, 9) for number in (1, 2)]
-    verdict = judge.judge(broken(20))
-    assert verdict.action == "stop"
-    assert "after 2 rollbacks" in verdict.reason
+    assert decide_all(steps, reliability.Guard(max_consecutive_skips=3, max_rollbacks=0))[0][-1] == "stop"
+    guard = new_guard(reliability.Guard(max_consecutive_skips=0, max_rollbacks=2))
+    guard.state.rollbacks = [Rollback(number, 9, 5, 6, 9) for number in (1, 2)]
+    decision = guard.decide(broken(20))
+    assert decision.action == "stop"
+    assert "after 2 rollbacks" in decision.reason
 
 
 def test_a_good_step_ends_a_row_of_skips() -> None:
     steps = [broken(step, loss=math.nan) if step % 4 else result(step) for step in range(1, 13)]
-    actions, state = judge_all(steps, Guard(max_consecutive_skips=3))
-    assert set(actions) == {"skip", "go_on"}
+    actions, state = decide_all(steps, reliability.Guard(max_consecutive_skips=3))
+    assert set(actions) == {"skip", "continue"}
     assert state.num_skipped_steps == 9
 
 
 @pytest.mark.parametrize("gap, stops", [(40, True), (60, False)])
 def test_skips_spread_over_1000_steps_have_a_budget_of_their_own(gap: int, stops: bool) -> None:
     steps = [broken(step) if step % gap == 0 else result(step) for step in range(1, 3001)]
-    actions, state = judge_all(steps, Guard(max_skips_per_1000_steps=20))
+    actions, state = decide_all(steps, reliability.Guard(max_skips_per_1000_steps=20))
     assert ("stop" in actions) == stops
     assert len(state.recent_skips) <= 26
 
 
 def test_first_skip_stops_where_the_recipe_says_so() -> None:
-    verdict = ladder(Guard(on_nonfinite="stop")).judge(broken(7, loss=math.inf))
-    assert verdict.action == "stop"
-    assert "step 7" in verdict.reason
-    assert "loss=inf" in verdict.reason
+    decision = new_guard(reliability.Guard(on_nonfinite="stop")).decide(broken(7, loss=math.inf))
+    assert decision.action == "stop"
+    assert "step 7" in decision.reason
+    assert "loss=inf" in decision.reason
 
 
 def test_fp16_overflow_above_the_floor_is_the_scales_search_and_not_counted() -> None:
     steps = [broken(step, loss_scale=2.0 ** (20 - step)) for step in range(1, 20)]
-    actions, state = judge_all(steps, Guard(max_consecutive_skips=1))
+    actions, state = decide_all(steps, reliability.Guard(max_consecutive_skips=1))
     assert actions == ["overflow"] * 19
     assert state.consecutive_skips == 0
 
 
 def test_fp16_overflow_at_the_floor_and_a_nan_loss_at_any_scale_are_counted() -> None:
     at_floor = [broken(step, loss_scale=1.0) for step in range(1, 4)]
-    assert judge_all(at_floor, Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
+    assert decide_all(at_floor, reliability.Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
     nan_loss = [broken(step, loss=math.nan, loss_scale=1024.0) for step in range(1, 4)]
-    assert judge_all(nan_loss, Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
+    assert decide_all(nan_loss, reliability.Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
 
 
 def test_processes_that_disagree_go_back_at_once() -> None:
-    verdict = ladder().judge(StepResult(5, 1.0, 1.0, 100, True, None, False, agreed=False))
-    assert verdict.action == "roll_back"
-    assert "different" in verdict.reason
+    decision = new_guard().decide(StepResult(5, 1.0, 1.0, 100, True, None, False, agreed=False))
+    assert decision.action == "roll_back"
+    assert "different" in decision.reason
 
 
 def test_an_incident_is_looked_into_once() -> None:
-    judge = ladder(Guard(max_consecutive_skips=50))
+    guard = new_guard(reliability.Guard(max_consecutive_skips=50))
     bad = (3, 4, 9, 9 + INCIDENT_GAP_STEPS, 60)
     looked_into = [
-        step for step in range(1, 70) if judge.judge(broken(step) if step in bad else result(step)).look_into
+        step for step in range(1, 70) if guard.decide(broken(step) if step in bad else result(step)).needs_diagnosis
     ]
     assert looked_into == [3, 9 + INCIDENT_GAP_STEPS, 60]
 
@@ -154,20 +154,20 @@ def test_a_window_is_measured_by_its_newest_values_and_not_by_those_that_are_new
 
 
 def test_limits_stay_for_an_eighth_of_a_window() -> None:
-    judge = settled(max_grad_norm=0.0, steps=192)
-    limits = {192: judge.limits}
+    guard = settled(max_grad_norm=0.0, steps=192)
+    limits = {192: guard.limits}
     for step in range(193, 225):
-        judge.judge(result(step, loss=2.0, norm=0.5))
-        limits[step] = judge.limits
+        guard.decide(result(step, loss=2.0, norm=0.5))
+        limits[step] = guard.limits
     assert [step for step in range(193, 225) if limits[step] != limits[step - 1]] == [208, 224]
 
 
 def test_limits_are_the_recipes_alone_until_half_a_window_has_been_accepted_after_the_warmup() -> None:
-    judge = ladder(Guard(spike_window_steps=20), max_grad_norm=5.0, warmup_steps=30)
+    guard = new_guard(reliability.Guard(spike_window_steps=20), max_grad_norm=5.0, warmup_steps=30)
     limits = []
     for step in range(1, 45):
-        judge.judge(result(step))
-        limits.append(judge.limits)
+        guard.decide(result(step))
+        limits.append(guard.limits)
     assert limits[:39] == [Limits(5.0)] * 39
     assert limits[39].clip == pytest.approx(math.exp(6 * 0.2))
 
@@ -176,7 +176,7 @@ def test_limits_are_the_recipes_alone_until_half_a_window_has_been_accepted_afte
     ("on_spike", "clips_at", "skips_above"), [("off", 10.0, LARGEST), ("clip", 3.3, LARGEST), ("skip", 10.0, 3.3)]
 )
 def test_policy_decides_what_the_device_does_with_a_spike(on_spike: str, clips_at: float, skips_above: float) -> None:
-    limits = settled(Guard.model_validate({"on_spike": on_spike}), max_grad_norm=10.0).limits
+    limits = settled(reliability.Guard.model_validate({"on_spike": on_spike}), max_grad_norm=10.0).limits
     assert limits.clip == pytest.approx(clips_at, rel=0.25)
     assert limits.skip == pytest.approx(skips_above, rel=0.25)
 
@@ -187,68 +187,71 @@ def test_clip_of_the_recipe_stays_where_it_is_lower_and_is_taken_where_there_was
 
 
 def test_a_clipped_spike_is_told_of_and_moves_the_limit_no_further_than_the_limit() -> None:
-    judge = settled(max_grad_norm=0.0)
-    before = judge.limits.clip
-    verdict = judge.judge(result(201, loss=2.0, norm=1000.0))
-    assert (verdict.action, verdict.look_into) == ("spike", False)
-    assert "clipped to" in verdict.reason
-    assert max(judge.state.grad_norms) <= math.log(before) + 1e-9
-    assert judge.judge(result(202, loss=2.0)).action == "go_on"
+    guard = settled(max_grad_norm=0.0)
+    before = guard.limits.clip
+    decision = guard.decide(result(201, loss=2.0, norm=1000.0))
+    assert (decision.action, decision.needs_diagnosis) == ("spike", False)
+    assert "clipped to" in decision.reason
+    assert max(guard.state.grad_norms) <= math.log(before) + 1e-9
+    assert guard.decide(result(202, loss=2.0)).action == "continue"
 
 
 def test_a_low_loss_or_a_small_gradient_is_no_spike() -> None:
-    assert settled().judge(result(201, loss=0.01, norm=1e-6)) == Verdict("go_on")
+    assert settled().decide(result(201, loss=0.01, norm=1e-6)) == Decision("continue")
 
 
 def test_spikes_that_were_skipped_leave_no_mark_in_the_window_and_go_back_when_the_loss_is_up_too() -> None:
-    judge = settled(Guard(on_spike="skip", max_consecutive_skips=3))
-    windows = (list(judge.state.losses), list(judge.state.grad_norms))
-    actions = [judge.judge(result(201 + n, loss=9.0, norm=50.0, skipped=True)).action for n in range(4)]
+    guard = settled(reliability.Guard(on_spike="skip", max_consecutive_skips=3))
+    windows = (list(guard.state.losses), list(guard.state.grad_norms))
+    actions = [guard.decide(result(201 + n, loss=9.0, norm=50.0, skipped=True)).action for n in range(4)]
     assert actions == ["skip", "skip", "skip", "roll_back"]
-    assert (judge.state.losses, judge.state.grad_norms) == windows
-    assert judge.state.first_bad_step == 201
+    assert (guard.state.losses, guard.state.grad_norms) == windows
+    assert guard.state.first_bad_step == 201
 
 
 def test_gradients_that_have_grown_with_the_loss_as_before_are_measured_anew() -> None:
-    judge = settled(Guard(on_spike="skip", max_consecutive_skips=3))
-    actions = [judge.judge(result(201 + n, loss=2.0, norm=50.0, skipped=True)).action for n in range(4)]
+    guard = settled(reliability.Guard(on_spike="skip", max_consecutive_skips=3))
+    actions = [guard.decide(result(201 + n, loss=2.0, norm=50.0, skipped=True)).action for n in range(4)]
     assert actions == ["skip", "skip", "skip", "spike"]
-    assert judge.limits == Limits(1.0)
-    assert judge.judge(result(205, loss=2.0, norm=50.0)).action == "go_on"
+    assert guard.limits == Limits(1.0)
+    assert guard.decide(result(205, loss=2.0, norm=50.0)).action == "continue"
 
 
 def test_a_loss_that_stays_up_goes_back_to_before_it_rose() -> None:
-    judge = settled()
-    actions = [judge.judge(result(201 + n, loss=6.0)).action for n in range(LASTING_SPIKE_STEPS)]
+    guard = settled()
+    actions = [guard.decide(result(201 + n, loss=6.0)).action for n in range(LASTING_SPIKE_STEPS)]
     assert actions == ["spike"] * (LASTING_SPIKE_STEPS - 1) + ["roll_back"]
-    assert judge.state.first_bad_step == 201
+    assert guard.state.first_bad_step == 201
 
 
 def test_a_loss_that_comes_down_again_in_time_does_not() -> None:
-    judge = settled()
+    guard = settled()
     steps = [result(201 + n, loss=6.0 if n % LASTING_SPIKE_STEPS else 2.0) for n in range(60)]
-    assert "roll_back" not in {judge.judge(each).action for each in steps}
+    assert "roll_back" not in {guard.decide(each).action for each in steps}
 
 
 def test_policy_rollback_goes_back_at_the_first_spike() -> None:
-    assert settled(Guard(on_spike="rollback")).judge(result(201, norm=50.0, skipped=True)).action == "roll_back"
+    assert (
+        settled(reliability.Guard(on_spike="rollback")).decide(result(201, norm=50.0, skipped=True)).action
+        == "roll_back"
+    )
 
 
 def test_a_policy_that_watches_nothing_sees_no_spike() -> None:
-    judge = settled(Guard(on_spike="off"))
-    assert {judge.judge(result(201 + n, loss=90.0, norm=900.0)).action for n in range(30)} == {"go_on"}
+    guard = settled(reliability.Guard(on_spike="off"))
+    assert {guard.decide(result(201 + n, loss=90.0, norm=900.0)).action for n in range(30)} == {"continue"}
 
 
 @pytest.mark.parametrize("steps", [200, 203, 207])
 def test_a_guard_made_from_saved_counters_judges_as_the_one_that_was_saved(steps: int) -> None:
     before = settled(max_grad_norm=0.0, steps=steps)
     saved = asdict(before.state)
-    after = Ladder(Guard(), TrainState(**saved), max_grad_norm=0.0, warmup_steps=0)
+    after = Guard(reliability.Guard(), TrainState(**saved), max_grad_norm=0.0, warmup_steps=0)
     assert after.limits == before.limits
     draw = random.Random(3)
     for step in range(steps + 1, steps + 40):
         told = result(step, loss=draw.choice([2.0, 2.1, 6.0]), norm=draw.choice([0.9, 1.1, 50.0]))
-        assert after.judge(told) == before.judge(told)
+        assert after.decide(told) == before.decide(told)
         assert after.limits == before.limits
     assert asdict(after.state) == asdict(before.state)
 
@@ -256,9 +259,9 @@ def test_a_guard_made_from_saved_counters_judges_as_the_one_that_was_saved(steps
 # --- rollbacks ---------------------------------------------------------------------------------------------------
 
 
-def planned(guard: Guard | None = None, *, rollbacks: Sequence[Rollback] = (), **where: int) -> Rollback:
+def planned(guard: reliability.Guard | None = None, *, rollbacks: Sequence[Rollback] = (), **where: int) -> Rollback:
     state = TrainState(first_bad_step=where.pop("onset"), rollbacks=list(rollbacks))
-    return plan_rollback(guard or Guard(), state, max_steps=5000, steps_per_epoch=1000.0, **where)
+    return plan_rollback(guard or reliability.Guard(), state, max_steps=5000, steps_per_epoch=1000.0, **where)
 
 
 def test_window_that_is_passed_over_covers_all_bad_steps_and_half_a_window_on_both_sides() -> None:
@@ -266,7 +269,7 @@ def test_window_that_is_passed_over_covers_all_bad_steps_and_half_a_window_on_bo
     assert (rollback.skip_first, rollback.skip_last) == (950, 1055)  # a tenth of an epoch of 1000 steps
     near = planned(onset=1000, at_step=1005, to_step=980)
     assert (near.skip_first, near.skip_last) == (981, 1055)
-    long = planned(Guard(rollback_skip_steps=4), onset=1000, at_step=1009, to_step=800)
+    long = planned(reliability.Guard(rollback_skip_steps=4), onset=1000, at_step=1009, to_step=800)
     assert (long.skip_first, long.skip_last) == (998, 1011)
 
 
@@ -278,7 +281,7 @@ def test_window_of_auto_is_a_small_part_of_the_epoch_and_of_the_run(
 ) -> None:
     state = TrainState(first_bad_step=500)
     where = {"at_step": 505, "to_step": 300, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch}
-    rollback = plan_rollback(Guard(), state, **where)  # type: ignore[arg-type]
+    rollback = plan_rollback(reliability.Guard(), state, **where)  # type: ignore[arg-type]
     assert rollback.skip_last - rollback.skip_first + 1 == 6 + width
 
 
@@ -304,4 +307,7 @@ def test_second_rollback_in_one_region_lowers_the_learning_rate_and_one_further_
 
 def test_steps_of_every_rollback_are_passed_over() -> None:
     rollbacks = [Rollback(1, 20, 5, 10, 20), Rollback(2, 40, 30, 35, 40)]
-    assert [step for step in range(1, 50) if is_passed_over(step, rollbacks)] == [*range(10, 21), *range(35, 41)]
+    assert [step for step in range(1, 50) if is_skipped_by_rollback(step, rollbacks)] == [
+        *range(10, 21),
+        *range(35, 41),
+    ]

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import Plain, arguments, bert, plain_rows, rows
 from torch import nn
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from accel_train.hf import Trainer
-from accel_train.hf_face.arguments import Length, check_arguments, length_of, to_recipe
-from accel_train.hf_face.fields import FIELDS, OPTIMIZERS, table
-from accel_train.hf_face.optimizers import decayed_names
-from accel_train.optim import parameter_groups
-from accel_train.recipe import Recipe
-from accel_train.recipe_names import recipe_names
+from accel_train.hf.argument_table import FIELDS, OPTIMIZERS, table
+from accel_train.hf.arguments import Length, check_arguments, length_of, to_recipe, with_decay_of
+from accel_train.optim.optimizers import parameter_groups
+from accel_train.recipe.names import recipe_names
+from accel_train.recipe.schema import Recipe
+from tests.support.hf_models import Plain, arguments, bert, plain_rows, rows
+from tests.support.runs import REPOSITORY
 
-DOCS = Path(__file__).parent.parent / "docs" / "hf_trainer.md"
+DOCS = REPOSITORY / "docs" / "hf_trainer.md"
 
 # A value of each refused field (and of fields that are honoured for some values only) that has to be an error.
 REFUSED: dict[str, Any] = {
@@ -101,16 +101,9 @@ TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
 
 def recipe_of(args: TrainingArguments, model: Any = None, num_samples: int = 40) -> Recipe:
     model = model or Plain()
-    return to_recipe(
-        args,
-        length_of(args, num_samples, None, 1),
-        model,
-        decayed=decayed_names(model),
-        resume="never",
-        by_callbacks=False,
-        has_eval=True,
-        train_name="rows",
-    )
+    length = length_of(args, num_samples, None, 1)
+    recipe = to_recipe(args, length, model, resume="never", by_callbacks=False, has_eval=True, train_name="rows")
+    return with_decay_of(recipe, model, Trainer.get_decay_parameter_names(None, model))
 
 
 def set_field(args: TrainingArguments, name: str, value: Any) -> TrainingArguments:
@@ -139,7 +132,7 @@ def test_every_refused_field_is_refused_by_name_with_its_value_and_a_remedy(tmp_
         args = set_field(arguments(tmp_path), name, value)
         with pytest.raises(ValueError, match=rf"cannot honour: {name}=") as caught:
             check_arguments(args)
-        remedy = FIELDS[name].remedy or FIELDS[name].says
+        remedy = FIELDS[name].remedy or FIELDS[name].text
         assert remedy in str(caught.value)
 
 
@@ -173,14 +166,14 @@ def test_every_translated_field_is_in_the_test_above_and_names_leaves_that_exist
     translated = {name for name, rule in FIELDS.items() if rule.kind == "translated"}
     assert translated <= tested | elsewhere
     for name in translated:
-        leaves = [word for word in FIELDS[name].says.split("`")[1::2] if "." in word]
-        assert all(leaf in recipe_names() for leaf in leaves), name
+        assert FIELDS[name].leaves, name
+        assert all(leaf in recipe_names() for leaf in FIELDS[name].leaves), name
 
 
 def test_old_names_switches_and_tokens(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="gradient_checkpointing"):
         args = arguments(tmp_path, gradient_checkpointing=True)
-    assert recipe_of(args).precision.gradient_checkpointing
+    assert recipe_of(args).precision.recomputed == "blocks"
     args = set_field(arguments(tmp_path, hub_token="hf_secret", greater_is_better=False), "fp16", True)
     recipe = recipe_of(args)
     assert recipe.precision.mixed_precision == "fp16"
@@ -252,7 +245,7 @@ def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path:
         recipe = recipe_of(arguments(tmp_path, weight_decay=weight_decay), model)
         groups = parameter_groups(model, recipe.optimizer)
         ours = {name for group in groups for name, _ in group["params"] if group["weight_decay"]}
-        assert ours == (set(decayed_names(model)) if weight_decay else set())
+        assert ours == (set(Trainer.get_decay_parameter_names(None, model)) if weight_decay else set())
     assert "blocks.0.weight" in ours
 
 

@@ -8,16 +8,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import Plain, arguments, bert, both, difference, history, pad, plain_rows, rows, token_bert, token_rows
 from transformers.trainer_utils import get_last_checkpoint as their_last_checkpoint
 
 from accel_train.hf import Trainer, get_last_checkpoint
+from tests.support.hf_models import (
+    Plain,
+    arguments,
+    bert,
+    both,
+    difference,
+    history,
+    pad,
+    plain_rows,
+    rows,
+    token_bert,
+    token_rows,
+)
 
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the report takes longer than everything else here together."""
-    monkeypatch.setattr("accel_train.finish.write_report", lambda runs: runs[0] / "report.html")
+    monkeypatch.setattr("accel_train.training.finish.write_report", lambda runs: runs[0] / "report.html")
 
 
 def test_a_nan_batch_leaves_the_weights_alone_and_is_seen_in_the_log(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from runs import TESTS, environment
+from tests.support.runs import TESTS, environment
 
 
 def result(folder: Path, processes: int) -> dict[str, Any]:
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes > 1 else []
     folder.mkdir()
     done = subprocess.run(
-        [sys.executable, *launcher, str(TESTS / "hf_program.py"), str(folder)],
+        [sys.executable, *launcher, str(TESTS / "support/programs/hf.py"), str(folder)],
         env=environment(),
         capture_output=True,
         text=True,

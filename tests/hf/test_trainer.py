@@ -10,20 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_models import (
-    Plain,
-    arguments,
-    bert,
-    both,
-    difference,
-    history,
-    llama,
-    pad,
-    plain_rows,
-    rows,
-    token_bert,
-    token_rows,
-)
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import (
     AutoModelForSequenceClassification,
@@ -37,9 +23,23 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 import accel_train
+from accel_train.core.errors import TrainingStopped
 from accel_train.hf import Trainer, get_last_checkpoint
-from accel_train.hf_face.flow import Flow
-from accel_train.state import TrainingStopped
+from accel_train.hf.callbacks import Flow
+from tests.support.hf_models import (
+    Plain,
+    arguments,
+    bert,
+    both,
+    difference,
+    history,
+    llama,
+    pad,
+    plain_rows,
+    rows,
+    token_bert,
+    token_rows,
+)
 
 CLOSE = 1e-5
 
@@ -47,7 +47,7 @@ CLOSE = 1e-5
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the report takes longer than everything else here together."""
-    monkeypatch.setattr("accel_train.finish.write_report", lambda runs: runs[0] / "report.html")
+    monkeypatch.setattr("accel_train.training.finish.write_report", lambda runs: runs[0] / "report.html")
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:
@@ -151,7 +151,7 @@ def test_what_was_evaluated_after_the_step_that_a_rollback_goes_to_is_evaluated_
             flows.append(self)
             super().begin(run)
 
-    monkeypatch.setattr("accel_train.hf_face.running.Flow", Seen)
+    monkeypatch.setattr("accel_train.hf.training.Flow", Seen)
     trainer = getting_worse(tmp_path, load_best_model_at_end=False)
     trainer.train()
     for to_step, num_evaluations in ((4, 2), (2, 3)):
@@ -596,7 +596,7 @@ def test_callbacks_are_told_what_transformers_tells_them_and_when(tmp_path: Path
 
 
 def test_callbacks_stop_save_evaluate_and_log_at_the_very_step(tmp_path: Path) -> None:
-    class Wishes(TrainerCallback):
+    class StepSignals(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_log = state.global_step in (1, 3)
             control.should_evaluate = state.global_step == 2
@@ -604,7 +604,7 @@ def test_callbacks_stop_save_evaluate_and_log_at_the_very_step(tmp_path: Path) -
             control.should_training_stop = state.global_step == 5
 
     data = {"train_dataset": plain_rows(80), "eval_dataset": plain_rows(8)}
-    trainer = Trainer(Plain(), arguments(tmp_path), callbacks=[Wishes()], **data)
+    trainer = Trainer(Plain(), arguments(tmp_path), callbacks=[StepSignals()], **data)
     result = trainer.train()
     assert result.global_step == 5
     assert [(line["step"], "loss" in line) for line in history(trainer)] == [
@@ -724,7 +724,7 @@ def test_what_a_callback_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_without_callbacks_of_the_user_the_host_waits_for_no_step(tmp_path: Path) -> None:
-    from accel_train.hf_face.flow import may_ask
+    from accel_train.hf.callbacks import may_ask
 
     trainer = Trainer(Plain(), arguments(tmp_path), train_dataset=plain_rows(16))
     assert not may_ask(trainer.callback_handler.callbacks)
@@ -796,7 +796,7 @@ def test_saves_are_pushed_as_the_strategy_says(
             uploads.append(what)
             return SimpleNamespace(done=lambda: True, result=lambda: None)
 
-    monkeypatch.setattr("accel_train.hf_face.hub.HfApi", Hub)
+    monkeypatch.setattr("accel_train.hf.hub.HfApi", Hub)
     args = {"push_to_hub": True, "hub_strategy": strategy, "hub_token": "hf_secret", "max_steps": 4}
     args |= {"save_strategy": "steps", "save_steps": 2}
     trainer = Trainer(bert(), arguments(tmp_path / "tiny", **args), train_dataset=rows(16))

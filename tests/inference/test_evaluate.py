@@ -10,9 +10,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-import runs
-from accel_train.cli import main
-from accel_train.evaluating import format_metrics, short_name
+from accel_train.cli.main import main
+from accel_train.inference.evaluate import format_metrics, short_name
+from tests.support import runs as runs
 
 DIGITS: dict[str, Any] = {
     "task": "image-classification",
@@ -248,4 +248,4 @@ def test_a_model_that_is_not_the_trained_one_is_refused(capsys: pytest.CaptureFi
 )
 def test_other_data_names_its_file(data: str, name: str) -> None:
     assert short_name(data) == name
-    assert short_name(__file__) == "test_evaluate_command"
+    assert short_name(__file__) == "test_evaluate"

@@ -19,12 +19,13 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-import runs
-from accel_train.cli import main
-from accel_train.export import load_exported, samples_per_second
-from accel_train.int8 import int8_tensors, left_alone, matrices, put_int8_tensors, quantize_int8
-from accel_train.observe.ledger import RECIPE_FILE
-from accel_train.trained import open_run
+from accel_train.cli.main import main
+from accel_train.inference.export import load_exported
+from accel_train.inference.finished_run import open_run
+from accel_train.inference.int8 import int8_tensors, left_alone, matrices, put_int8_tensors, quantize_int8
+from accel_train.inference.int8_cost import samples_per_second
+from accel_train.observe.run_folder import RECIPE_FILE
+from tests.support import runs as runs
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(finished: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Path:
     """In that folder, in no launch."""
     monkeypatch.chdir(finished)
-    monkeypatch.setattr("accel_train.export._TIMED_SECONDS", 0.01)
+    monkeypatch.setattr("accel_train.inference.int8_cost._TIMED_SECONDS", 0.01)
     return finished
 
 
@@ -293,6 +294,7 @@ def test_pickles_and_code_are_left_out_of_an_export_and_named(copied: Path, caps
     )
 
 
+@pytest.mark.slow
 def test_code_in_the_card_of_an_int8_export_works_as_it_stands(copied: Path) -> None:
     card = "# A card\n\n```python\nfrom transformers import AutoModel\nAutoModel.from_pretrained('.')\n```\n"
     (copied / "model" / "README.md").write_text(card)
@@ -316,7 +318,7 @@ def test_what_a_task_of_somebodys_own_saved_is_not_promised_to_from_pretrained(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = yaml.safe_load((copied / RECIPE_FILE).read_text())
-    (copied / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "task": "probe_task:ProbeTask"}))
+    (copied / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "task": "tests.support.tasks.probe:ProbeTask"}))
     save_file({"own.weight": torch.ones(2)}, copied / "model" / "model.safetensors", {"format": "pt"})
     (copied / "model" / "config.json").write_text('{"own": true}')
     assert main(["export", str(copied)]) == 0
@@ -356,6 +358,7 @@ def test_a_launch_of_several_processes_is_refused(
     assert "export takes one process" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_torchao_says_at_its_import_does_not_reach_the_screen() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "accel_train", "export", "run", "--quantize", "int8", "--out", "quiet"],

@@ -15,18 +15,13 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-import runs
-from accel_train import predicting
-from accel_train.cli import main
-from accel_train.predicting import label_columns, write_table
+from accel_train.cli.main import main
+from accel_train.inference import predict as predicting
+from accel_train.inference.predict import label_columns, write_table
+from tests.support import runs as runs
+from tests.support.runs import QUIET, SCENES
 
 TOPICS = {"loop": "step batch epoch update", "number": "loss norm mean sum", "machine": "rank device memory host"}
-QUIET: dict[str, Any] = {
-    "schedule": {"max_steps": 12},
-    "evaluate": {"every_steps": 0},
-    "checkpoint": {"every_steps": 0},
-    "log": {"progress": False},
-}
 TEXTS: dict[str, Any] = {
     **QUIET,
     "task": "text-classification",
@@ -44,23 +39,6 @@ TEXTS: dict[str, Any] = {
     "data": {"train": "texts.csv", "eval_fraction": 0.4, "id_column": "id"},
     "batch": {"global_batch_size": 16, "per_device_eval_batch_size": 4},
     "optimizer": {"learning_rate": 1e-2},
-}
-SCENES: dict[str, Any] = {
-    **QUIET,
-    "task": "semantic-segmentation",
-    "output_dir": "scenes",
-    "model": {
-        "config": {
-            "model_type": "segformer",
-            "hidden_sizes": [8, 8, 8, 8],
-            "depths": [1, 1, 1, 1],
-            "num_attention_heads": [1, 1, 1, 1],
-            "decoder_hidden_size": 8,
-        }
-    },
-    "data": {"train": "digit-scenes", "image_size": 32, "num_workers": 0},
-    "batch": {"global_batch_size": 8},
-    "schedule": {"max_steps": 1},
 }
 
 
@@ -111,6 +89,7 @@ def test_without_data_a_row_is_written_for_each_sample_that_was_held_out(capsys:
     assert all(1 / 3 <= float(row["score"]) <= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_table_of_one() -> None:
     assert main(["predict", "texts", "texts.csv", "--out", "one.csv"]) == 0
     launcher = [
@@ -224,11 +203,12 @@ def test_score_of_each_class_has_a_column_of_its_own() -> None:
 
 
 def test_scores_of_many_classes_are_not_even_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.predicting.MAX_SCORE_COLUMNS", 2)
+    monkeypatch.setattr("accel_train.inference.predict.MAX_SCORE_COLUMNS", 2)
     kept: list[set[str]] = []
     in_order = predicting.rows_in_order
     monkeypatch.setattr(
-        "accel_train.predicting.rows_in_order", lambda where, rows: (kept.append(set(rows)), in_order(where, rows))[1]
+        "accel_train.inference.predict.rows_in_order",
+        lambda where, rows: (kept.append(set(rows)), in_order(where, rows))[1],
     )
     assert main(["predict", "texts", "--out", "few.csv"]) == 0
     assert kept == [{"index", "label", "score", "truth"}]

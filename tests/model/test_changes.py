@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
-from accel_train.ema import WeightAverage
-from accel_train.freezing import freeze
-from accel_train.lora import add_adapters, merge_adapters, save_adapters, without_adapters
-from accel_train.optim import build_optimizer, layer_scales, parameter_groups, set_learning_rate
-from accel_train.recipe import LoRA, Model
-from accel_train.recipe_optimizer import Optimizer
+from accel_train.model.freeze import freeze
+from accel_train.model.lora import add_adapters, save_adapters, without_adapters
+from accel_train.optim.ema import WeightAverage
+from accel_train.optim.optimizers import build_optimizer, layer_scales, parameter_groups, set_learning_rate
+from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.schema import LoRA, Model
 
 CPU = torch.device("cpu")
 
@@ -142,8 +142,6 @@ def test_the_average_is_that_of_the_formula_and_a_skipped_step_leaves_it_alone()
         assert torch.equal(weight, average.averages[0]) is False
         torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=0)
     assert torch.equal(weight, last)
-    with pytest.raises(ValueError, match="do not fit"):
-        average.load({"other": last})
 
 
 @pytest.mark.parametrize("make", [bert, gpt2])
@@ -163,7 +161,7 @@ def test_merged_adapters_compute_what_the_formula_says(make: "type[nn.Module]") 
                 parameter.normal_(std=0.1)
     adapted = model(**inputs).logits
     assert not torch.allclose(adapted, before, atol=1e-3)
-    merged = merge_adapters(model)
+    merged = without_adapters(model, merge=True)
     torch.testing.assert_close(merged(**inputs).logits, adapted, rtol=1e-4, atol=1e-5)
     assert set(dict(merged.named_parameters())) == set(dict(make().named_parameters()))
     torch.testing.assert_close(without_adapters(model)(**inputs).logits, before)

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from test_observe_report import SUMMARY, Page, make_run
 
-from accel_train.cli import main
-from accel_train.incident_writing import last_losses
-from accel_train.observe import RunFolder, read_events, read_metrics, write_report
-from accel_train.observe.report import load_run, render_page
-from runs import recipe_dict, write_corpus
+from accel_train.cli.main import main
+from accel_train.observe import read_events, read_metrics
+from accel_train.observe.run_folder import RunFolder
+from accel_train.recovery.incident_folder import last_losses
+from accel_train.report.report import render_page, write_report
+from accel_train.report.run import load_run
+from tests.support.report import SUMMARY, Page, make_run
+from tests.support.runs import recipe_dict, write_corpus
 
 DAMAGE = {
     "torn": b'{"step": 3, "split": "tr',
@@ -96,8 +98,9 @@ def test_no_summary_is_too_odd_to_report(tmp_path: Path) -> None:
         spoiled = spoil({**SUMMARY, "best_metric": 1.0, "best_step": 3, "data": {"num_train": 4}})
         (run / "summary.json").write_text(json.dumps(spoiled))
         (run / "evaluation.json").write_text(json.dumps(spoil({"step": 3, "metrics": {"loss": 1.0, "f1": 0.5}})))
-        render_page([load_run(run)], [])
-        render_page([load_run(run), load_run(run)], [])
+        loaded = load_run(run)
+        render_page([loaded], [])
+        render_page([loaded, loaded], [])
 
 
 def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_lines(

@@ -14,19 +14,13 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
-from accel_train.observe import (
-    Meter,
-    NoObserver,
-    Observer,
-    Progress,
-    RunFolder,
-    RunObserver,
-    Trackers,
-    read_events,
-    read_metrics,
-    read_summary,
-)
-from accel_train.state import StepResult
+from accel_train.core.state import StepResult
+from accel_train.observe import read_events, read_metrics, read_summary
+from accel_train.observe.observer import LogPlan, Observer, RunObserver
+from accel_train.observe.progress import Progress
+from accel_train.observe.run_folder import RunFolder
+from accel_train.observe.throughput import Meter
+from accel_train.observe.trackers import Trackers
 
 STEP = StepResult(
     step=1, loss=2.0, grad_norm=0.5, num_targets=100, skipped=False, loss_scale=None, stop_requested=False
@@ -96,11 +90,7 @@ def observing(
             Progress("auto", total_steps=total_steps, stream=screen),
             trackers,
             Meter(flops_per_token=1e6, peak_flops=1e9, clock=clock),
-            log_every_steps=every,
-            total_steps=total_steps,
-            samples_per_step=4,
-            num_samples_per_epoch=40,
-            targets=targets,
+            LogPlan(every, total_steps, samples_per_step=4, num_samples_per_epoch=40, targets=targets),
         )
         with observer:
             yield Seen(observer, folder, clock, screen)
@@ -313,7 +303,7 @@ def test_finish_writes_the_summary_with_the_rates_and_the_loops_word_wins(tmp_pa
 
 def test_the_other_processes_observer_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    observer: Observer = NoObserver()
+    observer = Observer()
     with observer, observer.pause():
         observer.on_step(STEP, 1e-3)
         observer.on_evaluation(1, {"loss": 1.0})

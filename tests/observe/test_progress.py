@@ -16,7 +16,8 @@ from typing import TextIO
 import pytest
 
 import accel_train
-from accel_train.observe import Progress, choose_style, format_seconds
+from accel_train.core.format import format_seconds
+from accel_train.observe.progress import Progress, choose_style
 
 
 class Terminal:
@@ -61,18 +62,18 @@ def open_terminal(columns: int = 120) -> Iterator[Terminal]:
 def test_a_log_file_gets_aligned_lines_and_a_terminal_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     with open_terminal() as terminal:
-        assert choose_style("auto", terminal.stream).value == "bar"
-        assert choose_style(False, terminal.stream).value == "off"
+        assert choose_style("auto", terminal.stream) == "bar"
+        assert choose_style(False, terminal.stream) == "off"
         monkeypatch.setenv("TERM", "dumb")
-        assert str(choose_style("auto", terminal.stream)) == "lines (TERM=dumb cannot redraw a line)"
+        assert choose_style("auto", terminal.stream) == "lines"
     monkeypatch.setenv("TERM", "xterm")
     with open_terminal(columns=0) as terminal:
-        assert choose_style("auto", terminal.stream).value == "lines"
-    assert choose_style("auto", io.StringIO()).value == "lines"
-    assert choose_style("auto", None).value == "lines"
-    assert choose_style(True, io.StringIO()).value == "bar"
+        assert choose_style("auto", terminal.stream) == "lines"
+    assert choose_style("auto", io.StringIO()) == "lines"
+    assert choose_style("auto", None) == "lines"
+    assert choose_style(True, io.StringIO()) == "bar"
     monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", sys)
-    assert choose_style("auto", io.StringIO()).value == "bar"
+    assert choose_style("auto", io.StringIO()) == "bar"
 
 
 def test_plain_lines_say_percent_loss_rate_speed_and_time_left_in_columns() -> None:
@@ -169,7 +170,7 @@ def test_a_full_disk_behind_the_output_is_tried_once() -> None:
 def test_a_reader_that_goes_away_neither_stops_the_run_nor_changes_its_exit_code(setting: str) -> None:
     code = f"""
 import sys
-from accel_train.observe import Progress
+from accel_train.observe.progress import Progress
 
 sys.stdin.read()  # until the reader of standard output is gone
 progress = Progress({setting}, total_steps=10)

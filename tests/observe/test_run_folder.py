@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import accel_train
-from accel_train.observe import RunFolder, read_events, read_metrics, read_summary
+from accel_train.observe import read_events, read_metrics, read_summary
+from accel_train.observe.run_folder import RunFolder
 
 ANOTHER_USER = 65534  # nobody
 
 HOLD_THE_FOLDER = r"""
 import os, sys, time
 from pathlib import Path
-from accel_train.observe import RunFolder
+from accel_train.observe.run_folder import RunFolder
 
 with RunFolder(Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:
@@ -147,7 +148,7 @@ def test_a_full_disk_raises_and_leaves_whole_lines_only(tmp_path: Path) -> None:
     code = """
 import resource, sys
 from pathlib import Path
-from accel_train.observe import RunFolder
+from accel_train.observe.run_folder import RunFolder
 
 with RunFolder(Path(sys.argv[1])) as folder:
     folder.append_metrics({"step": 1, "split": "train", "text": "x" * 100})

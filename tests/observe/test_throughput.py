@@ -2,8 +2,8 @@ from contextlib import suppress
 
 import pytest
 
-from accel_train.observe import Meter, model_flops_per_token, peak_flops
-from accel_train.observe.throughput import PEAK_TFLOPS
+from accel_train.core.hardware import GPUS, peak_flops
+from accel_train.observe.throughput import Meter, model_flops_per_token
 
 
 class Clock:
@@ -83,7 +83,8 @@ def test_a_dtype_without_a_column_is_an_error() -> None:
 
 
 def test_every_gpu_is_faster_in_16_bits_than_in_tf32_than_in_32() -> None:
-    for name, (bf16, fp16, tf32, fp32) in PEAK_TFLOPS.items():
+    for name, gpu in GPUS.items():
+        bf16, fp16, tf32, fp32 = gpu.peak_tflops
         order = [value for value in (fp32, tf32, fp16) if value is not None]
         assert order == sorted(order), name
         assert bf16 in (None, fp16), name

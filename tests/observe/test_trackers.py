@@ -7,8 +7,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
-from accel_train.observe import Trackers, check_tracker_names
-from accel_train.observe.trackers import flatten
+from accel_train.observe.trackers import Trackers, check_tracker_names, flatten
 
 CONFIG = {"seed": 1, "optimizer": {"learning_rate": 3e-4, "betas": (0.9, 0.95)}, "data": {"eval": None}}
 
@@ -142,7 +141,7 @@ def test_a_tracker_that_raises_is_switched_off_and_reported_once_and_the_others_
     assert accelerator.trackers == []
     [message] = failures
     assert message.startswith("tracker failing could not")
-    assert message.endswith(f"is switched off; training goes on (ConnectionError: no route at {moment})")
+    assert message.endswith(f"is switched off; training continues (ConnectionError: no route at {moment})")
 
 
 def test_accelerate_keeps_only_the_trackers_that_work(tmp_path: Path) -> None:

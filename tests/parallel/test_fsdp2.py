@@ -1,21 +1,19 @@
 """A model spread over processes by FSDP2 trains as one that is not: the same losses, the same guard, checkpoints for any layout."""
 
-import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from accel_train.checkpoint import newest_valid, step_of
-from accel_train.recipe import Parallel, Recipe
-from accel_train.sharded_checkpoint import Stored
-from accel_train.sharding import choose_sharding
-from forked import run_forked
-from runs import TINY_MODEL, events, losses, metrics, write_corpus, write_recipe_file
+from accel_train.checkpoint.store import newest_valid, step_of
+from accel_train.parallel.fsdp2 import Fsdp2
+from accel_train.recipe.loader import Recipe
+from accel_train.recipe.parallel import Parallel
+from tests.support.comparisons import Train, assert_loaded_to_the_bit, assert_same_bits, assert_same_run, tensors
+from tests.support.processes import run_forked
+from tests.support.runs import TINY_MODEL, events, losses, write_corpus, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
 CPU = torch.device("cpu")
@@ -30,63 +28,6 @@ TEXT = {
     "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5, "ema_decay": 0.9},  # every gradient is clipped
     "options": {"ragged": True},
 }
-Train = Callable[..., Path]
-
-
-@pytest.fixture
-def train(tmp_path: Path) -> Train:
-    """Train in a folder of its own, on so many processes, to the end; returns the run folder."""
-
-    def to_the_end(name: str, processes: int, **sections: Any) -> Path:
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        write_corpus(folder)
-        recipe = write_recipe_file(folder, **sections)
-        forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
-        assert forked.wait() == [0] * processes, forked.stderr(0)
-        return folder / "run"
-
-    return to_the_end
-
-
-def assert_same_run(run: Path, other: Path, tolerance: float = 1e-6) -> None:
-    ours, theirs = losses(run), losses(other)
-    assert ours.keys() == theirs.keys()
-    assert len({round(loss, 2) for loss in theirs.values()}) > len(theirs) / 2, (
-        "nothing is compared where nothing moves"
-    )
-    assert all(ours[step] == pytest.approx(theirs[step], rel=tolerance) for step in ours)
-    assert [each["loss"] for each in metrics(run, "eval")] == pytest.approx(
-        [each["loss"] for each in metrics(other, "eval")], rel=tolerance
-    )
-
-
-def tensors(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
-    stored = Stored(run / "checkpoints" / f"step-{step:08d}", kind)
-    found = {name: torch.empty(shape) for name, shape in stored.shapes.items()}
-    stored.read_into(found)
-    return found
-
-
-def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-Layout = tuple[int, dict[str, Any]]
-"""Processes, and the recipe's `parallel`."""
-
-
-def assert_loaded_to_the_bit(train: Train, saved: Layout, loaded: Layout, steps: int, text: dict[str, Any]) -> None:
-    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
-    run = train("run", saved[0], parallel=saved[1], **text)
-    wrote = load_file(run / "model" / "model.safetensors")
-    weights = tensors(run, steps, "model")
-    assert_same_bits({name: weights[name] for name in wrote}, wrote)
-    shutil.rmtree(run / "model")
-    assert train("run", loaded[0], parallel=loaded[1], **text) == run
-    assert [event["step"] for event in events(run, "resume")] == [steps]
-    assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +69,14 @@ def test_losses_are_those_of_one_process_with_clipping_accumulation_and_averaged
 def test_losses_are_those_of_ddp_however_the_model_is_changed(train: Train, sections: dict[str, Any]) -> None:
     text = {name: section for name, section in TEXT.items() if name != "optimizer"}
     assert_same_run(train("sharded", 2, parallel=FSDP2, **text, **sections), train("ddp", 2, **text, **sections))
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_trains_as_none_under_ddp_and_fsdp2(train: Train) -> None:
+    selective = {**TEXT, "precision": {"gradient_checkpointing": "selective"}}
+    plain = train("plain", 2, **TEXT)
+    assert_same_run(train("ddp", 2, **selective), plain, tolerance=0)
+    assert_same_run(train("sharded", 2, parallel=FSDP2, **selective), plain)
 
 
 @pytest.mark.slow
@@ -190,7 +139,8 @@ def test_bf16_is_further_from_fp32_than_under_ddp_by_what_the_run_says(train: Tr
     assert ["3 to 9 times as far from those of fp32" in each for each in said] == [False, True]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
 def test_short_steps_that_leave_processes_with_unequal_shares_hang_nobody(train: Train, processes: int) -> None:
     sections = {
         "data": {"last_batch": "short", "sequence_length": 64},
@@ -201,7 +151,7 @@ def test_short_steps_that_leave_processes_with_unequal_shares_hang_nobody(train:
     assert_same_run(train("sharded", processes, parallel=FSDP2, **sections), train("one", 1, **sections))
 
 
-def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_names_the_process(train: Train) -> None:
+def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_its_batch(train: Train) -> None:
     run = train(
         "run",
         2,
@@ -219,20 +169,21 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_names_
     [incident] = (run / "incidents").iterdir()
     assert (incident / "batch-rank-1.safetensors").exists()
     assert not (incident / "batch-rank-0.safetensors").exists()
-    assert "together on process 1 makes" in (incident / "incident.md").read_text()
+    assert "Not diagnosed in the run: each process holds a shard" in (incident / "incident.md").read_text()
 
 
 LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "sharded": (2, FSDP2), "sharded-4": (4, FSDP2), "copies": (4, {**FSDP2, "dp_shard_size": 2})}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
         ("sharded", "one"),
         ("one", "sharded"),
-        pytest.param("sharded", "sharded-4", marks=pytest.mark.slow),
-        pytest.param("copies", "ddp", marks=pytest.mark.slow),
-        pytest.param("sharded-4", "copies", marks=pytest.mark.slow),
+        ("sharded", "sharded-4"),
+        ("copies", "ddp"),
+        ("sharded-4", "copies"),
     ],
 )
 def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
@@ -242,7 +193,8 @@ def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
     assert_loaded_to_the_bit(train, LAYOUTS[saved], LAYOUTS[loaded], 8, text)
 
 
-@pytest.mark.parametrize("damage", ["flipped", pytest.param("missing", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, damage: str) -> None:
     run = train("run", 2, parallel=FSDP2, **TEXT)
     whole = losses(run)
@@ -260,10 +212,13 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, da
     assert losses(run) == whole
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_two_in_a_row_end_all_processes(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     sections = {**TEXT, "options": {"file_limit": {"bytes": 50_000, "rank": 1}}, "checkpoint": {"every_steps": 2}}
-    recipe = write_recipe_file(tmp_path, task="fault_task:FaultTask", parallel=FSDP2, **sections)
+    recipe = write_recipe_file(
+        tmp_path, task="tests.support.tasks.process_faults:FaultTask", parallel=FSDP2, **sections
+    )
     forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
     assert forked.wait() == [4, 4]
     failed = [event["message"] for event in events(tmp_path / "run", "checkpoint_failed")]
@@ -276,7 +231,7 @@ def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_two_in_a_row_end
 def test_killed_in_a_save_the_checkpoint_before_stands_and_the_run_is_the_same(train: Train, tmp_path: Path) -> None:
     sections = {
         **TEXT,
-        "task": "disk_task:DiskTask",
+        "task": "tests.support.tasks.disk_faults:DiskTask",
         "parallel": FSDP2,
         "checkpoint": {"every_steps": 2, "keep": 2},
         "options": {"slow_fsync": 0.05},  # so that a look finds a save before it is over
@@ -317,10 +272,10 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
     with pytest.raises(
         ValueError, match=r"parallel\.dp_shard_size=3 does not divide the 4 processes.*use 1, 2, 4 or auto"
     ):
-        choose_sharding(section, 4, CPU)
+        Fsdp2.choose(section, 4, CPU)
     with pytest.raises(ValueError, match="the run is on the CPU already"):
-        choose_sharding(Parallel(strategy="fsdp2", cpu_offload=True), 2, CPU)
-    assert choose_sharding(Parallel(strategy="fsdp2"), 1, CPU).value == 1
+        Fsdp2.choose(Parallel(strategy="fsdp2", cpu_offload=True), 2, CPU)
+    assert Fsdp2.choose(Parallel(strategy="fsdp2"), 1, CPU).value == 1
 
 
 def test_settings_of_fsdp2_without_it_are_a_mistake(tmp_path: Path) -> None:

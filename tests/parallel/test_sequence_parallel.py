@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_sharding import assert_same_bits, assert_same_run, tensors
 
-from accel_train.batching import resolve_batch
-from accel_train.cli import main
-from accel_train.data.windows import collate_windows
-from accel_train.data_group import DataGroup
-from accel_train.plan import resolve_plan
-from accel_train.plan_text import format_plan
-from accel_train.recipe import Batch, Parallel, Recipe
-from accel_train.sequence_parallel import check_sequence_parallel, choose_sequences
-from accel_train.sequence_slices import Slices, slice_of
-from accel_train.step import TrainingModule
+from accel_train.cli.main import main
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.data.text.tokens import collate_windows
+from accel_train.model.training_module import TrainingModule
+from accel_train.parallel.compatibility import check_compatibility
+from accel_train.parallel.dims import ParallelDims, choose_sequences
+from accel_train.parallel.sequence_parallel import Slices, slice_of
+from accel_train.plan.format import format_plan
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.schema import Batch, Recipe
 from accel_train.task import load_task
 from accel_train.tasks.causal_lm import CausalLM
-from forked import run_forked
-from runs import LLAMA, TINY_MODEL, events, metrics, recipe_dict, write_corpus, write_recipe_file
+from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
+from tests.support.processes import run_forked
+from tests.support.runs import LLAMA, TINY_MODEL, events, metrics, recipe_dict, write_corpus, write_recipe_file
 
 SP = {"sp_size": 2}
 FSDP2 = {"strategy": "fsdp2"}
@@ -159,11 +160,11 @@ def test_slices_hold_each_token_with_its_position_and_each_target_once_borders_i
 
 
 def test_processes_of_a_group_read_alike_and_draw_and_count_each_for_itself() -> None:
-    groups = [DataGroup(rank // 2, 2, num_slices=2, place=rank % 2) for rank in range(4)]
+    groups = [ParallelDims(rank // 2, 2, sp_size=2, place=rank % 2) for rank in range(4)]
     assert [(each.rank, each.slice_index, each.random_rank) for each in groups] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]  # fmt: skip
-    assert all(each.does_count for each in groups)
-    alike = [DataGroup(rank // 2, 2, num_alike=2, place=rank % 2) for rank in range(4)]
-    assert [(each.rank, each.random_rank, each.does_count) for each in alike] == [
+    assert all(each.is_first_in_group for each in groups)
+    alike = [ParallelDims(rank // 2, 2, tp_size=2, place=rank % 2) for rank in range(4)]
+    assert [(each.rank, each.random_rank, each.is_first_in_group) for each in alike] == [
         (0, 0, True), (0, 0, False), (1, 1, True), (1, 1, False)
     ]  # fmt: skip
 
@@ -189,6 +190,7 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_
     assert main(["replay", str(incident), "--device", "cpu"]) == 0
 
 
+@pytest.mark.slow
 def test_stopped_when_split_it_goes_on_alone_as_the_run_that_never_stopped(tmp_path: Path, undisturbed: Path) -> None:
     folder = tmp_path / "chain"
     sit(folder, 2, SP, code=75, options={"term_at": {"step": 6, "rank": 1}})  # of 2 micro-batches a step
@@ -228,19 +230,6 @@ def test_killed_and_resumed_on_as_many_processes_it_is_the_same_to_the_bit(tmp_p
     assert 2 < events(again, "resume")[-1]["step"] < 8
     for kind in ("model", "optimizer"):
         assert_same_bits(tensors(whole, 8, kind), tensors(again, 8, kind))
-
-
-@pytest.mark.slow
-def test_a_process_without_room_for_one_sample_ends_all_of_them(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    write_corpus(folder)
-    options = {"no_room": {"rank": 1, "rows": 0, "where": "forward", "from_step": 6}}
-    recipe = write_recipe_file(folder, **{**TEXT, "options": options, "parallel": SP})
-    forked = run_forked(["run", str(recipe)], 2, folder=folder / "processes", preload=[ULYSSES])
-    assert forked.wait() == [5, 6]
-    said = forked.stderr(0) + forked.stderr(1)
-    assert "process 1 ran out of memory in micro-batches of 2, and again in smaller ones" in said
 
 
 @pytest.mark.slow
@@ -297,7 +286,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
 ) -> None:
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), **{"task": "causal-lm", "parallel": SP, **sections}))
     with pytest.raises(ValueError, match=re.escape(fault)) as caught:
-        check_sequence_parallel(recipe, load_task(recipe.task))
+        check_compatibility(recipe, load_task(recipe.task))
     assert str(caught.value).startswith("parallel.sp_size=2")
     assert remedy in str(caught.value)
 
@@ -324,12 +313,12 @@ class TakesItBack(LooksAheadNot):
 
 @pytest.mark.parametrize(("name", "is_refused"), [("LooksAhead", True), ("LooksAheadNot", False), ("SaysItTooEarly", True), ("TakesItBack", True)])  # fmt: skip
 def test_a_task_with_a_loss_of_its_own_has_to_say_that_it_is_a_sum_over_positions(name: str, is_refused: bool) -> None:
-    task = f"test_sequence_parallel:{name}"
+    task = f"{__name__}:{name}"
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task=task, parallel=SP))
     if not is_refused:
-        return check_sequence_parallel(recipe, load_task(task))
+        return check_compatibility(recipe, load_task(task))
     with pytest.raises(ValueError, match="needs a loss that is a sum over positions"):
-        check_sequence_parallel(recipe, load_task(task))
+        check_compatibility(recipe, load_task(task))
 
 
 def test_batches_of_more_than_tokens_and_labels_are_refused() -> None:
@@ -341,10 +330,10 @@ def test_batches_of_more_than_tokens_and_labels_are_refused() -> None:
 
 
 def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.sequence_parallel.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_train.parallel.compatibility.find_spec", lambda name: None)
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task="causal-lm", parallel=SP))
     with pytest.raises(ValueError, match=r"pip install 'accel-train\[deepspeed\]'"):
-        check_sequence_parallel(recipe, load_task("causal-lm"))
+        check_compatibility(recipe, load_task("causal-lm"))
 
 
 @pytest.mark.parametrize(
@@ -401,7 +390,7 @@ def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: P
     assert exchanged.sent_bytes == exchanged.payload_bytes / 2
     assert plans[0].num_targets == plans[1].num_targets
     text = format_plan(plans[1])
-    assert "2 neighbours read the same samples, each has a slice of every sequence" in text
+    assert "groups of 2 processes read the same samples, each process has a slice of every sequence" in text
     assert "heads for slices of the sequence (parallel.sp_size); 16 collectives" in text
     assert not any(each.kind == "all-to-all" for each in plans[0].scale.traffic)
 

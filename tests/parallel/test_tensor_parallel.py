@@ -9,25 +9,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_sharding import (
-    assert_loaded_to_the_bit,
-    assert_same_bits,
-    assert_same_run,
-    tensors,
-    train,  # noqa: F401 (a fixture)
-)
 
-from accel_train.batching import resolve_batch
-from accel_train.cli import main
-from accel_train.plan import resolve_plan
-from accel_train.plan_text import format_plan
-from accel_train.recipe import Batch, Parallel, Recipe
-from accel_train.scale.layout import choose_layout
-from accel_train.sharding import across_machines, choose_sharding
-from accel_train.tensor_parallel import check_tensor_parallel
-from forked import run_forked
-from runs import LLAMA as TINY_LLAMA
-from runs import events, metrics, recipe_dict, write_corpus, write_recipe_file
+from accel_train.cli.main import main
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.parallel.compatibility import check_compatibility
+from accel_train.parallel.dims import across_machines
+from accel_train.parallel.fsdp2 import Fsdp2
+from accel_train.plan.format import format_plan
+from accel_train.plan.place import choose_layout
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.schema import Batch, Recipe
+from accel_train.task import load_task
+from tests.support.comparisons import assert_loaded_to_the_bit, assert_same_bits, assert_same_run, tensors
+from tests.support.processes import run_forked
+from tests.support.runs import LLAMA as TINY_LLAMA
+from tests.support.runs import events, metrics, recipe_dict, write_corpus, write_recipe_file
 
 TP = {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}  # which two processes cannot divide, and four cannot
@@ -112,7 +109,7 @@ def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(tmp
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes: int) -> None:  # noqa: F811
+def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes: int) -> None:
     sections = {
         **TEXT,
         "schedule": {"max_steps": 5, "warmup_steps": 0, "type": "constant"},
@@ -128,7 +125,7 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes
     assert not torch.equal(tensors(run, 4, "model")[name], tensors(run, 5, "model")[name])
     assert [event["step"] for event in events(run, "skip")] == [4]
     [incident] = (run / "incidents").iterdir()
-    assert "neighbours compute each layer together" in (incident / "incident.md").read_text()
+    assert "several processes compute each layer together" in (incident / "incident.md").read_text()
     kept = load_file(incident / "weights.safetensors")  # whole, so that one process can compute it again
     assert_same_bits({key: tensors(run, 4, "model")[key] for key in kept}, kept)
 
@@ -136,21 +133,16 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes
 LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "fsdp2": (2, {"strategy": "fsdp2"}), "tp": (2, TP), "fsdp2-tp": (4, TP)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("tp", "one"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.slow)
-            for pair in (
-                ("one", "tp"), ("tp", "fsdp2"), ("fsdp2", "tp"), ("fsdp2-tp", "ddp"), ("ddp", "fsdp2-tp"),
-                ("fsdp2-tp", "tp"), ("tp", "fsdp2-tp"), ("fsdp2-tp", "fsdp2"), ("fsdp2", "fsdp2-tp"),
-            )
-        ),
+        ("tp", "one"), ("one", "tp"), ("tp", "fsdp2"), ("fsdp2", "tp"), ("fsdp2-tp", "ddp"), ("ddp", "fsdp2-tp"),
+        ("fsdp2-tp", "tp"), ("tp", "fsdp2-tp"), ("fsdp2-tp", "fsdp2"), ("fsdp2", "fsdp2-tp"),
     ],
 )  # fmt: skip
 def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
-    train: Train,  # noqa: F811
+    train: Train,
     saved: str,
     loaded: str,
 ) -> None:
@@ -221,7 +213,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
         Path("somewhere"), **{"task": "causal-lm", "model": {"config": LLAMA}, "parallel": TP, **sections}
     )
     with pytest.raises(ValueError, match=re.escape(fault)) as caught:
-        check_tensor_parallel(Recipe.model_validate(recipe))
+        check_compatibility(Recipe.model_validate(recipe), load_task(recipe["task"]))
     assert remedy in str(caught.value)
 
 
@@ -279,7 +271,7 @@ def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch() -
 def test_layout_counts_groups_of_neighbours() -> None:
     layout = choose_layout(Parallel(**TP), 16, "cuda")
     assert (layout.shard_size, layout.tp_size, layout.num_copies) == (8, 2, 1)
-    choice = choose_sharding(Parallel(**TP), 2, CPU)
+    choice = Fsdp2.choose(Parallel(**TP), 2, CPU)
     assert choice.value == 1
     assert "fsdp2" not in choice.reason
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_train.sharded_checkpoint import Stored
-from forked import run_forked
-from runs import events, losses, write_recipe_file
+from accel_train.checkpoint.sharded import CheckpointReader
+from tests.support.processes import run_forked
+from tests.support.runs import events, losses, write_recipe_file
 
 Train = Callable[..., Path]
 BATCH = {"global_batch_size": 16, "per_device_batch_size": 4}
@@ -30,7 +30,7 @@ def train(tmp_path: Path) -> Train:
             "precision": {"mixed_precision": "no"},
             **sections,
         }
-        recipe = write_recipe_file(folder, task="unused_task:Unused", options=options, **sections)
+        recipe = write_recipe_file(folder, task="tests.support.tasks.unused:Unused", options=options, **sections)
         forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
         codes = forked.wait()
         assert codes[0] == code, forked.stderr(0)
@@ -53,7 +53,10 @@ def assert_same(run: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "parallel"),
-    [(2, {}), (2, {"find_unused_parameters": True}), pytest.param(3, {}, marks=pytest.mark.slow)],
+    [
+        (2, {}),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, {"find_unused_parameters": True}), (3, {}))),
+    ],
 )
 @pytest.mark.parametrize("branch", [False, True], ids=["never", "in some micro-batches"])
 def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
@@ -69,20 +72,22 @@ def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
         [told] = events(run, "unused_parameters")
         assert told["parameters"][0] == "spare"
         assert "a walk through the graph" in told["message"]
-        assert told["message"].endswith("Frozen, they cost nothing: model.freeze: ['spare']") or branch
+        assert told["message"].endswith("Frozen, it costs nothing: model.freeze: ['spare']") or branch
 
 
+@pytest.mark.slow
 def test_fsdp2_leaves_unused_parameters_as_one_process_does(train: Train) -> None:
     one, two = train("one", 1, {"never": True}), train("two", 2, {"never": True}, parallel={"strategy": "fsdp2"})
     assert losses(two) == pytest.approx(losses(one), rel=1e-6)
-    assert Stored(two / "checkpoints" / "step-00000005", "model").shapes["spare"] == (3, 3)
+    assert CheckpointReader(two / "checkpoints" / "step-00000005", "model").shapes["spare"] == (3, 3)
     left = {"spare": torch.zeros(3, 3)}
-    Stored(two / "checkpoints" / "step-00000005", "model").read_into(left)
+    CheckpointReader(two / "checkpoints" / "step-00000005", "model").read_into(left)
     assert left["spare"].eq(1).all(), "not decayed"
     assert [event["parameters"] for event in events(two, "unused_parameters")] == [["spare"]]
 
 
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_refuses_unused_parameters_that_it_would_decay(train: Train, tmp_path: Path, stage: int) -> None:
     parallel = {"strategy": "deepspeed", "zero_stage": stage}
     train("zero", 2, {"never": True}, 2, parallel=parallel)
@@ -99,6 +104,7 @@ def test_nothing_is_said_and_nothing_looked_for_where_all_take_part(train: Train
     assert events(train("all", 2, {}), "unused_parameters") == []
 
 
+@pytest.mark.slow
 def test_frozen_parameters_need_no_look(train: Train) -> None:
     model = {"freeze": ["spare"]}
     one, two = (train(str(count), count, {"never": True}, model=model) for count in (1, 2))

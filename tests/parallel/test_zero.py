@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_train.sharded_checkpoint import Stored
-from forked import run_forked
-from runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+from accel_train.checkpoint.sharded import CheckpointReader
+from tests.support.processes import run_forked
+from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
 
 DDP: dict[str, Any] = {}
 FSDP2 = {"strategy": "fsdp2"}
@@ -44,7 +44,7 @@ def sit(folder: Path, processes: int, parallel: dict[str, Any], codes: set[int] 
 
 
 def tensors(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
-    stored = Stored(run / "checkpoints" / f"step-{step:08d}", kind)
+    stored = CheckpointReader(run / "checkpoints" / f"step-{step:08d}", kind)
     return {name: stored.read(name) for name in stored.shapes}
 
 

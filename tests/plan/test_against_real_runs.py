@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from accel_train.plan import Plan, resolve_plan
-from accel_train.recipe import Recipe
-from forked import run_forked
-from runs import TINY_MODEL, recipe_dict, write_corpus, write_recipe_file
+from accel_train.plan.plan import Plan, resolve_plan
+from accel_train.recipe.schema import Recipe
+from tests.support.processes import run_forked
+from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus, write_recipe_file
 
 pytestmark = pytest.mark.usefixtures("without_cuda")
 STEPS = 3
@@ -23,11 +23,13 @@ SPLIT = {
 }  # fmt: skip
 
 
-def run_and_plan(folder: Path, world_size: int, **parallel: Any) -> tuple[list[dict[str, Any]], Plan]:
+def run_and_plan(
+    folder: Path, world_size: int, optimizer: str = "adamw", **parallel: Any
+) -> tuple[list[dict[str, Any]], Plan]:
     """What each of the processes held and sent, and the plan of the same run."""
     write_corpus(folder)
     sections: dict[str, Any] = {
-        "task": "held_task:HeldTask",
+        "task": "tests.support.tasks.memory_census:HeldTask",
         "model": {"config": SPLIT if {"tp_size", "sp_size"} & parallel.keys() else MODEL},
         "parallel": parallel,
         "schedule": {"max_steps": STEPS},
@@ -36,7 +38,8 @@ def run_and_plan(folder: Path, world_size: int, **parallel: Any) -> tuple[list[d
             "per_device_batch_size": 16 // (world_size // parallel.get("tp_size", parallel.get("sp_size", 1))) // 2,
         },
         "guard": {"drift_check_steps": 0},
-        "options": {"held": str(folder)},
+        "optimizer": {"name": optimizer},
+        "options": {"held": str(folder), "calls_a_step": 2 if optimizer == "muon" else 1},  # AdamW's is another
     }
     run_forked(["run", str(write_recipe_file(folder, **sections))], world_size, folder=folder / "out").wait()
     sections["options"]["planned"] = True
@@ -44,16 +47,19 @@ def run_and_plan(folder: Path, world_size: int, **parallel: Any) -> tuple[list[d
     return [json.loads((folder / f"held-{rank}.json").read_text()) for rank in range(world_size)], plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, parallel",
     [
         (2, {"strategy": "fsdp2"}),
-        pytest.param(4, {"strategy": "fsdp2"}, marks=pytest.mark.slow),
+        (2, {"strategy": "fsdp2", "optimizer": "muon"}),
+        (2, {"optimizer": "muon"}),
+        (4, {"strategy": "fsdp2"}),
         (4, {"strategy": "fsdp2", "dp_shard_size": 2, "reshard_after_forward": False}),
         (2, {"strategy": "fsdp2", "tp_size": 2}),
-        pytest.param(4, {"strategy": "fsdp2", "tp_size": 2}, marks=pytest.mark.slow),
+        (4, {"strategy": "fsdp2", "tp_size": 2}),
         (2, {"strategy": "fsdp2", "sp_size": 2}),
-        pytest.param(4, {"strategy": "fsdp2", "sp_size": 2}, marks=pytest.mark.slow),
+        (4, {"strategy": "fsdp2", "sp_size": 2}),
     ],
 )
 def test_a_process_holds_and_sends_what_the_plan_says(
@@ -71,12 +77,13 @@ def test_a_process_holds_and_sends_what_the_plan_says(
         assert each["sent"] == payloads
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_sends_what_the_plan_says(tmp_path: Path, stage: int) -> None:
     """Small and large weights, and two micro-batches a step, which some collectives are of."""
     write_corpus(tmp_path)
     sections: dict[str, Any] = {
-        "task": "held_task:HeldTask",
+        "task": "tests.support.tasks.memory_census:HeldTask",
         "model": {"config": {**TINY_MODEL, "n_embd": 160, "n_head": 4}},
         "parallel": {"strategy": "deepspeed", "zero_stage": stage},
         "schedule": {"max_steps": STEPS},

@@ -14,39 +14,19 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from accel_train.cli import main
-from accel_train.loading import fetch
-from accel_train.memory_estimate import build_without_weights, estimate_memory, largest_samples, simulate_step
-from accel_train.plan import Plan, resolve_plan
-from accel_train.plan_text import format_plan
-from accel_train.recipe_file import load_recipe
-from accel_train.scale.estimate import ASSUMED_MFU
+from accel_train.cli.main import main
+from accel_train.data.samples import fetch
+from accel_train.engine.resolve import change_model
+from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples, simulate_step
+from accel_train.plan.format import format_plan
+from accel_train.plan.plan import Plan, resolve_plan
+from accel_train.plan.step_time import ASSUMED_MFU
+from accel_train.recipe.loader import load_recipe
 from accel_train.task import TaskData, load_task
+from tests.support.plan_recipe import GOOD
 
-GOOD: dict[str, Any] = {
-    "output_dir": "out",
-    "model": {"config": {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 1024}},
-    "data": {"train": "text.txt", "eval_fraction": 0, "sequence_length": 64, "cache_dir": "cache"},
-    "batch": {"global_batch_size": 16, "per_device_batch_size": 2},
-    "optimizer": {"learning_rate": 1e-3, "lr_scaling": {"rule": "linear", "base_batch_size": 4}},
-    "schedule": {"max_steps": 10, "warmup_ratio": 0.25},
-    "evaluate": {"every_steps": 0},
-    "checkpoint": {"every_steps": 0},
-    "log": {"progress": False},
-}
 GPT2 = "{model_type: gpt2, vocab_size: 50304}"
 LLAMA = "{model_type: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 2, intermediate_size: 128}"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a good recipe and its data, in no launch."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    Path("r.yaml").write_text(yaml.safe_dump(GOOD, sort_keys=False))
-    Path("text.txt").write_text("one two three " * 400)
-    return tmp_path
 
 
 def plan(*flags: str, world_size: int | None = 1, gpu: str | None = None) -> Plan:
@@ -125,7 +105,8 @@ def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer, moments", [("{name: adamw}", 2), ("{name: sgd}", 1), ("{name: sgd, momentum: 0}", 0)]
+    "optimizer, moments",
+    [("{name: adamw}", 2), ("{name: sgd}", 1), ("{name: sgd, momentum: 0}", 0), ("{name: lion}", 1)],
 )
 def test_weights_gradients_and_optimizer_are_arithmetic(optimizer: str, moments: int) -> None:
     resolved = plan("--optimizer", optimizer)
@@ -136,12 +117,32 @@ def test_weights_gradients_and_optimizer_are_arithmetic(optimizer: str, moments:
     assert {part.name: part.kind for part in resolved.memory}["activations"] == "estimate"
 
 
+def test_muon_keeps_a_number_for_each_weight_of_a_matrix_in_a_block_and_two_for_others() -> None:
+    resolved = plan("--optimizer.name", "muon")
+    model = resolved.recipe.model.config
+    assert model is not None
+    in_matrices = 12 * model["n_embd"] ** 2 * model["n_layer"]
+    state = 4 * (2 * resolved.num_parameters - in_matrices)
+    assert parts(resolved)["optimizer"] == state
+    assert resolved.checkpoint_bytes == 4 * resolved.num_parameters + state
+    assert any("leaves out what muon takes" in note for note in resolved.notes)
+
+
+def test_an_optimizer_that_the_host_steps_says_what_that_costs() -> None:
+    assert any("one wait for the device a step" in note for note in plan("--optimizer.name", "adafactor").notes)
+    unknown = next(part for part in plan("--optimizer.name", "torch.optim:NAdam").memory if part.name == "optimizer")
+    assert unknown.kind == "estimate"
+    assert "its own is not known" in unknown.how
+    with pytest.raises(ValueError, match=r"cannot be sharded as the weight is; use parallel\.strategy ddp"):
+        plan("--optimizer.name", "adafactor", "--parallel.strategy", "fsdp2", world_size=2)
+
+
 def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
     """Bytes beyond parameters and gradients that torch's own profiler saw at the worst moment of a real step."""
     recipe = load_recipe("r.yaml", arguments=recipe_flags)
     task = load_task(recipe.task)
     data = task.load_data(recipe, progress=False)
-    model = task.build_model(recipe, data).train()
+    model, _ = change_model(recipe, task, task.build_model(recipe, data))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     batch = data.collate(fetch(data.train, [0, 0]))
@@ -163,22 +164,49 @@ def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
 
 @pytest.mark.parametrize("config", [GPT2.replace("50304", "4096, n_layer: 2, n_embd: 64, n_head: 2"), LLAMA])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_activations_are_what_a_real_step_takes(config: str, mixed_precision: str, checkpointing: str) -> None:
-    flags = ["--model.config", config, "--precision.gradient_checkpointing", checkpointing]
+@pytest.mark.parametrize("checkpointing", ["false", "true", "selective"])
+@pytest.mark.parametrize("chunked", ["auto", "true"])
+def test_activations_are_what_a_real_step_takes(
+    config: str, mixed_precision: str, checkpointing: str, chunked: str
+) -> None:
+    flags = ["--model.config", config, "--precision.gradient_checkpointing", checkpointing, "--loss.chunked", chunked]
     flags += ["--precision.mixed_precision", mixed_precision]
     sizes = parts(plan(*flags))
     estimated = (sizes["activations"] or 0) + (sizes["logits"] or 0)
     assert estimated == pytest.approx(peak_by_profiler(flags, mixed_precision), rel=0.03)
 
 
+def test_logits_beyond_a_chunk_are_none_of_the_memory() -> None:
+    flags = ("--model.config.vocab_size", "1000000", "--model.config.n_embd", "8")
+    whole, chunked = (plan(*flags, "--loss.chunked", each) for each in ("false", "auto"))
+    assert parts(whole)["logits"] == 3 * 4 * 2 * 64 * 1_000_000
+    assert (parts(chunked)["logits"] or 0) < 1.01 * 4 * 2**26
+    printed = [" ".join(format_plan(each).split()) for each in (chunked, whole)]
+    assert "loss.chunked True (the logits of 64 positions at a time; " in printed[0]
+    assert "loss.chunked False (as the recipe says)" in printed[1]
+
+
 def test_checkpointing_lowers_the_activations_and_half_precision_too() -> None:
-    plain, checkpointed, half = (
+    plain, checkpointed, selective, half = (
         parts(plan("--model.config.n_layer", "8", *flags))["activations"] or 0
-        for flags in ((), ("--precision.gradient_checkpointing", "true"), ("--precision.mixed_precision", "bf16"))
+        for flags in (
+            (),
+            ("--precision.gradient_checkpointing", "true"),
+            ("--precision.gradient_checkpointing", "selective"),
+            ("--precision.mixed_precision", "bf16"),
+        )
     )
     assert checkpointed < 0.5 * plain
+    assert checkpointed < selective < 0.7 * plain
     assert half < plain
+
+
+def test_the_plan_says_which_kernels_the_model_has_and_that_they_keep_less() -> None:
+    fused, python = plan(), plan("--model.fused_kernels", "false")
+    assert "2 x tanh GELU (the same function in one kernel" in format_plan(fused)
+    assert "no (as the recipe says)" in format_plan(python)
+    assert "accel_train_causal_sdpa (causal SDPA without a mask" in format_plan(fused)
+    assert (parts(fused)["activations"] or 0) < (parts(python)["activations"] or 0)
 
 
 def test_attention_on_a_gpu_keeps_no_scores_and_a_process_has_a_context() -> None:
@@ -186,7 +214,8 @@ def test_attention_on_a_gpu_keeps_no_scores_and_a_process_has_a_context() -> Non
     on_cpu, on_gpu = parts(plan(*flags)), parts(plan(*flags, gpu="H200"))
     scores = 2 * 2 * 2 * 1024 * 1024 * 4  # layers, samples, heads, pairs of positions, bytes
     assert (on_cpu["activations"] or 0) - (on_gpu["activations"] or 0) > scores
-    assert on_cpu["logits"] == on_gpu["logits"] == 3 * 4 * 2 * 1024 * 320  # themselves, their logarithms, a gradient
+    assert on_gpu["logits"] == 3 * 4 * 2 * 1024 * 320  # themselves, their logarithms, a gradient
+    assert on_cpu["logits"] == 0  # the worst moment is in the attention, before there are any
     assert "CUDA context" in on_gpu
     assert "CUDA context" not in on_cpu
 
@@ -368,7 +397,9 @@ def test_a_task_that_needs_its_data_says_so(capsys: pytest.CaptureFixture[str]) 
 
 def test_python_and_torch_are_a_row_of_their_own_on_a_cpu(without_cuda: None) -> None:
     sizes = parts(plan())
-    program = "import psutil, accel_train.loop, transformers.models.gpt2; print(psutil.Process().memory_info().rss)"
+    program = (
+        "import psutil, accel_train.training.train, transformers.models.gpt2; print(psutil.Process().memory_info().rss)"
+    )
     resident = int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
     assert 0.5 * resident < (sizes["Python and torch"] or 0) < 2 * resident
     assert "Python and torch" not in parts(plan(gpu="H200"))

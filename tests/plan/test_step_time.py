@@ -7,22 +7,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from test_plan import folder  # noqa: F401 (the fixture: a folder with a recipe and its data)
 from torch import nn
 
-from accel_train.cli import main
-from accel_train.plan import Plan, resolve_plan
-from accel_train.plan_text import format_plan
-from accel_train.recipe import Checkpoint, Parallel
-from accel_train.recipe_file import load_recipe
-from accel_train.scale.estimate import Hardware
-from accel_train.scale.failures import FAILURE_RATES, daly_interval, lost_share, young_interval
-from accel_train.scale.hardware import GPUS, INTERCONNECTS, choose_interconnect, gpu_facts
-from accel_train.scale.layout import choose_layout
-from accel_train.scale.saving_cost import best_intervals, saving_cost
-from accel_train.scale.step_time import model_step
-from accel_train.scale.traffic import BASE_LATENCY_SECONDS, Ring, collectives, sent_bytes, traffic_of
-from accel_train.scale.weights import group_weights
+from accel_train.cli.main import main
+from accel_train.core.hardware import GPUS, INTERCONNECTS, choose_interconnect, find_gpu
+from accel_train.model.weights import group_weights
+from accel_train.plan.failures import (
+    FAILURE_RATES,
+    best_intervals,
+    daly_interval,
+    lost_share,
+    saving_cost,
+    young_interval,
+)
+from accel_train.plan.format import format_plan
+from accel_train.plan.formulas import collectives
+from accel_train.plan.place import Hardware, choose_layout
+from accel_train.plan.plan import Plan, resolve_plan
+from accel_train.plan.step_time import StepWork, model_step
+from accel_train.plan.traffic import BASE_LATENCY_SECONDS, Ring, sent_bytes, traffic_of
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.reliability import Checkpoint
 
 H100, NDR = GPUS["H100"], INTERCONNECTS["infiniband-ndr"]
 FSDP2 = ("--parallel.strategy", "fsdp2")
@@ -171,7 +177,7 @@ def test_averaged_weights_are_in_memory_and_in_checkpoints() -> None:
 def traffic(world_size: int, micro_batches: int = 1, **parallel: Any) -> dict[str, tuple[int, int, float]]:
     section = Parallel(**parallel)
     layout = choose_layout(section, world_size, "cuda")
-    found = traffic_of(collectives(section, layout, group_weights(Net()), 2), micro_batches)
+    found = traffic_of(collectives(layout, group_weights(Net()), 2), micro_batches)
     return {each.kind: (each.times, each.payload_bytes, each.sent_bytes) for each in found}
 
 
@@ -193,7 +199,7 @@ def test_ddp_reduces_whole_weights_in_buckets_as_torch_makes_them_and_waits_for_
         [torch.empty(each.shape) for each in as_they_come], [25 * 2**20]
     )
     sizes = [sum(4 * as_they_come[index].numel() for index in bucket) for bucket in buckets]
-    found = collectives(Parallel(), choose_layout(Parallel(), 8, "cuda"), group_weights(model), 2)
+    found = collectives(choose_layout(Parallel(), 8, "cuda"), group_weights(model), 2)
     assert [each.num_bytes for each in found] == sizes
     assert len(sizes) == 2
     assert [each.is_hidden for each in found] == [True, False]
@@ -216,8 +222,8 @@ def test_weights_beside_batch_norm_are_gathered_in_fp32_whatever_is_computed_in(
     model = Net()
     model.norm = nn.BatchNorm1d(10, affine=False)
     section, weights = Parallel(strategy="fsdp2"), group_weights(model)
-    found = collectives(section, choose_layout(section, 10, "cuda"), weights, 2)
-    plain = collectives(section, choose_layout(section, 10, "cuda"), group_weights(Net()), 4)
+    found = collectives(choose_layout(section, 10, "cuda"), weights, 2)
+    plain = collectives(choose_layout(section, 10, "cuda"), group_weights(Net()), 4)
     assert found == plain
 
 
@@ -277,13 +283,10 @@ def test_a_small_collective_costs_its_latency() -> None:
 def test_communication_hides_behind_computing_and_what_is_longer_is_waited_for() -> None:
     section = Parallel(strategy="fsdp2")
     layout = choose_layout(section, 16, "cuda")
-    found = collectives(section, layout, group_weights(Net()), 2)
+    found = collectives(layout, group_weights(Net()), 2)
 
     def step(compute_seconds: float, overlap: bool = True) -> Any:
-        return model_step(
-            found, compute_seconds=compute_seconds, num_micro_batches=2, optimizer_elements=0, num_moments=2,
-            gpu=H100, network=NDR, overlap=overlap,
-        )  # fmt: skip
+        return model_step(found, StepWork(compute_seconds, 2, 0, 2), H100, NDR, overlap=overlap)
 
     whole, none = step(10.0), step(0.0)
     assert none.exposed_seconds == pytest.approx(none.communication_seconds)  # nothing to hide behind
@@ -294,7 +297,7 @@ def test_communication_hides_behind_computing_and_what_is_longer_is_waited_for()
 
 
 def test_the_optimizer_is_as_fast_as_the_memory() -> None:
-    step = model_step((), compute_seconds=1.0, num_micro_batches=1, optimizer_elements=10**9, num_moments=2, gpu=H100, network=NDR)  # fmt: skip
+    step = model_step((), StepWork(1.0, 1, 10**9, 2), H100, NDR)
     assert step.optimizer_seconds == pytest.approx(8 * 4e9 / (3350e9 * 0.8))
     assert step.seconds == 1.0 + step.optimizer_seconds
 
@@ -332,9 +335,9 @@ def test_slower_networks_make_slower_steps() -> None:
 
 
 def test_names_of_gpus_are_read_as_torch_says_them() -> None:
-    assert gpu_facts("NVIDIA H100 80GB HBM3") is GPUS["H100"]
-    assert gpu_facts("NVIDIA A100-SXM4-40GB") is GPUS["A100 40GB"]
-    assert gpu_facts("Acme 1") is None
+    assert find_gpu("NVIDIA H100 80GB HBM3") is GPUS["H100"]
+    assert find_gpu("NVIDIA A100-SXM4-40GB") is GPUS["A100 40GB"]
+    assert find_gpu("Acme 1") is None
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

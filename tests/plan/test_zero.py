@@ -4,13 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from accel_train.plan import resolve_plan
-from accel_train.plan_text import format_plan
-from accel_train.recipe import Parallel, Recipe
-from accel_train.zero import check_zero, choose_zero
-from forked import run_forked
-from runs import recipe_dict, write_corpus, write_recipe_file
+from accel_train.parallel.compatibility import check_compatibility
+from accel_train.parallel.zero import Zero
+from accel_train.plan.format import format_plan
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.schema import Recipe
+from accel_train.task import load_task
+from tests.support.processes import run_forked
+from tests.support.runs import recipe_dict, write_corpus, write_recipe_file
 
 DDP: dict[str, Any] = {}
 
@@ -32,15 +36,17 @@ def test_what_cannot_be_had_under_zero_is_refused_by_name_with_what_to_do(
 ) -> None:
     recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, parallel=zero(3)))
     with pytest.raises(ValueError, match=f"{fault} cannot be had with parallel.strategy deepspeed: ") as caught:
-        check_zero(recipe, "fp16" if "fp16" in fault else "no")
+        check_compatibility(recipe, load_task(recipe.task), "fp16" if "fp16" in fault else "no")
     assert remedy in str(caught.value)
-    check_zero(Recipe.model_validate({**recipe.model_dump(), "parallel": DDP}), "fp16")
+    allowed = Recipe.model_validate({**recipe.model_dump(), "parallel": DDP})
+    check_compatibility(allowed, load_task(recipe.task), "fp16")
 
 
 def test_one_process_alone_is_not_put_under_deepspeed() -> None:
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), parallel=zero(3)))
-    assert choose_zero(recipe.parallel, 1).value == 1
-    assert choose_zero(recipe.parallel, 4).value == 4
+    cuda = torch.device("cuda")
+    assert Zero.choose(recipe.parallel, 1, cuda).value == 1
+    assert Zero.choose(recipe.parallel, 4, cuda).value == 4
 
 
 def test_refused_settings_end_plan_and_run_with_exit_code_2_before_a_model_is_built(tmp_path: Path) -> None:
@@ -55,9 +61,10 @@ def test_refused_settings_end_plan_and_run_with_exit_code_2_before_a_model_is_bu
 
 
 def test_without_the_package_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.zero.find_spec", lambda name: None)
+    monkeypatch.setattr("accel_train.parallel.compatibility.find_spec", lambda name: None)
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, parallel=zero(2)))
     with pytest.raises(ValueError, match=r"pip install 'accel-train\[deepspeed\]'"):
-        check_zero(Recipe.model_validate(recipe_dict(tmp_path, parallel=zero(2))), "no")
+        check_compatibility(recipe, load_task(recipe.task))
 
 
 @pytest.mark.parametrize(

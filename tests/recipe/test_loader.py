@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from accel_train.model_check import check_model_config
-from accel_train.recipe import Recipe
-from accel_train.recipe_file import load_recipe
-from accel_train.recipe_names import nearest_names, recipe_names, value_of
-from accel_train.recipe_values import Origin
-from accel_train.recipe_writing import format_recipe
-from accel_train.recipe_yaml import parse_yaml
-from accel_train.redaction import is_secret, redact
-from accel_train.state import Choice
+from accel_train.core.redaction import is_secret, redact
+from accel_train.core.state import Choice
+from accel_train.model.pretrained import check_model_config
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.names import nearest_names, recipe_names, value_of
+from accel_train.recipe.schema import Recipe
+from accel_train.recipe.values import Origin
+from accel_train.recipe.writer import format_recipe
+from accel_train.recipe.yaml_core import parse_yaml
 
 RECIPE = """\
 output_dir: runs/x
@@ -340,13 +340,13 @@ def test_at_least_95_percent_of_single_edit_typos_get_the_right_name(where: str)
         for typo in single_edits(leaf, rng):
             prefix = {"in its section": section, "without a section": "", "in another section": "guard"}[where]
             typed = f"{prefix}.{typo}" if prefix else typo
-            if typed in recipe_names() or not typo or rng.random() < 0.6:
+            if typed in recipe_names() or not typo or rng.random() < 0.85:
                 continue
             near = nearest_names(typed)
             tried += 1
             # Several sections have `every_steps`: the section, where it is given, decides.
             right += near == [name] if where == "in its section" else name in near
-    assert tried > 1000
+    assert tried > 400
     assert right / tried >= 0.95, f"{right} of {tried}"
 
 

@@ -10,22 +10,27 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from test_faults_numbers import plan_of
 from torch import Tensor, nn
 
-from accel_train.diagnosis import Question, examine, find_rows
-from accel_train.evidence import SamplesOf
-from accel_train.incident_writing import MAX_WEIGHTS_BYTES, free_name, weights_of
-from accel_train.module_watch import ModuleWatch
-from accel_train.observe import RunFolder
-from accel_train.observe.incident_record import classify, incident_folders, read_incident, summarise_incident
-from accel_train.observe.report import write_report
-from accel_train.rerun import Rerun
-from accel_train.running_statistics import RunningStatistics
-from accel_train.step import TrainingModule
-from number_fault_program import train_with_faults
-from number_fault_task import Fault, Faults, Regressor
-from runs import events
+from accel_train.checkpoint.store import free_path
+from accel_train.model.batch_norm import RunningStatistics
+from accel_train.model.training_module import TrainingModule
+from accel_train.observe.incident_record import (
+    classify,
+    incident_folders,
+    next_actions,
+    read_incident,
+    summarise_incident,
+)
+from accel_train.observe.run_folder import RunFolder
+from accel_train.recovery.diagnosis import examine, find_rows
+from accel_train.recovery.module_watch import ModuleWatch
+from accel_train.recovery.recompute import DiagnosisRequest, Recomputation, SamplesOf
+from accel_train.report.report import write_report
+from tests.support.number_faults import plan_of
+from tests.support.programs.number_faults import train_with_faults
+from tests.support.runs import events
+from tests.support.tasks.number_faults import Fault, Faults, Regressor
 
 CPU = torch.device("cpu")
 
@@ -46,9 +51,11 @@ def batch_of(rows: int, width: int = 6) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, width, generator=generator), "sample": torch.arange(100, 100 + rows)}
 
 
-def question(samples: list[list[int]] | None, **changes: Any) -> Question:
-    known = {"step": 5, "seed": 1, "rank": 0, "world_size": 1, "num_targets": 8, "loss_scale": None}
-    return Question(**{**known, "samples": samples, "is_spike": False, "compiled": False, "seconds": 60.0, **changes})
+def request_of(samples: list[list[int]] | None, **changes: Any) -> DiagnosisRequest:
+    known = {"step": 5, "seed": 1, "rank": 0, "random_rank": 0, "world_size": 1, "num_targets": 8, "loss_scale": None}
+    return DiagnosisRequest(
+        **{**known, "samples": samples, "is_spike": False, "compiled": False, "seconds": 60.0, **changes}
+    )
 
 
 def look_at(model: nn.Module, faults: Sequence[Fault], rows: int = 8, **changes: Any) -> Any:
@@ -57,7 +64,7 @@ def look_at(model: nn.Module, faults: Sequence[Fault], rows: int = 8, **changes:
     broken.put_into(model, faults)
     micro_batch = (batch_of(rows), rows)
     inner = TrainingModule(model, Squares(broken))  # type: ignore[arg-type]
-    finding, _ = examine(inner, [micro_batch], question([list(range(100, 100 + rows))], **changes), CPU)
+    finding, _ = examine(inner, [micro_batch], request_of([list(range(100, 100 + rows))], **changes), CPU)
     return finding
 
 
@@ -179,8 +186,9 @@ def test_time_that_is_up_leaves_the_samples_open() -> None:
 def test_gradient_computed_again_is_that_of_the_step() -> None:
     torch.manual_seed(0)
     model = Regressor().eval()
-    rerun = Rerun(TrainingModule(model, Squares()), num_targets=16, world_size=2, loss_scale=8.0, device=CPU)  # type: ignore[arg-type]
-    outcome = rerun.compute((batch_of(8), 8))
+    inner = TrainingModule(model, Squares())  # type: ignore[arg-type]
+    recomputation = Recomputation(inner, request_of(None, num_targets=16, world_size=2, loss_scale=8.0), CPU)
+    outcome = recomputation.compute((batch_of(8), 8))
     (model(batch_of(8)["x"]).square().sum() * 2 / 16).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -199,14 +207,14 @@ def test_module_inside_compiled_blocks_is_named(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "compiled", processes=1, steps=6, recipe={"precision": {"compile": "blocks"}})
     run, _, _ = train_with_faults(plan)
     with torch.no_grad():
-        run.inner.model.blocks[1].widen.weight.fill_(math.nan)
+        run.strategy.inner.model.blocks[1].widen.weight.fill_(math.nan)
     batch = {
         "features": torch.zeros(4, 6),
         "wanted": torch.zeros(4),
         "counts": torch.ones(4),
         "sample": torch.arange(4),
     }
-    finding, _ = examine(run.inner, [(batch, 4)], question([[0, 1, 2, 3]], compiled=True), CPU)
+    finding, _ = examine(run.strategy.inner, [(batch, 4)], request_of([[0, 1, 2, 3]], compiled=True), CPU)
     assert finding.error is None
     assert (finding.place, finding.module) == ("weights", "blocks.1.widen")
 
@@ -252,8 +260,8 @@ def test_report_shows_the_incident(broken_run: Path) -> None:
 
 
 def test_step_that_goes_wrong_again_on_another_branch_gets_a_folder_of_its_own(broken_run: Path) -> None:
-    assert free_name(broken_run, 3) == "step-00000003-2"
-    assert free_name(broken_run, 4) == "step-00000004"
+    assert free_path(broken_run / "incidents" / "step-00000003").name == "step-00000003-2"
+    assert free_path(broken_run / "incidents" / "step-00000004").name == "step-00000004"
     assert [path.name for path in incident_folders(broken_run)] == ["step-00000003"]
 
 
@@ -280,10 +288,46 @@ def test_no_more_incidents_than_the_guard_allows_are_looked_into(tmp_path: Path)
     assert [event["incident"] for event in events(tmp_path / "run", "skip")][2] is None
 
 
-def test_large_weights_are_not_copied_into_an_incident() -> None:
-    with torch.device("meta"):
-        model = nn.Linear(MAX_WEIGHTS_BYTES // 4, 1)
-    assert weights_of(model) is None
+def test_batches_above_the_limit_of_an_incident_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.recovery.investigate.MAX_BATCHES_BYTES", 100)
+    faults = [{"step": 2, "rank": 0, "micro_batch": 0, "row": 0, "place": "loss"}]
+    train_with_faults(plan_of(tmp_path, "run", processes=1, steps=3, faults=faults))
+    [folder] = incident_folders(tmp_path / "run")
+    assert read_incident(folder)["batches"] == []
+    assert not list(folder.glob("batch-*"))
+
+
+@pytest.mark.parametrize(
+    "batches, weights, said",
+    [
+        (
+            ["batch-rank-0.safetensors"],
+            {"file": "weights.safetensors", "checkpoint": None},
+            "it names sample and module",
+        ),
+        (
+            ["batch-rank-0.safetensors"],
+            {"file": None, "checkpoint": "step-00000002"},
+            "before step-00000002 is removed",
+        ),
+        (["batch-rank-0.safetensors"], {"file": None, "checkpoint": None}, "Set checkpoint.every_steps lower"),
+        ([], {"file": "weights.safetensors", "checkpoint": None}, "too large to be kept"),
+    ],
+)
+def test_what_to_do_about_a_step_that_was_not_diagnosed_follows_from_what_was_kept(
+    batches: list[str], weights: dict[str, Any], said: str
+) -> None:
+    record = {"not_diagnosed": "sharded", "folder": "step-00000003", "batches": batches, "weights": weights}
+    assert said in " ".join(next_actions(record))
+
+
+def test_large_weights_are_not_copied_into_an_incident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.recovery.investigate.MAX_WEIGHTS_BYTES", 100)
+    faults = [{"step": 2, "rank": 0, "micro_batch": 0, "row": 0, "place": "loss"}]
+    train_with_faults(plan_of(tmp_path, "run", processes=1, steps=3, faults=faults))
+    [folder] = incident_folders(tmp_path / "run")
+    assert read_incident(folder)["weights"]["file"] is None
+    assert not (folder / "weights.safetensors").exists()
 
 
 def finding_of(rank: int, **changes: Any) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_train.drift import checksums
-from forked import run_forked
-from runs import checkpoint, events, losses, write_corpus, write_recipe_file
+from accel_train.recovery.divergence import checksums
+from tests.support.processes import run_forked
+from tests.support.runs import checkpoint, events, losses, write_corpus, write_recipe_file
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
@@ -26,14 +26,14 @@ def test_checksums_are_of_negative_zero_and_nan_as_of_other_bits() -> None:
     assert len(set(checksums([zero, negative, nan]).tolist())) == 3
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(2, 1), (3, 1)])
+@pytest.mark.parametrize(("processes", "rank"), [pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)])
 def test_a_weight_that_changes_on_one_process_is_found_within_the_check_interval_and_gone_back_on(
     tmp_path: Path, processes: int, rank: int
 ) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(
         tmp_path,
-        task="fault_task:FaultTask",
+        task="tests.support.tasks.process_faults:FaultTask",
         batch={"global_batch_size": 6},
         schedule={"max_steps": 30},
         checkpoint={"every_steps": 6, "keep": 4},
@@ -58,7 +58,7 @@ def test_a_part_that_differs_from_its_copy_is_found_with_several_copies_of_a_mod
     write_corpus(tmp_path)
     recipe = write_recipe_file(
         tmp_path,
-        task="fault_task:FaultTask",
+        task="tests.support.tasks.process_faults:FaultTask",
         parallel={"strategy": "fsdp2", "dp_shard_size": 2},
         schedule={"max_steps": 12},
         checkpoint={"every_steps": 4, "keep": 4},
@@ -78,7 +78,7 @@ def test_a_run_that_may_not_go_back_stops_where_its_weights_differ(tmp_path: Pat
     write_corpus(tmp_path)
     recipe = write_recipe_file(
         tmp_path,
-        task="fault_task:FaultTask",
+        task="tests.support.tasks.process_faults:FaultTask",
         guard={"drift_check_steps": 5, "max_rollbacks": 0},
         options={"flip_at": {"step": 3, "rank": 1}},
     )

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_faults_numbers import launch
 
-from accel_train.batching import resolve_batch
-from accel_train.fallback import CAREFUL_STEPS, NewSizes, smaller_micro_batches
-from accel_train.recipe import Batch
-from accel_train.sampling import DataOrder
-from forked import run_forked
-from runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.data.order import DataOrder
+from accel_train.recipe.schema import Batch
+from accel_train.recovery.out_of_memory import CAREFUL_STEPS, NewSizes, smaller_micro_batches
+from tests.support.number_faults import launch
+from tests.support.processes import run_forked
+from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
 
 
 def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) -> str:
@@ -61,6 +61,7 @@ def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_
     assert "8 = 2 per device" in told[-1]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "rank"), [pytest.param("forward", 0, marks=pytest.mark.slow), ("backward", 1)])
 @pytest.mark.parametrize(
     "sections",
@@ -119,7 +120,7 @@ def test_one_sample_that_does_not_fit_ends_the_run_with_exit_code_6_and_advice(t
     said = run_in(
         tmp_path / "full", processes=2, expect=6, options={"no_room": {"rank": 1, "rows": 0, "where": "forward"}}
     )
-    assert said.count("error:") == 1
+    assert [said.count(f"error: rank {rank}: ") for rank in (0, 1)] == [1, 1]
     assert "process 1 ran out of memory in step 1 with 1 sample per micro-batch" in said
     assert "precision.gradient_checkpointing" in said
 
@@ -174,3 +175,20 @@ def test_smaller_micro_batches_divide_the_share_and_are_half_at_most(
         found.append(sizes.per_device_batch_size)
         assert sizes.per_device_batch_size * sizes.gradient_accumulation_steps == total
     assert found == smaller
+
+
+def test_a_micro_batch_that_the_recipe_fixes_is_remembered_for_the_next_start(tmp_path: Path) -> None:
+    sections = {
+        "batch": {"global_batch_size": 8, "per_device_batch_size": 8},
+        "options": {"no_room": {"rank": 0, "rows": 3, "where": "forward"}},
+        "schedule": {"max_steps": 2},
+    }
+    run_in(tmp_path, processes=1, **sections)
+    run_in(tmp_path, processes=1, output_dir=str(tmp_path / "next"), **sections)
+    assert len(events(tmp_path / "run", "out_of_memory")) == 2
+    assert not events(tmp_path / "next", "out_of_memory")
+    assert (
+        "because process 0 ran out of memory in step 1 with 4 samples per micro-batch; remembered in"
+        in (tmp_path / "processes/rank-0.out").read_text()
+    )
+    assert losses(tmp_path / "next") == losses(tmp_path / "run")

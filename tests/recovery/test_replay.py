@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_faults_numbers import plan_of
 
-from accel_train.cli import main
+from accel_train.cli.main import main
+from accel_train.core.json_io import write_json
 from accel_train.observe.incident_record import read_incident
-from accel_train.observe.ledger import write_json
-from accel_train.replay import format_replay, replay_incident
-from number_fault_program import train_with_faults
-from runs import environment
+from accel_train.recovery.replay import format_replay, replay_incident
+from tests.support.number_faults import plan_of
+from tests.support.programs.number_faults import train_with_faults
+from tests.support.runs import environment
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,7 @@ def test_fault_that_came_once_does_not_happen_again(tmp_path: Path) -> None:
     assert format_replay(replay).endswith("verdict: does not happen again")
 
 
+@pytest.mark.slow
 def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path) -> None:
     program = [sys.executable, "-m", "accel_train", "replay", str(broken), "--device", "cpu", "--debug"]
     keys = "p 'at', name, module\np args[0].isfinite().all(), output.isnan().any()\nc\n"

@@ -7,25 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from disk_driver import files
 
 from accel_train import Recipe, train
-from accel_train.checkpoint import checkpoint_folders, folder_of, publish, step_of
-from accel_train.rollback_record import (
+from accel_train.checkpoint.rollback_log import (
     ROLLBACKS,
     abandoned,
+    apply_rollbacks,
     read_rollbacks,
     remove_abandoned,
     rollbacks_of,
-    take_up,
     write_rollbacks,
 )
-from accel_train.state import CheckpointError, Rollback, TrainingStopped, TrainState
-from runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
+from accel_train.checkpoint.store import checkpoint_folders, folder_of, publish, step_of
+from accel_train.core.errors import CheckpointError, TrainingStopped
+from accel_train.core.state import Rollback, TrainState
+from tests.support.programs.disk_driver import files
+from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
 
 POISONED = [14, 15, 16]
 RUN: dict[str, Any] = {
-    "task": "disk_task:DiskTask",
+    "task": "tests.support.tasks.disk_faults:DiskTask",
     "data": {"shuffle": False},
     "schedule": {"type": "constant", "max_steps": 30, "warmup_steps": 2},
     "checkpoint": {"every_steps": 4, "keep": 2},
@@ -61,9 +62,7 @@ def went_back_once(folder: Path) -> None:
     assert (event["step"], event["to_step"]) == (16, 8)
     first, last = event["skip_first"], event["skip_last"]
     assert 8 < first <= 14 < 16 <= last < 20
-    assert (
-        f"rollback 1 of 3 allowed: going on from step 8, and passing over steps {first} to {last}" in event["message"]
-    )
+    assert f"rollback 1 of 3 allowed: resuming from step 8, and skipping steps {first} to {last}" in event["message"]
     (record,) = json.loads((folder / ROLLBACKS).read_text())
     assert record == {name: event[name] for name in record}
     assert list(losses(folder)) == [*range(1, first), *range(last + 1, 31)]
@@ -79,6 +78,15 @@ def test_bad_steps_in_a_row_lead_back_once_to_the_newest_healthy_checkpoint_and_
     assert json.loads((undisturbed / "summary.json").read_text())["skipped_steps"] == 3
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint(undisturbed, 30).values())
     assert rollbacks_of(folder_of(undisturbed / "checkpoints", 30)) == read_rollbacks(undisturbed)
+
+
+def test_with_selective_checkpointing_the_run_goes_back_and_trains_to_the_same_bits(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    write_corpus(tmp_path)
+    train(Recipe.model_validate(recipe_dict(tmp_path, **RUN, precision={"gradient_checkpointing": "selective"})))
+    went_back_once(tmp_path / "run")
+    assert same_bits(checkpoint(tmp_path / "run", 30), checkpoint(undisturbed, 30))
 
 
 @pytest.mark.faults
@@ -170,7 +178,9 @@ def test_killed_after_the_second_rollback_in_one_region_the_lowered_learning_rat
 def test_without_a_healthy_checkpoint_the_run_stops_and_says_why(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = {**RUN, "guard": {**RUN["guard"], "healthy_after_steps": 20}}
-    with pytest.raises(TrainingStopped, match="nothing to go back to: no checkpoint before step 14 was followed by 20"):
+    with pytest.raises(
+        TrainingStopped, match="there is no checkpoint to roll back to: no checkpoint before step 14 was followed by 20"
+    ):
         train(Recipe.model_validate(recipe_dict(tmp_path, **recipe)))
     assert not (tmp_path / "run" / ROLLBACKS).exists()
     assert [step_of(folder) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [4, 8, 12]
@@ -214,14 +224,14 @@ def test_record_is_read_as_it_was_written_and_a_damaged_one_is_an_error(tmp_path
     assert read_rollbacks(tmp_path) == [FIRST, SECOND]
     for damage in (b"[{", b"{}\0", b'[{"number": 1}]', b'{"a": 1}', b"[" * 100_000):
         (tmp_path / ROLLBACKS).write_bytes(damage)
-        with pytest.raises(CheckpointError, match="says which steps are passed over"):
+        with pytest.raises(CheckpointError, match="says which steps are skipped"):
             read_rollbacks(tmp_path)
 
 
 def test_restored_counters_are_told_of_a_rollback_after_them_and_only_of_that() -> None:
     state = TrainState(step=8, num_skipped_steps=1)
-    take_up(state, [FIRST])
+    apply_rollbacks(state, [FIRST])
     assert (state.rollbacks, state.last_incident, state.num_skipped_steps) == ([FIRST], 16, 3)
     later = TrainState(step=24, num_skipped_steps=4, last_incident=22, rollbacks=[FIRST])
-    take_up(later, [FIRST])
+    apply_rollbacks(later, [FIRST])
     assert (later.last_incident, later.num_skipped_steps) == (22, 4)

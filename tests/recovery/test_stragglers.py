@@ -5,17 +5,24 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from accel_train.stragglers import Stopwatch, Work, slow_part, slowest
-from accel_train.watchdog import COLLECTIVE_ALLOWANCE, FIRST_STEPS_ALLOWANCE
-from forked import Forked, run_forked
-from runs import TESTS, environment, events, write_recipe_file
+from accel_train import Recipe
+from accel_train.core.state import Choice
+from accel_train.parallel.ddp import Ddp
+from accel_train.recipe.parallel import Parallel
+from accel_train.recovery.stragglers import StragglerWatch, Work, slow_part, slowest
+from accel_train.runtime.watchdog import COLLECTIVE_ALLOWANCE, FIRST_STEPS_ALLOWANCE
+from tests.support.processes import Forked, run_forked
+from tests.support.runs import TESTS, environment, events, recipe_dict, write_recipe_file
 
 GUARD = {"straggler_window_steps": 4, "straggler_windows": 2, "hang_timeout_seconds": 50}
 
@@ -24,7 +31,7 @@ def start(folder: Path, started: list[Forked], processes: int, slow: dict[str, A
     (folder / "timeouts").mkdir()
     recipe = write_recipe_file(
         folder,
-        task="fault_task:FaultTask",
+        task="tests.support.tasks.process_faults:FaultTask",
         guard=GUARD,
         schedule={"max_steps": 24},
         options={"slow": slow, "timeouts": str(folder / "timeouts")},
@@ -40,9 +47,8 @@ def start(folder: Path, started: list[Forked], processes: int, slow: dict[str, A
     ("processes", "rank", "what", "slow"),
     [
         (2, 1, "read", "data"),
-        pytest.param(2, 1, "block", "compute", id="fsdp2"),
-        pytest.param(2, 0, "step", "compute", marks=pytest.mark.slow),
-        (3, 2, "step", "compute"),
+        pytest.param(2, 1, "block", "compute", id="fsdp2", marks=pytest.mark.slow),
+        pytest.param(3, 2, "step", "compute", marks=pytest.mark.slow),
     ],
 )
 def test_slow_process_is_named_once_with_what_is_slow(
@@ -68,6 +74,7 @@ def test_slow_process_is_named_once_with_what_is_slow(
     assert who in (corpus / "processes" / "rank-0.out").read_text()  # a line on the screen as well
 
 
+@pytest.mark.slow
 def test_processes_that_are_all_slow_are_no_stragglers_and_collectives_are_limited_after_the_first_step(
     corpus: Path, started: list[Forked]
 ) -> None:
@@ -80,7 +87,7 @@ def test_processes_that_are_all_slow_are_no_stragglers_and_collectives_are_limit
 
 
 def test_collective_that_a_peer_never_comes_to_ends_at_the_new_limit(tmp_path: Path) -> None:
-    command = [sys.executable, str(TESTS / "collective_program.py")]
+    command = [sys.executable, str(TESTS / "support/programs/collective.py")]
     folder = environment(PYTHONPATH=f"{TESTS.parent}:{TESTS}")
     begun = [
         subprocess.Popen(
@@ -138,23 +145,37 @@ class Slow(nn.Module):
         return torch.zeros(())
 
 
-def test_stopwatch_counts_reading_and_forwards_of_training_and_nothing_else() -> None:
+def test_reading_and_forwards_of_training_are_counted_and_nothing_else(tmp_path: Path) -> None:
     module = Slow()
-    stopwatch = Stopwatch([module], torch.device("cpu"))
+    strategy = Ddp(Parallel(), Choice(1, "one process"))
+    strategy.attach(Accelerator(cpu=True))
+    strategy.inner = module  # type: ignore[assignment]
+    run: Any = SimpleNamespace(
+        plan=SimpleNamespace(
+            recipe=Recipe.model_validate(recipe_dict(tmp_path)), choices={"precision.compile": Choice("no", "")}
+        ),
+        accelerator=Accelerator(cpu=True),
+        strategy=strategy,
+    )
+    watch = StragglerWatch(run)
+    assert not watch.is_on  # one process is compared with nobody
 
-    def batches() -> Any:
+    def batches() -> Iterator[float]:
         for _ in range(4):
             time.sleep(0.02)
             yield 0.01
 
-    for batch in stopwatch.reading(batches()):
+    given = batches()
+    assert watch.reading(given) is given
+    watch.is_on = True
+    for batch in watch.reading(given):
         module(batch)
         module(batch)
         module.eval()(0.03)
         module.train()
-    work = stopwatch.take()
+    work = watch.take()
     assert 0.02 <= work.data < 0.05
     assert 0.02 <= work.forward < 0.05  # two micro-batches a step, and not what is evaluated
     assert work.whole > 0.068
     module(0.01)
-    assert stopwatch.take().own == 0  # nothing is read any more, so nothing is timed
+    assert watch.take().own == 0  # nothing is read any more, so nothing is timed

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_observe_report import Page
 
+from accel_train.core.json_io import write_json
 from accel_train.metrics.scores import classification_scores, multilabel_scores, segmentation_scores
-from accel_train.observe import RunFolder, write_report
-from accel_train.observe.ledger import write_json
-from accel_train.observe.metric_names import MAX_CURVES, label, metrics_with_curves, show_value
-from accel_train.observe.report import load_run
+from accel_train.observe.run_folder import RunFolder
+from accel_train.report.metric_names import MAX_CURVES, label, metrics_with_curves, show_value
+from accel_train.report.report import write_report
+from accel_train.report.run import load_run
+from tests.support.report import Page
 
 CATS = np.array([[30, 4, 0], [1, 50, 9], [0, 0, 6]])
 NAMES = ["cat", "<b>dog</b>", "$emu$"]
@@ -161,9 +162,9 @@ def test_only_metrics_that_were_evaluated_twice_and_tell_something_new_have_curv
     scores = {"perplexity": 3.0, "f1_macro": 0.5, "f1_micro": 0.5, "recall_macro": 0.1, "note": "text", "passed": True}
     evals = [{**scores, "auroc": None}, {**scores, "rouge": 0.4}]
     run = load_run(make_run(tmp_path / "run", evals=evals))
-    assert metrics_with_curves([run.curves]) == ["f1_macro"]
+    assert metrics_with_curves([run]) == ["f1_macro"]
     many = [{f"metric_{number}": float(step) for number in range(40)} for step in range(3)]
-    assert len(metrics_with_curves([load_run(make_run(tmp_path / "many", evals=many)).curves])) == MAX_CURVES
+    assert len(metrics_with_curves([load_run(make_run(tmp_path / "many", evals=many))])) == MAX_CURVES
     (tmp_path / "many" / "report.html").unlink(missing_ok=True)
 
 

@@ -1,101 +1,17 @@
 import math
-import random
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from accel_train.observe import RunFolder, write_report
-from accel_train.observe.curves import MAX_POINTS, short_number, thin, trend
-from accel_train.observe.ledger import utc_event
-from accel_train.observe.report import load_run
-
-SUMMARY: dict[str, Any] = {
-    "status": "finished",
-    "steps": 200,
-    "num_targets": 1_638_400,
-    "train_seconds": 187.4,
-    "eval": {"loss": 2.0134, "perplexity": 7.4888, "bits_per_byte": 1.2034, "num_targets": 9000},
-    "baselines": {"unigram_bits_per_byte": 4.512, "xz_bits_per_byte": 2.247},
-    "sample": {"prompt": "The bridge", "text": "The bridge <b>was</b> & is"},
-    "peak_memory_bytes": {"train": 3 * 2**30, "evaluate": 2**30},
-    "tokens_per_second": 8742.8,
-    "mfu": 0.4123,
-    "parameters": 124_439_808,
-    "world_size": 2,
-    "environment": {"gpu": "2 x <H200>", "torch": {"version": "2.9.1"}},
-    "choices": {"precision": "bf16 (it is supported)"},
-    "skipped_steps": 1,
-}
-RECIPE = """# see https://example.org/recipes
-seed: {seed}                # default
-output_dir: "<script>alert(1)</script>"
-optimizer:
-  learning_rate: {learning_rate}   # command line
-"""
-
-
-def make_run(path: Path, *, summary: dict[str, Any] | None = SUMMARY, fp16: bool = False, **recipe: Any) -> Path:
-    randomness = random.Random(0)
-    with RunFolder(path) as folder:
-        folder.append_event(utc_event("start", 0, "starting <fresh>", None, {}))
-        for step in range(1, 201):
-            skipped = step == 77
-            if skipped:
-                folder.append_event(utc_event("skip", step, "the loss is NaN", 1, {}))
-            if step % 5 == 0 or skipped:
-                line = {
-                    "step": step,
-                    "split": "train",
-                    "loss": math.nan if skipped else 2 + 8 / step + randomness.gauss(0, 0.01),
-                    "learning_rate": 1e-3,
-                    "grad_norm": math.inf if skipped else 0.4,
-                    "loss_scale": 16384.0 if fp16 else None,
-                    "skipped": skipped,
-                    "tokens_per_second": 8000.0,
-                    "train_seconds": step / 10,
-                }
-                folder.append_metrics(line)
-            if step % 50 == 0:
-                folder.append_metrics({"step": step, "split": "eval", "loss": 2.1})
-                folder.append_event(utc_event("checkpoint", step, f"saved step-{step}", None, {}))
-        folder.write_text("recipe.resolved.yaml", RECIPE.format(**{"seed": 0, "learning_rate": 0.001, **recipe}))
-        if summary is not None:
-            folder.write_summary(summary)
-    return path
-
-
-class Page(HTMLParser):
-    """What a browser would fetch, run and show."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-        self.handlers: list[str] = []
-        self.texts: list[str] = []
-        self.ids: list[str] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attributes:
-            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
-                self.fetched.append(value or "")
-            if name.startswith("on"):
-                self.handlers.append(name)
-            if name == "id":
-                self.ids.append(value or "")
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.texts))
+from accel_train.observe.run_folder import RunFolder
+from accel_train.report.charts import draw_charts
+from accel_train.report.curves import MAX_POINTS, short_number, trend
+from accel_train.report.report import write_report
+from accel_train.report.run import Run, load_run
+from tests.support.report import SUMMARY, Page, make_run
 
 
 @pytest.fixture(scope="module")
@@ -304,17 +220,22 @@ def test_lines_are_in_the_order_of_their_steps_whatever_the_file_says(tmp_path: 
     with RunFolder(tmp_path) as folder:
         for step in (3, 1, 2):
             folder.append_metrics({"step": step, "split": "train", "loss": 1.0})
-    assert [line["step"] for line in load_run(tmp_path).curves.train] == [1, 2, 3]
+    assert [line["step"] for line in load_run(tmp_path).train] == [1, 2, 3]
 
 
-def test_thinning_keeps_every_extreme_of_a_long_curve() -> None:
-    steps = np.arange(100_000, dtype=np.float64)
-    values = np.sin(steps / 1000)
-    values[54_321], values[12_345] = 50.0, -50.0
-    thin_steps, thin_values = thin(steps, values)
-    assert len(thin_steps) <= MAX_POINTS + 2
-    assert {54_321.0, 12_345.0, 0.0, 99_999.0} <= set(thin_steps)
-    assert (thin_values.max(), thin_values.min()) == (50.0, -50.0)
+def test_a_long_curve_is_drawn_small_and_keeps_every_spike() -> None:
+    values = np.exp(0.3 * np.random.default_rng(0).standard_normal(100_000))
+    values[12_345], values[54_321] = 1e-3, 1e3
+    lines = [{"step": step, "grad_norm": value} for step, value in enumerate(values.tolist())]
+    (chart,) = draw_charts([Run("run", lines)])
+    assert len(chart.svg) < 100_000
+    paths = re.findall(r'd="([^"]*)"', chart.svg)
+    at, height = np.array(re.findall(r"[ML] ([\d.]+) ([\d.]+)", max(paths, key=len)), dtype=np.float64).T
+    share = (at - at.min()) / (at.max() - at.min())
+    assert share[height.argmax()] == pytest.approx(0.12345, abs=0.003)
+    assert share[height.argmin()] == pytest.approx(0.54321, abs=0.003)
+    bulk = np.quantile(height, 0.9) - np.quantile(height, 0.1)
+    assert height.max() - height.min() > 3 * bulk
 
 
 @pytest.mark.parametrize("num_points", [20, 400, 100_000])

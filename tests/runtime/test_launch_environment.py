@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from accel_train.launch_environment import launched_with, refuse_sharded_launch, with_launch_environment
-from accel_train.plan import resolve_plan
-from accel_train.plan_text import format_plan
-from accel_train.recipe import Parallel, Recipe
-from accel_train.recipe_file import load_recipe
-from accel_train.rehearse import rehearse_recipe
-from forked import run_forked
-from runs import losses, recipe_dict, write_corpus, write_recipe_file
+from accel_train.experiments.rehearse import rehearse_recipe
+from accel_train.plan.format import format_plan
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.schema import Recipe
+from accel_train.runtime.launch_environment import launched_with, refuse_sharded_launch, with_launch_environment
+from tests.support.processes import run_forked
+from tests.support.runs import losses, recipe_dict, write_corpus, write_recipe_file
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -173,7 +174,7 @@ def test_launch_that_cannot_be_honoured_is_refused_by_name(changed: dict[str, st
     assert remedy in str(caught.value)
 
 
-def test_trainer_of_the_hf_face_refuses_a_sharded_launch() -> None:
+def test_the_hf_trainer_refuses_a_sharded_launch() -> None:
     refuse_sharded_launch({})
     with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP, and accel_train\.Trainer trains data-parallel only"):
         refuse_sharded_launch(FSDP)
@@ -208,7 +209,7 @@ def test_run_of_two_processes_is_sharded_because_the_launcher_said_so(tmp_path: 
     assert "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in written
     assert "reshard_after_forward: false  # FSDP_RESHARD_AFTER_FORWARD of the launch" in written
     assert list(losses(tmp_path / "run")) == [1, 2, 3]
-    assert "parallel:  # 2 (fsdp2: weights, gradients and optimizer spread over 2 processes)" in written
+    assert "parallel:  # 2 (fsdp2: weights, gradients and optimizer state sharded over 2 processes)" in written
 
 
 def test_run_that_the_launcher_contradicts_ends_with_exit_code_2_and_one_line(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""A process that dies, hangs or cannot stop takes the whole run with it, soon, and with a word on who and why."""
+"""A process that dies, hangs or cannot stop ends the whole run soon; each process prints which rank it was, and why."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from accel_train.peers import Failure, Peers, Standing, behind
-from accel_train.signals import StopRequest
-from accel_train.watchdog import Watchdog
-from forked import Forked, run_forked
-from runs import environment, events, losses, write_recipe_file
+from accel_train.runtime.heartbeat import Failure, HeartbeatStore, ProcessStatus, find_hung
+from accel_train.runtime.signals import StopRequest
+from accel_train.runtime.watchdog import Watchdog
+from tests.support.processes import Forked, run_forked
+from tests.support.runs import environment, events, losses, write_recipe_file
 
-TASK = "fault_task:FaultTask"
+TASK = "tests.support.tasks.process_faults:FaultTask"
 
 
 def start(folder: Path, started: list[Forked], processes: int = 2, **sections: Any) -> Forked:
@@ -51,25 +52,25 @@ def errors(forked: Forked) -> list[str]:
 ENDS_WHILE_THE_LOOP_FAILS = """
 import os, threading, time
 from pathlib import Path
-from accel_train.signals import StopRequest
-from accel_train.watchdog import Watchdog
+from accel_train.runtime.heartbeat import Failure
+from accel_train.runtime.signals import StopRequest
+from accel_train.runtime.watchdog import Watchdog
 
-class Slow(Watchdog):
-    def speaks(self):
-        has_begun.set()
-        time.sleep(1)
-        return True
+def record(event):
+    has_begun.set()
+    time.sleep(1)
 
 has_begun = threading.Event()
-watchdog = Slow(StopRequest(), Path("run"), 60.0, None)
-threading.Thread(target=watchdog._end, args=(5, "rank 0 is gone"), daemon=True).start()
+watchdog = Watchdog(StopRequest(), Path("run"), 60.0, None)
+watchdog.record = record
+threading.Thread(target=watchdog._end, args=(Failure(0, "rank 0 is gone"),), daemon=True).start()
 has_begun.wait()
 watchdog.note_end(RuntimeError, RuntimeError("Connection closed by peer"), None)
 os._exit(9)
 """
 
 
-def test_a_loop_that_fails_while_the_watchdog_says_why_does_not_cut_it_short(tmp_path: Path) -> None:
+def test_a_loop_that_fails_while_the_watchdog_ends_the_process_does_not_cut_it_short(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS_WHILE_THE_LOOP_FAILS],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
@@ -89,11 +90,11 @@ def test_a_loop_that_fails_while_the_watchdog_says_why_does_not_cut_it_short(tmp
             marks=pytest.mark.faults,
         ),
         pytest.param(
-            "kill_at", 1, [5, -9], "rank 1 (process {pid} on {host}) is gone without a word", marks=pytest.mark.faults
+            "kill_at", 1, [5, -9], "rank 1 (process {pid} on {host}) is gone without an error", marks=pytest.mark.faults
         ),
-        ("kill_at", 0, [-9, 5], "rank 0 (process {pid} on {host}) is gone without a word"),
+        ("kill_at", 0, [-9, 5], "rank 0 (process {pid} on {host}) is gone without an error"),
         pytest.param(
-            "exit_at", 1, [5, 0], "rank 1 (process {pid} on {host}) is gone without a word", marks=pytest.mark.faults
+            "exit_at", 1, [5, 0], "rank 1 (process {pid} on {host}) is gone without an error", marks=pytest.mark.faults
         ),
     ],
 )
@@ -103,11 +104,11 @@ def test_process_that_dies_ends_the_whole_run_within_10_seconds_and_is_named(
     forked = start(corpus, started, options={fault: {"step": 4, "rank": rank}})
     assert seconds_until_end(forked, corpus, after_step=2) < 10
     assert forked.exit_codes() == codes
-    assert len(errors(forked)) == 1, forked.stderr(0) + forked.stderr(1)
+    begin = f"error: rank {1 - rank}: "
     [line] = errors(forked)
-    assert line.startswith("error: " + said.format(pid=forked.pids[rank], host=socket.gethostname()))
+    assert line.startswith(begin + said.format(pid=forked.pids[rank], host=socket.gethostname()))
     if rank != 0:
-        assert [event["message"] for event in events(corpus / "run", "peer_failed")] == [line.removeprefix("error: ")]
+        assert [event["message"] for event in events(corpus / "run", "peer_failed")] == [line.removeprefix(begin)]
 
 
 @pytest.mark.faults
@@ -120,8 +121,11 @@ def test_process_that_fails_while_the_run_is_prepared_is_named_as_well(
     codes = forked.wait()
     assert time.monotonic() - begin < 15
     assert codes == [5, 2 if place == "load_data" else 1]
-    [line] = errors(forked)
-    assert f"rank 1 (process {forked.pids[1]} on {socket.gethostname()}) failed first: " in line
+    line, *own = errors(forked)
+    assert line.startswith(f"error: rank 0: rank 1 (process {forked.pids[1]} on {socket.gethostname()}) failed first: ")
+    # An error that nobody foresaw leaves a traceback in the process that it came up in.
+    is_mistake = place == "load_data"
+    assert own == (["error: rank 1: corpus.jsonl:7 is unreadable on this machine"] if is_mistake else [])
 
 
 @pytest.mark.parametrize(
@@ -129,11 +133,11 @@ def test_process_that_fails_while_the_run_is_prepared_is_named_as_well(
     [
         pytest.param("sigstop_at", 1, "is stopped (SIGSTOP, or a debugger)", marks=pytest.mark.faults),
         pytest.param("sigstop_at", 0, "is stopped (SIGSTOP, or a debugger)", marks=pytest.mark.faults),
-        ("spin_at", 1, "does not go on; it had done step 3, and was in tests/fault_task.py:"),
+        ("spin_at", 1, "makes no progress; it had done step 3, and was in tasks/process_faults.py:"),
         pytest.param(
             "spin_at",
             0,
-            "does not go on; it had done step 3, and was in tests/fault_task.py:",
+            "makes no progress; it had done step 3, and was in tasks/process_faults.py:",
             marks=pytest.mark.faults,
         ),
     ],
@@ -147,62 +151,93 @@ def test_process_that_hangs_is_named_with_its_stack_and_all_end_soon_after_the_t
     print(forked.stderr(0), forked.stderr(1))
     stopped = -9 if fault == "sigstop_at" else 5
     assert forked.exit_codes() == [stopped if each == rank else 5 for each in (0, 1)]
-    [line] = errors(forked)
-    assert line.startswith("error: no step for 5 s (guard.hang_timeout_seconds): ")
-    assert f"rank {rank} (process {forked.pids[rank]} on {socket.gethostname()}) {said}" in line
     running = [each for each in (0, 1) if each != rank or fault == "spin_at"]
+    cause = f"rank {rank} (process {forked.pids[rank]} on {socket.gethostname()}) {said}"
+    for each, line in zip(running, errors(forked), strict=True):
+        assert line.startswith(f"error: rank {each}: no step for 5 s (guard.hang_timeout_seconds): {cause}")
     for each in running:
         assert "in steps_in_order" in stacks(corpus, each)
     if fault == "spin_at":
         assert "in _spin" in stacks(corpus, rank)
-    assert any("(most recent call first)" in forked.stderr(each) for each in running)
+    assert all("(most recent call first)" in forked.stderr(each) for each in running)
 
 
 def stacks(folder: Path, rank: int) -> str:
     return (folder / "run" / f"stacks-rank-{rank}.txt").read_text()
 
 
-def met(ranks: int) -> list[Peers]:
-    """Processes that know of each other through one store; only the first one has said where it lives."""
+def stores(ranks: int) -> list[HeartbeatStore]:
+    """What each process has of one store; only the first one has sent a heartbeat."""
     store = dist.HashStore()
-    peers = [Peers(store, rank, ranks) for rank in range(ranks)]
-    peers[0].introduce()
-    peers[0].meet()
-    return peers
+    heartbeats = [HeartbeatStore(store, rank, ranks) for rank in range(ranks)]
+    heartbeats[0].exchange()
+    return heartbeats
 
 
 @pytest.mark.parametrize(
-    ("standings", "said"),
+    ("statuses", "said"),
     [
-        ({0: (5, 3, True), 1: (4, 3, False)}, {1: "gives no sign of life; when it last spoke, it had done step 3"}),
-        ({0: (5, 3, True), 1: (5, 2, True)}, {1: "does not go on; it had done step 2, and was in a.py:1"}),
-        ({0: (5, 3, True), 1: (5, 3, False)}, {1: "does not go on; it had done step 3, and was in a.py:1"}),
+        ({0: (5, 3, True), 1: (4, 3, False)}, {1: "sends no heartbeat; it had done step 3"}),
+        ({0: (5, 3, True), 1: (5, 2, True)}, {1: "makes no progress; it had done step 2, and was in a.py:1"}),
+        ({0: (5, 3, True), 1: (5, 3, False)}, {1: "makes no progress; it had done step 3, and was in a.py:1"}),
         ({0: (5, 3, True), 1: (5, 3, True)}, {}),
-        ({0: (5, 3, False)}, {1: "gives no sign of life"}),
-        ({}, {0: "does not answer; it holds the store of this run"}),
+        ({0: (5, 3, False)}, {1: "sends no heartbeat"}),
+        ({}, {0: "does not answer; it hosts the store of this run"}),
     ],
 )
-def test_whom_the_others_wait_for_is_who_is_silent_or_has_come_less_far_or_waits_for_nobody(
-    standings: dict[int, tuple[int, int, bool]], said: dict[int, str]
+def test_ranks_that_hang_are_those_without_heartbeat_or_with_fewest_steps_or_that_wait_for_nobody(
+    statuses: dict[int, tuple[int, int, bool]], said: dict[int, str]
 ) -> None:
-    before = {rank: Standing(4, (step, 0), "a.py:1", waits) for rank, (_, step, waits) in standings.items()}
-    after = {rank: Standing(beat, (step, 0), "a.py:1", waits) for rank, (beat, step, waits) in standings.items()}
-    found = behind(met(2)[0], before, after)
+    at = ("elsewhere", "")
+    before = {rank: ProcessStatus(1, *at, 4, (step, 0), "a.py:1", waits) for rank, (_, step, waits) in statuses.items()}
+    after = {
+        rank: ProcessStatus(1, *at, beat, (step, 0), "a.py:1", waits) for rank, (beat, step, waits) in statuses.items()
+    }
+    found = find_hung(stores(2)[0], before, after)
     assert found.keys() == said.keys()
     assert all(found[rank].startswith(text) for rank, text in said.items())
 
 
-def test_the_first_process_to_tell_of_a_failure_is_the_one_that_all_hear_of() -> None:
-    first, second, third = met(3)
-    assert first.failure() is None
-    cause = Failure(1, "failed first: KeyError: 'x'")
-    assert second.tell_failure(cause) == cause
-    assert first.tell_failure(Failure(0, "failed first: something that followed")) == cause
-    assert third.failure() == cause
+def test_the_first_failure_that_is_reported_is_the_one_that_all_processes_name() -> None:
+    first, second, third = stores(3)
+    assert first.known_failure is None
+    cause = Failure(1, "rank 1 failed first: KeyError: 'x'")
+    assert second.report_failure(cause) == cause
+    assert first.report_failure(Failure(0, "something that followed")) == cause
+    third.exchange()
+    assert third.known_failure == cause
 
 
-def test_one_process_tells_the_user_and_no_other_does() -> None:
-    assert [peers.claim_word() for peers in met(3)] == [True, False, False]
+def test_a_stop_request_and_a_status_reach_all_processes_by_their_next_heartbeat() -> None:
+    first, second = stores(2)
+    assert not second.exchange(progress=(3, 0), ended="saved")
+    assert first.exchange(is_stopping=True)
+    assert second.exchange()
+    status = first.status(1)
+    assert status is not None
+    assert (status.progress, status.ended) == ([3, 0], "saved")
+
+
+def test_a_process_that_dies_within_the_first_second_was_known_to_its_peers_before_the_first_step() -> None:
+    first, second = stores(3)[:2]
+    late = threading.Timer(0.5, HeartbeatStore(second._store, 2, 3).exchange)
+    late.start()
+    second.meet()
+    assert [f"(process {os.getpid()} on " in second.describe(rank) for rank in range(3)] == [True, True, True]
+    late.join()
+    assert "process" not in first.describe(2)
+
+
+@pytest.mark.parametrize(("message", "is_reported"), [("no such tensor", True), ("another", False)])
+def test_the_same_error_on_several_processes_is_printed_by_the_first(
+    message: str, is_reported: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first, second = (Watchdog(StopRequest(), tmp_path, 60.0, heartbeats) for heartbeats in stores(2))
+    second.note_end(ValueError, ValueError("no such tensor"), None)
+    first.note_end(ValueError, ValueError(message), None)
+    assert not second.is_reported
+    assert first.is_reported == is_reported
 
 
 def test_no_thread_of_a_closed_watchdog_is_left_for_the_interpreter_to_end(tmp_path: Path) -> None:

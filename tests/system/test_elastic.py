@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forked import run_forked
-from runs import events, losses, metrics, write_corpus, write_recipe_file
+from tests.support.processes import run_forked
+from tests.support.runs import events, losses, metrics, write_corpus, write_recipe_file
 
 DDP: dict[str, Any] = {}
 FSDP2 = {"strategy": "fsdp2"}

@@ -12,7 +12,8 @@ import torch
 import yaml
 
 from accel_train import Recipe, train
-from runs import (
+from tests.support.comparisons import assert_same_bits
+from tests.support.runs import (
     TINY_MODEL,
     checkpoint,
     command,
@@ -27,12 +28,6 @@ from runs import (
 )
 
 WITH_DROPOUT = {**TINY_MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-
-
-def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    different = [name for name in left if not torch.equal(left[name], right[name])]
-    assert not different
 
 
 @pytest.mark.slow
@@ -74,6 +69,7 @@ def test_world_size_and_accumulation_change_neither_losses_nor_samples(tmp_path:
             assert loss == pytest.approx(reference[step], rel=1e-6), f"{name} at step {step}"
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_step_and_run_again_equals_the_uninterrupted_run_to_the_bit(tmp_path: Path) -> None:
     """Of several processes: `test_faults_kill.py`, 200 times."""
     write_corpus(tmp_path)
@@ -97,14 +93,15 @@ def test_killed_at_a_random_step_and_run_again_equals_the_uninterrupted_run_to_t
     assert not (tmp_path / "killed" / "summary.json").exists()
     recipe = write_recipe_file(tmp_path, output_dir=str(tmp_path / "killed"), **common)
     run(recipe)
-    assert events(tmp_path / "killed", "resume")[0]["step"] == (killed_at - 1) // 4 * 4
+    resumed = [event["step"] for event in events(tmp_path / "killed", "resume")]
+    assert resumed in ([], [4]), "the save of step 4 may have been under way"
     whole, killed = losses(tmp_path / "whole"), losses(tmp_path / "killed")
     assert [loss.hex() for loss in killed.values()] == [loss.hex() for loss in whole.values()]
     assert list(killed) == list(range(1, 21))
     assert_same_bits(checkpoint(tmp_path / "whole", 20), checkpoint(tmp_path / "killed", 20))
 
 
-@pytest.mark.parametrize("fault", ["nan_at", "inf_at"])
+@pytest.mark.parametrize("fault", ["nan_at", pytest.param("inf_at", marks=pytest.mark.slow)])
 def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(tmp_path: Path, fault: str) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(
@@ -149,9 +146,7 @@ def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_check
         guard={"on_nonfinite": "stop"},
         options={"nan_at": {"step": 3, "rank": 1}},
     )
-    done = run(two, processes=2, expect=None)
-    assert done.returncode != 0
-    assert "exitcode  : 3" in done.stderr
+    done = run(two, processes=2, expect=3)
     assert "step 3: not finite" in done.stderr
 
 
@@ -164,8 +159,7 @@ def test_asked_to_stop_on_one_rank_all_save_the_same_step_and_the_run_goes_on_to
     run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "whole"), **common), processes=processes)
     options = {"term_at": {"step": 6, "rank": processes - 1}}
     stopped = write_recipe_file(tmp_path, output_dir=str(tmp_path / "stopped"), options=options, **common)
-    done = run(stopped, processes=processes, expect=75 if processes == 1 else None)
-    assert processes == 1 or "exitcode  : 75" in done.stderr
+    run(stopped, processes=processes, expect=75)
     saved_at = events(tmp_path / "stopped", "preempted")[0]["step"]
     assert 6 <= saved_at <= 8
     run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "stopped"), **common), processes=processes)
@@ -174,7 +168,7 @@ def test_asked_to_stop_on_one_rank_all_save_the_same_step_and_the_run_goes_on_to
     assert_same_bits(checkpoint(tmp_path / "whole", 14), checkpoint(tmp_path / "stopped", 14))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -196,6 +190,7 @@ def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
+@pytest.mark.slow
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     common = {"schedule": {"max_steps": 12}, "checkpoint": {"every_steps": 4, "keep": 3}}
@@ -228,6 +223,7 @@ def test_another_recipe_in_the_same_folder_is_refused_and_named(tmp_path: Path) 
     assert (tmp_path / "run" / "previous-1" / "checkpoints").is_dir()
 
 
+@pytest.mark.slow
 def test_finished_run_started_again_trains_no_step(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(tmp_path)
@@ -237,6 +233,7 @@ def test_finished_run_started_again_trains_no_step(tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_launcher_that_asks_for_more_processes_than_accelerate_sees_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(tmp_path)
@@ -250,4 +247,4 @@ def test_launcher_that_asks_for_more_processes_than_accelerate_sees_is_refused(t
         check=False,
     )
     assert done.returncode != 0
-    assert "torchrun --nproc_per_node 2" in done.stderr
+    assert "torchrun --nproc_per_node N" in done.stderr

@@ -18,21 +18,22 @@ import pytest
 import torch
 import transformers
 import yaml
-from pickle_gadgets import FORMS, gadgets
 
 from accel_train import Recipe, train
-from accel_train.checkpoint import check
-from accel_train.cli import main
-from accel_train.data.tokenizers import load_tokenizer
-from accel_train.generate import generate_from_run
+from accel_train.checkpoint.rollback_log import read_rollbacks
+from accel_train.checkpoint.store import check
+from accel_train.cli.main import main
+from accel_train.core.json_io import read_json
+from accel_train.data.text.tokenizers import load_tokenizer
+from accel_train.engine.save import restore
+from accel_train.inference.finished_run import check_weights, recipe_of_trained
+from accel_train.inference.generate import generate_from_run
 from accel_train.metrics.registry import load_metric
-from accel_train.model_check import pretrained_config
-from accel_train.observe.ledger import RECIPE_FILE, read_events, read_json, read_metrics, read_summary
-from accel_train.prepare import prepare_run
-from accel_train.rollback_record import read_rollbacks
-from accel_train.snapshot import restore
-from accel_train.trained import check_weights, recipe_of_trained
-from runs import command, environment, recipe_dict, write_corpus, write_recipe_file
+from accel_train.model.pretrained import pretrained_config
+from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metrics, read_summary
+from accel_train.training.setup import prepare_run
+from tests.support.pickle_gadgets import FORMS, gadgets
+from tests.support.runs import command, environment, recipe_dict, write_corpus, write_recipe_file
 
 NOT_READ = ("README.md", "generation_config.json", ".lock", "report.html", "healthy.json", ".accel_train.json")
 """Files that no command needs, so one that is broken is no reason to refuse."""
@@ -134,9 +135,9 @@ def test_gadget_in_a_checkpoint_with_a_forged_manifest_is_refused_and_not_run(
             for what, content in dangerous(canary):
                 forge(folder, name, content)
                 assert check(folder).problem is None, "the forger did his work badly"
-                assert refuses(restore, folder, other.inner.model, other.optimizer, other.accelerator), what
+                assert refuses(restore, other.strategy, folder), what
             forge(folder, name, before)
-        restore(folder, other.inner.model, other.optimizer, other.accelerator)
+        restore(other.strategy, folder)
 
 
 def read_model_folder(run: Path) -> None:
@@ -197,6 +198,7 @@ def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Pa
     assert main(["report", str(run)]) == 0, "what is damaged is named, and left out"
 
 
+@pytest.mark.slow
 def test_a_run_that_meets_a_forged_pickle_passes_it_over_or_stops_with_exit_code_4(
     trained: Path, tmp_path: Path, canary: Path
 ) -> None:
@@ -372,11 +374,12 @@ def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Pat
     canary.unlink()
 
 
-def test_a_task_that_lies_in_the_run_folder_is_not_imported(
-    run: Path, canary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", [{"task": "senders_task:Task"}, {"optimizer": {"name": "senders_task:Task"}}])
+def test_a_class_that_lies_in_the_run_folder_is_not_imported(
+    named: dict[str, Any], run: Path, canary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
-    rewrite_recipe(run, task="senders_task:Task")
+    rewrite_recipe(run, **named)
     monkeypatch.chdir(run)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
     for words in ("evaluate", "predict", "export --quantize int8", "verify --resume-proof"):

@@ -10,35 +10,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from accel_train.causal_attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
-from accel_train.recipe import Recipe
-from accel_train.step import TrainingModule
+from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
+from accel_train.model.training_module import TrainingModule
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import CausalLM, matmul_parameters, same_document_mask
-from runs import TINY_MODEL, recipe_dict, write_corpus
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "word_embed_proj_dim": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "head_dim": 8,
-}
-
-
-def small_config(model_type: str) -> Any:
-    known = AutoConfig.for_model(model_type)
-    names = {**getattr(known, "attribute_map", {})}
-    fields = {name: value for name, value in SIZES.items() if name in known.to_dict() or name in names}
-    return AutoConfig.for_model(model_type, **fields)
+from tests.support.hf_models import SIZES, small_config
+from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus
 
 
 @pytest.fixture

@@ -16,12 +16,13 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import pipeline
 
-import runs
-from accel_train.recipe import Recipe
-from accel_train.recipe import TestTimeAugmentation as Averaging
+from accel_train.recipe.schema import Recipe
+from accel_train.recipe.schema import TestTimeAugmentation as Averaging
 from accel_train.task import Task, TaskData
 from accel_train.tasks.image_classification import ImageClassification
-from accel_train.tasks.test_time import image_views, rescale
+from accel_train.tasks.vision.views import image_views, rescale
+from tests.support import runs as runs
+from tests.support.runs import REPOSITORY
 
 RESNET = {
     "model_type": "resnet",
@@ -212,7 +213,7 @@ def test_what_is_saved_is_loaded_by_the_auto_classes_with_the_same_answers(train
     described = tmp_path / "description"
     described.mkdir()
     task.save_description(model, data, described)
-    assert {file.name for file in described.iterdir()} == {"config.json", "preprocessor_config.json"}
+    assert {file.name for file in described.iterdir()} == {"README.md", "config.json", "preprocessor_config.json"}
 
 
 def test_training_on_takes_weights_preprocessing_and_order_of_classes(
@@ -537,6 +538,6 @@ def test_a_broken_body_stops_the_run_and_names_the_file(colours: Path, tmp_path:
 
 @pytest.mark.slow
 def test_the_recipe_reads_digits_as_well_as_it_says(tmp_path: Path) -> None:
-    recipe = Path(__file__).parent.parent / "recipes/image_classification.yaml"
-    runs.run(recipe, "--output_dir", str(tmp_path / "run"), OMP_NUM_THREADS="2")
+    recipe = REPOSITORY / "recipes/image_classification.yaml"
+    runs.run(recipe, "--output_dir", str(tmp_path / "run"))
     assert runs.metrics(tmp_path / "run", "eval")[-1]["accuracy"] >= 0.98

@@ -50,6 +50,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_recipe_and_the_trainer_fine_tune_it_to_the_same_weights(encoder: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in TEXTS))

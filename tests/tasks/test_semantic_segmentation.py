@@ -13,19 +13,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
-from accel_train.data.digit_scenes import LABEL_NAMES, digit_scenes
-from accel_train.data.image_arrays import digits
-from accel_train.data.masks import read_masked_images
-from accel_train.data.segment_augment import augment_pair
-from accel_train.data.vision import Preprocessing
+from accel_train.core.errors import DataError
+from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
+from accel_train.data.images.preprocessing import Preprocessing
+from accel_train.data.images.segmentation import (
+    SegmentSettings,
+    augment_pair,
+    count_pixels,
+    read_mask,
+    read_masked_images,
+    read_pair,
+)
 from accel_train.metrics.scores import segmentation_scores
-from accel_train.recipe import Recipe
-from accel_train.recipe_data import Augment, Data
-from accel_train.state import DataError
+from accel_train.recipe.data import Augment, Data
+from accel_train.recipe.loader import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.segmentation_maps import at_label_size, mean_pixel_probabilities, pixel_loss_sum, view_logits
+from accel_train.tasks.classification import classification_loss_sum
 from accel_train.tasks.semantic_segmentation import SemanticSegmentation
-from runs import metrics, recipe_dict, run, write_recipe_file
+from accel_train.tasks.vision.views import at_label_size, mean_pixel_probabilities
+from tests.support.runs import metrics, recipe_dict, run, write_recipe_file
 
 SEGFORMER = {
     "model_type": "segformer",
@@ -108,10 +114,9 @@ def test_image_and_mask_go_through_the_same(settings: Augment) -> None:
     mask = np.random.default_rng(1).integers(0, 6, (7, 9), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
     image = Image.fromarray((mask * 40)[..., None].repeat(3, 2))
     preprocessing = Preprocessing(64, resample=Image.Resampling.NEAREST)
+    all_settings = SegmentSettings(preprocessing, 48, 6, 255, settings)
     for seed in range(20):
-        pixels, labels = augment_pair(
-            image, mask, settings, preprocessing, crop_size=48, ignore_index=255, generator=np.random.default_rng(seed)
-        )
+        pixels, labels = augment_pair(image, mask, all_settings, np.random.default_rng(seed))
         assert pixels.shape == (48, 48, 3)
         inside = labels != 255
         assert inside.any()
@@ -119,9 +124,7 @@ def test_image_and_mask_go_through_the_same(settings: Augment) -> None:
         assert (pixels[~inside] == np.round(255 * np.array(preprocessing.mean))).all(), (
             "beyond the image is mean colour"
         )
-        again = augment_pair(
-            image, mask, settings, preprocessing, crop_size=48, ignore_index=255, generator=np.random.default_rng(seed)
-        )
+        again = augment_pair(image, mask, all_settings, np.random.default_rng(seed))
         assert np.array_equal(pixels, again[0])
 
 
@@ -129,9 +132,8 @@ def test_colours_change_the_image_and_not_the_mask() -> None:
     mask = np.random.default_rng(1).integers(0, 6, (32, 32), dtype=np.uint8)
     image = Image.fromarray(np.random.default_rng(2).integers(0, 255, (32, 32, 3), dtype=np.uint8))
     settings = Augment(scale_range=None, horizontal_flip=0.0, color_jitter=0.5)
-    pixels, labels = augment_pair(
-        image, mask, settings, Preprocessing(32), crop_size=32, ignore_index=255, generator=np.random.default_rng(0)
-    )
+    all_settings = SegmentSettings(Preprocessing(32), 32, 6, 255, settings)
+    pixels, labels = augment_pair(image, mask, all_settings, np.random.default_rng(0))
     assert np.array_equal(labels, mask)
     assert not np.array_equal(pixels, np.asarray(image))
 
@@ -166,10 +168,10 @@ def test_loss_is_summed_over_the_pixels_that_count(smoothing: float, weights: tu
                     expected += ce * (1.0 if weights is None else weights[label])
     options: dict[str, Any] = {"ignore_index": 255, "label_smoothing": smoothing}
     options["class_weights"] = None if weights is None else torch.tensor(weights)
-    torch.testing.assert_close(pixel_loss_sum(logits, labels, **options), expected)
+    torch.testing.assert_close(classification_loss_sum(logits, labels, **options), expected)
     torch.use_deterministic_algorithms(True)
     try:
-        torch.testing.assert_close(pixel_loss_sum(logits, labels, **options), expected)
+        torch.testing.assert_close(classification_loss_sum(logits, labels, **options), expected)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -246,7 +248,7 @@ def test_averaging_over_flips_is_the_mean_of_turned_back_probabilities(pairs: Pa
             expected.append(at_label_size(model(view).logits, batch).softmax(1))
             expected.append(at_label_size(model(view.flip(-1)).logits.flip(-1), batch).softmax(1))
         assert task.test_time is not None
-        views = view_logits(lambda view: model(view).logits, model(pixels).logits, pixels, task.test_time)
+        views = task.views(model, pixels, model(pixels).logits)
         found = mean_pixel_probabilities(views, batch)
         counts = task.evaluate_batch(model, batch)
     torch.testing.assert_close(found, torch.stack(expected).mean(0))
@@ -289,7 +291,7 @@ def test_evaluation_and_prediction_hold_one_images_logits_at_full_resolution(
 def test_baseline_calls_every_pixel_the_commonest_class(pairs: Path, seg_recipe: Make) -> None:
     task, data = load(seg_recipe(pairs))
     sides = [data.source.sets.train, data.source.sets.eval]
-    values = [np.concatenate([side.mask(index).reshape(-1) for index in range(len(side))]) for side in sides]
+    values = [np.concatenate([read_mask(side, index).reshape(-1) for index in range(len(side))]) for side in sides]
     train, held_out = (side[side != 255] for side in values)
     majority = np.bincount(train).argmax()
     confusion = np.zeros((3, 3))
@@ -303,9 +305,9 @@ def test_baseline_calls_every_pixel_the_commonest_class(pairs: Path, seg_recipe:
 
 def test_balanced_weights_come_from_the_pixels_of_the_training_masks(pairs: Path, seg_recipe: Make) -> None:
     task, data = load(seg_recipe(pairs, loss={"class_weights": "balanced"}))
-    counts = data.source.sets.train.count_pixels()[:3]
-    assert task.class_weights is not None
-    assert task.class_weights.tolist() == pytest.approx((counts.sum() / (3 * counts)).tolist())
+    counts = count_pixels(data.source.sets.train)[:3]
+    assert task.loss.class_weights is not None
+    assert task.loss.class_weights.tolist() == pytest.approx((counts.sum() / (3 * counts)).tolist())
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "I;16"])
@@ -319,7 +321,7 @@ def test_mask_is_read_by_its_numbers_and_never_by_its_colours(pairs: Path, mode:
     assert mask.mode == mode
     mask.save(path)
     sets = read_masked_images(Data(train=str(pairs), eval_fraction=0))
-    assert np.array_equal(sets.train.mask(0), values)
+    assert np.array_equal(read_mask(sets.train, 0), values)
     assert sets.label_names == ("0", "1", "2")
 
 
@@ -336,14 +338,15 @@ def test_pairs_of_a_folder_a_table_and_an_array_are_the_same(pairs: Path, tmp_pa
     folder = read_masked_images(Data(train=str(pairs), eval_fraction=0)).train
     table = read_masked_images(Data(train=str(pairs / "table.csv"), eval=str(pairs / "table.csv"), id_column="name"))
     arrays = read_masked_images(Data(train=str(tmp_path / "arrays.npz"), eval_fraction=0)).train
-    assert table.eval_ids == tuple(f"no {number}" for number in range(12))
+    assert table.eval is not None
+    assert table.eval.ids == [f"no {number}" for number in range(12)]
     order = sorted(range(12), key=lambda number: f"{number}.bmp")
     for position, number in enumerate(order):
-        image, mask = folder.pair(position, "RGB", 3, 255)
-        other_image, other_mask = table.train.pair(number, "RGB", 3, 255)
+        image, mask = read_pair(folder, position, "RGB", 3, 255)
+        other_image, other_mask = read_pair(table.train, number, "RGB", 3, 255)
         assert np.array_equal(np.asarray(image), np.asarray(other_image))
         assert np.array_equal(mask, other_mask)
-    assert np.array_equal(arrays.pair(1, "RGB", 3, 255)[1], table.train.mask(square[1]))
+    assert np.array_equal(read_pair(arrays, 1, "RGB", 3, 255)[1], read_mask(table.train, square[1]))
 
 
 def damage(pairs: Path, fault: str) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_train.recipe import Recipe
-from accel_train.sharding import reshard
+from accel_train.parallel.fsdp2 import reshard
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from forked import run_forked
-from probe_task import RANK, ProbeTask
-from runs import events, run, write_corpus, write_recipe_file
+from tests.support.processes import run_forked
+from tests.support.runs import events, run, write_corpus, write_recipe_file
+from tests.support.tasks.probe import RANK, ProbeTask
 
 
 class PoisonTask(ProbeTask):
@@ -53,7 +53,7 @@ def test_a_model_that_is_not_finite_is_not_published(
 ) -> None:
     recipe = write_recipe_file(
         corpus,
-        task="test_end_of_run:PoisonTask",
+        task="tests.training.test_finish:PoisonTask",
         schedule={"max_steps": 2},
         optimizer={"learning_rate": 3e-3, "ema_decay": 0.9},
         parallel={"strategy": strategy},
@@ -69,6 +69,7 @@ def test_a_model_that_is_not_finite_is_not_published(
     assert events(corpus / "run", "stop")[0]["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_before_its_first_checkpoint_says_that_there_is_none(corpus: Path) -> None:
     sections: dict[str, Any] = {"options": {"nan_from": 1}, "guard": {"on_nonfinite": "stop"}}
     done = run(write_recipe_file(corpus, **sections), expect=3)

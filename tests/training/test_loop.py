@@ -13,12 +13,11 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train import Recipe, train
-from accel_train.evaluation import evaluate
-from accel_train.loop import run_steps
-from accel_train.prepare import prepare_run
-from accel_train.run import Run
-from accel_train.signals import StopRequest
-from runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
+from accel_train.engine.evaluation import EvaluationReader, evaluate
+from accel_train.engine.run import RunContext
+from accel_train.training.loop import run_steps
+from accel_train.training.setup import prepare_run
+from tests.support.runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
 
 
 def recipe_of(folder: Path, **sections: Any) -> Recipe:
@@ -39,10 +38,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def losses_by_hand(run: Run, steps: int, accumulation: int) -> list[float]:
+def losses_by_hand(run: RunContext, steps: int, accumulation: int) -> list[float]:
     """200 lines of experience in 20: the same data and first weights, plain PyTorch, no part of the loop."""
-    torch.manual_seed(run.recipe.seed)
-    model = transformers.GPT2LMHeadModel(run.inner.model.config)
+    torch.manual_seed(run.plan.recipe.seed)
+    model = transformers.GPT2LMHeadModel(run.strategy.inner.model.config)
     model.set_attn_implementation("sdpa")
     decay = [p for name, p in model.named_parameters() if p.ndim > 1]
     rest = [p for name, p in model.named_parameters() if p.ndim <= 1]
@@ -50,8 +49,8 @@ def losses_by_hand(run: Run, steps: int, accumulation: int) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     trace = []
     for step in range(steps):
-        indices = run.order.step_samples(step).tolist()
-        windows = torch.as_tensor(run.data.train.__getitems__(indices))
+        indices = run.plan.order.step_samples(step).tolist()
+        windows = torch.as_tensor(run.plan.data.train.__getitems__(indices))
         lr = 3e-3 * (step / 20 if step < 20 else 0.5 * (1 + math.cos(math.pi * (step - 20) / (steps - 20))))
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -81,7 +80,7 @@ def test_losses_are_those_of_a_loop_written_by_hand_over_200_steps(corpus: Path,
     run = prepare_run(recipe)
     expected = losses_by_hand(run, 200, accumulation)
     with run.resources:
-        run_steps(run, StopRequest())
+        run_steps(run)
     got = losses(corpus / "run")
     assert len(got) == 200
     assert expected[0] - expected[-1] > 1, "nothing was learnt, so nothing is compared"
@@ -141,24 +140,24 @@ def test_steady_step_reads_no_tensor_on_the_host(
 
     run.observer.on_step = count  # type: ignore[method-assign]
     with run.resources, counter:
-        run_steps(run, StopRequest())
+        run_steps(run)
     steady = reads[6] - reads[1], reads[14] - reads[9]
     assert steady == (0, 0), counter.where
 
 
 def test_evaluation_loss_does_not_depend_on_the_batch_size_and_leaves_the_modes_alone(corpus: Path) -> None:
     run = prepare_run(recipe_of(corpus, data={"eval_fraction": 0.3}))
-    run.inner.train()
-    run.inner.model.transformer.h[0].eval()
+    run.strategy.inner.train()
+    run.strategy.inner.model.transformer.h[0].eval()
     with run.resources:
         results = [
-            evaluate(run.accelerator, run.inner, run.data, size, max_samples=None, num_workers=0, pin_memory=False)
+            evaluate(EvaluationReader(run.accelerator, run.plan.data, size), run.strategy.inner)
             for size in (1, 2, 7, 32)
         ]
-    assert run.inner.training
-    assert not run.inner.model.transformer.h[0].training
-    assert run.inner.model.transformer.h[1].training
-    assert {result.num_targets for result in results} == {run.data.facts["eval_tokens"] - 1}
+    assert run.strategy.inner.training
+    assert not run.strategy.inner.model.transformer.h[0].training
+    assert run.strategy.inner.model.transformer.h[1].training
+    assert {result.num_targets for result in results} == {run.plan.data.facts["eval_tokens"] - 1}
     for result in results[1:]:
         assert result.loss == pytest.approx(results[0].loss, rel=1e-6)
 
@@ -170,8 +169,8 @@ def test_evaluation_and_logging_in_between_change_no_weight(corpus: Path) -> Non
         recipe = recipe_of(corpus, model=model, output_dir=str(corpus / name), **extra)
         run = prepare_run(recipe)
         with run.resources:
-            run_steps(run, StopRequest())
-        weights.append([parameter.detach().clone() for parameter in run.inner.parameters()])
+            run_steps(run)
+        weights.append([parameter.detach().clone() for parameter in run.strategy.inner.parameters()])
     assert all(torch.equal(left, right) for left, right in zip(*weights, strict=True))
 
 
@@ -188,7 +187,7 @@ def test_readers_in_other_processes_bring_the_same_samples(corpus: Path) -> None
         recipe = recipe_of(corpus, output_dir=str(corpus / name), data={"num_workers": workers})
         run = prepare_run(recipe)
         with run.resources:
-            run_steps(run, StopRequest())
+            run_steps(run)
     assert losses(corpus / "none") == losses(corpus / "two")
 
 
@@ -196,8 +195,15 @@ def test_readers_in_other_processes_bring_the_same_samples(corpus: Path) -> None
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     "precision",
-    [{"mixed_precision": "bf16"}, {"gradient_checkpointing": True}, {"compile": "blocks"}, {"compile": "model"}],
-    ids=["bf16", "gradient checkpointing", "compiled blocks", "compiled model"],
+    [
+        {"mixed_precision": "bf16"},
+        {"gradient_checkpointing": True},
+        {"compile": "blocks"},
+        {"compile": "model"},
+        pytest.param({"compile": "blocks", "gradient_checkpointing": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"compile": "model", "gradient_checkpointing": {"memory_budget": 0.5}}, marks=pytest.mark.slow),
+    ],
+    ids=["bf16", "gradient checkpointing", "compiled blocks", "compiled model", "compiled selective", "memory budget"],
 )
 def test_precision_settings_train_to_nearly_the_same_losses(corpus: Path, precision: dict[str, Any]) -> None:
     torch._dynamo.reset()
@@ -206,7 +212,7 @@ def test_precision_settings_train_to_nearly_the_same_losses(corpus: Path, precis
         recipe = recipe_of(corpus, output_dir=str(corpus / name), precision=section, schedule={"max_steps": 6})
         run = prepare_run(recipe)
         with run.resources:
-            run_steps(run, StopRequest())
+            run_steps(run)
     tolerance = 2e-2 if "mixed_precision" in precision else 1e-5
     plain, other = losses(corpus / "plain"), losses(corpus / "other")
     assert other == pytest.approx(plain, rel=tolerance)

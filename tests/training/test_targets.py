@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from accel_train import Recipe
-from accel_train.ending import exit_code
-from accel_train.loop import train_run
-from accel_train.prepare import prepare_run
-from accel_train.state import DataError
-from forked import run_forked
-from number_fault_task import Uncounted
-from runs import events, losses, recipe_dict, write_recipe_file
+from accel_train.core.errors import DataError
+from accel_train.runtime.exit import exit_code
+from accel_train.training.setup import prepare_run
+from accel_train.training.train import train_run
+from tests.support.processes import run_forked
+from tests.support.runs import events, losses, recipe_dict, write_recipe_file
+from tests.support.tasks.number_faults import Uncounted
 
-TASK = "number_fault_task:Uncounted"
+TASK = "tests.support.tasks.number_faults:Uncounted"
 
 
 def recipe_for(folder: Path, num_samples: int = 64, max_steps: int = 12, **options: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def recipe_for(folder: Path, num_samples: int = 64, max_steps: int = 12, **optio
 def weights_after(recipe: dict[str, Any]) -> dict[str, Any]:
     run = prepare_run(Recipe.model_validate(recipe), Uncounted())
     train_run(run)
-    return {name: weight.detach().clone() for name, weight in run.inner.model.named_parameters()}
+    return {name: weight.detach().clone() for name, weight in run.strategy.inner.model.named_parameters()}
 
 
 @pytest.mark.parametrize("targets", [-3, 2.5, "many"])
@@ -70,7 +70,7 @@ def test_evaluation_data_without_any_target_has_no_loss(tmp_path: Path) -> None:
     recipe = recipe_for(tmp_path, evaluates=True)
     run = prepare_run(Recipe.model_validate(recipe), task := Uncounted())
     task.ignored = set(range(64))
-    from accel_train.finish import evaluate_run
+    from accel_train.training.model_selection import evaluate_run
 
     with run.resources, pytest.raises(DataError, match="none of the 64 evaluation samples has a target"):
         evaluate_run(run)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from accel_train.data import augment
-from accel_train.data.augment import (
+from accel_train.data.images import augment
+from accel_train.data.images.augment import (
     OPERATIONS,
     augment_image,
     check_augment,
@@ -20,11 +20,11 @@ from accel_train.data.augment import (
     rand_augment,
     random_crop_box,
 )
-from accel_train.data.image_samples import ClassificationImages, ImageSample, draw_sample
-from accel_train.data.images import ArrayImages
-from accel_train.data.labelled_images import LabelledImages
-from accel_train.data.vision import Preprocessing
-from accel_train.recipe_data import Augment
+from accel_train.data.images.classification import ClassificationImages, ImageSample, draw_sample
+from accel_train.data.images.images import ArrayImages
+from accel_train.data.images.labelled import ImageRows
+from accel_train.data.images.preprocessing import Preprocessing
+from accel_train.recipe.data import Augment
 
 NOTHING = Augment(random_resized_crop=None, horizontal_flip=0.0)
 EVERYTHING = Augment(
@@ -51,7 +51,7 @@ def noise(size: int = 16, seed: int = 0) -> Image.Image:
 
 def some_images(count: int = 40) -> ClassificationImages:
     array = np.random.default_rng(3).integers(0, 256, (count, 20, 24, 3), dtype=np.uint8)
-    labelled = LabelledImages(ArrayImages(array, "noise.npz"), np.arange(count), np.arange(count) % 5)
+    labelled = ImageRows(ArrayImages(array, "noise.npz"), np.arange(count), None, np.arange(count) % 5)
     return ClassificationImages(labelled, Preprocessing(16))
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.data import labelled_images
-from accel_train.data.decoding import open_image, to_mode
-from accel_train.data.images import FileImages, held_out, inspect_images
-from accel_train.data.labelled_images import ImageSets, LabelledImages, read_labelled_images
-from accel_train.data.vision import Preprocessing, _from_settings, resize_and_crop
-from accel_train.recipe_data import Data
-from accel_train.state import DataError
+from accel_train.core.errors import DataError
+from accel_train.data.images import labelled as labelled_images
+from accel_train.data.images.decoding import open_image, to_mode
+from accel_train.data.images.images import FileImages, held_out, inspect_images
+from accel_train.data.images.labelled import ImageRows, ImageSets, read_labelled_images
+from accel_train.data.images.preprocessing import Preprocessing, _from_settings, resize_and_crop
+from accel_train.recipe.data import Data
 
 
 def picture(number: int, size: tuple[int, int] = (12, 10)) -> Image.Image:
@@ -49,7 +49,7 @@ def read(train: Any, **settings: Any) -> ImageSets:
     return read_labelled_images(Data(**{"train": str(train), "eval_fraction": 0.25, **settings}))
 
 
-def labels_by_place(images: LabelledImages) -> dict[str, int]:
+def labels_by_place(images: ImageRows) -> dict[str, int]:
     return {images.where(index): int(images.labels[index]) for index in range(len(images))}
 
 
@@ -155,7 +155,7 @@ def test_a_held_out_folder_beside_train_is_found(tmp_path: Path, given: str, hel
     sets = read(tmp_path / given)
     assert sets.eval is not None
     assert (len(sets.train), len(sets.eval)) == (20, 6)
-    assert f"splits/{held}, found beside" in sets.notes[0]
+    assert f"splits/{held}, found next to" in sets.notes[0]
 
 
 def test_of_a_folder_with_splits_train_is_trained_on_whatever_is_evaluated(tmp_path: Path) -> None:

@@ -9,20 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_causal_lm import small_config
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_train.causal_attention import _CHECKED_MODEL_TYPES
-from accel_train.data import byte_tokenizer
-from accel_train.data.packing import TokenRows, pack
-from accel_train.data.stdlib_docstrings import stdlib_docstrings
-from accel_train.data.tokenizers import BYTE_SEPARATOR_ID
-from accel_train.recipe import Recipe
+from accel_train.data.builtin.stdlib import stdlib_docstrings
+from accel_train.data.sft.packing import TokenRows, pack
+from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID, byte_tokenizer
+from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import CausalLM
-from runs import TINY_MODEL, events, metrics, recipe_dict, run, write_recipe_file
+from tests.support.hf_models import small_config
+from tests.support.runs import TINY_MODEL, events, metrics, recipe_dict, run, write_recipe_file
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|endoftext|>\n{% endfor %}"
@@ -129,10 +128,10 @@ def test_model_that_cannot_keep_rows_apart_gets_each_alone(sft_recipe: Make, set
 def test_packing_places_every_row_once_in_windows_that_hold_it() -> None:
     lengths = np.minimum(np.random.default_rng(0).lognormal(4, 1, 5000).astype(np.int64) + 1, 512)
     packing = pack(lengths, 512)
-    assert sorted(packing.rows.tolist()) == list(range(5000))
-    assert np.add.reduceat(lengths[packing.rows], packing.starts[:-1]).max() <= 512
+    assert sorted(np.concatenate(packing).tolist()) == list(range(5000))
+    assert max(lengths[rows].sum() for rows in packing) <= 512
     assert len(packing) == -(-lengths.sum() // 512), "fewer windows than the tokens need, or more"
-    firsts = [packing.rows[start] for start in packing.starts[:-1]]
+    firsts = [rows[0] for rows in packing]
     assert firsts == sorted(firsts)
     assert len(pack(np.array([6, 4, 5, 5, 3, 7]), 10)) == 3
 

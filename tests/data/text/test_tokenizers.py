@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from accel_train.cli import main
-from accel_train.data.pieces import cut_text
-from accel_train.data.tokenizers import (
+from accel_train.cli.main import main
+from accel_train.data.text.build import cut_text
+from accel_train.data.text.tokenizers import (
     BYTE_SEPARATOR_ID,
     SEPARATOR,
     byte_tokenizer,
@@ -23,8 +23,8 @@ from accel_train.data.tokenizers import (
     tokenizer_digest,
     train_bpe,
 )
-from accel_train.recipe_file import load_recipe
-from runs import write_recipe_file
+from accel_train.recipe.loader import load_recipe
+from tests.support.runs import write_recipe_file
 
 TRICKY = f"héllo \0 世界 😀 {SEPARATOR}\r\n\t  x\n\n  def f(): return '{SEPARATOR}'  "
 TEXTS = [f"def function_{n}(value):\n    return value + {n}\n\n\nclass Name{n}:\n    pass\n" for n in range(50)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_train.data import IGNORED_LABEL, WindowDataset, collate_windows
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.text.tokens import WindowDataset, collate_windows
 
 SEPARATOR = 99
 

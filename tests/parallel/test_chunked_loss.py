@@ -1,0 +1,152 @@
+"""A loss in chunks trains as one of whole logits does, however the model is spread over processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.engine.resolve import check_recipe
+from accel_train.recipe.schema import Recipe
+from tests.support.comparisons import assert_same_run
+from tests.support.processes import run_forked
+from tests.support.runs import LLAMA, events, metrics, recipe_dict, write_corpus, write_recipe_file
+
+UNTIED = {**LLAMA, "tie_word_embeddings": False}
+TEXT = {
+    "model": {"config": UNTIED},
+    "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
+    "schedule": {"max_steps": 6},
+    "evaluate": {"every_steps": 3},
+    "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5},  # every gradient is clipped
+}
+AT_ONCE = 20 * 320
+"""Logits of 20 positions, where a micro-batch has 64 or 32."""
+
+
+def train_in(folder: Path, processes: int, *, chunked: bool, **sections: Any) -> Path:
+    folder.mkdir()
+    write_corpus(folder)
+    options = {"ragged": True, "logits_at_once": AT_ONCE}
+    recipe = write_recipe_file(
+        folder, **{**TEXT, "options": options, "loss": {"chunked": "auto" if chunked else False}, **sections}
+    )
+    preload = ["deepspeed.runtime.sequence_parallel.ulysses_sp"] if "sp_size" in sections.get("parallel", {}) else []
+    forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes", preload=preload)
+    assert forked.wait() == [0] * processes, forked.stderr(0)
+    return folder / "run"
+
+
+def choice(run: Path) -> str:
+    lines = (run.parent / "processes" / "rank-0.out").read_text().splitlines()
+    [line] = [each for each in lines if "loss.chunked" in each]
+    return line
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one process with whole logits."""
+    run = train_in(tmp_path_factory.mktemp("whole") / "one", 1, chunked=False)
+    assert "as the recipe says" in choice(run)
+    return run
+
+
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    pytest.param(1, {}, id="one"),
+    pytest.param(2, {}, marks=SLOW, id="ddp"),
+    pytest.param(2, {"strategy": "fsdp2"}, id="fsdp2"),
+    pytest.param(2, {"strategy": "fsdp2", "reshard_after_forward": False}, marks=SLOW, id="fsdp2-gathered"),
+    pytest.param(2, {"strategy": "deepspeed", "zero_stage": 2}, marks=SLOW, id="zero-2"),
+    pytest.param(2, {"strategy": "deepspeed", "zero_stage": 3}, marks=SLOW, id="zero-3"),
+    pytest.param(2, {"sp_size": 2}, marks=SLOW, id="sp"),
+    pytest.param(4, {"strategy": "fsdp2", "sp_size": 2}, marks=SLOW, id="fsdp2-sp"),
+]
+
+
+@pytest.mark.parametrize(("processes", "parallel"), LAYOUTS)
+def test_losses_and_gradient_norms_are_those_of_whole_logits(
+    tmp_path: Path, whole: Path, processes: int, parallel: dict[str, Any]
+) -> None:
+    run = train_in(tmp_path / "chunked", processes, chunked=True, parallel=parallel)
+    assert "True  (the logits of 20 positions at a time" in choice(run)
+    assert_same_run(run, whole)
+    ours, theirs = ([each["grad_norm"] for each in metrics(folder)] for folder in (run, whole))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert events(run, "skip") == []
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "tied": {"model": {"config": {**LLAMA, "tie_word_embeddings": True}}},
+    "frozen": {"model": {"config": UNTIED, "freeze": ("lm_head.*",)}},
+    "lora": {"model": {"config": UNTIED, "lora": {"rank": 2}}},
+    "checkpointing": {"precision": {"gradient_checkpointing": True}},
+    "smoothing": {"loss": {"label_smoothing": 0.1}},
+}
+
+
+@SLOW
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"strategy": "fsdp2"}, {"strategy": "deepspeed", "zero_stage": 3}],
+    ids=["ddp", "fsdp2", "zero-3"],
+)
+def test_the_losses_are_those_of_whole_logits_however_the_run_is_changed(
+    tmp_path: Path, change: str, parallel: dict[str, Any]
+) -> None:
+    sections = {**CHANGES[change]}
+    smoothing = sections.pop("loss", {})
+    ours, theirs = (
+        train_in(
+            tmp_path / str(chunked), processes, chunked=chunked, parallel=spread,
+            **sections, **({"loss": {**smoothing, "chunked": "auto" if chunked else False}} if smoothing else {}),
+        )
+        for chunked, processes, spread in ((True, 2, parallel), (False, 1, {}))
+    )  # fmt: skip
+    assert "loss.chunked" in choice(ours)
+    assert "True" in choice(ours)
+    assert_same_run(ours, theirs)
+
+
+@SLOW
+def test_under_tensor_parallelism_logits_are_whole_and_the_run_says_so(tmp_path: Path, whole: Path) -> None:
+    run = train_in(tmp_path / "split", 2, chunked=True, parallel={"strategy": "fsdp2", "tp_size": 2})
+    assert "False  (whole logits: parallel.tp_size splits the output layer over processes)" in choice(run)
+    assert_same_run(run, whole)
+
+
+@SLOW
+@pytest.mark.parametrize("parallel", [{}, {"strategy": "fsdp2"}], ids=["ddp", "fsdp2"])
+def test_in_bf16_losses_are_near_those_of_whole_logits(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    ours, theirs = (
+        train_in(tmp_path / str(chunked), 2, chunked=chunked, parallel=parallel, precision={"mixed_precision": "bf16"})
+        for chunked in (True, False)
+    )
+    assert_same_run(ours, theirs, tolerance=2e-3)
+
+
+@SLOW
+def test_a_compiled_run_warns_of_nothing_and_has_the_losses_of_whole_logits(tmp_path: Path, whole: Path) -> None:
+    run = train_in(tmp_path / "compiled", 1, chunked=True, precision={"compile": "model"})
+    assert_same_run(run, whole, tolerance=1e-5)
+    assert "Warning" not in (tmp_path / "compiled" / "processes" / "rank-0.err").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"parallel": {"strategy": "fsdp2", "tp_size": 2}}, r"parallel\.tp_size=2 does not go with loss\.chunked"),
+        (
+            {"task": "text-classification", "data": {"label_column": "label"}},
+            r"loss\.chunked=True is for causal-lm, and task is text-classification; set it to auto",
+        ),
+    ],
+)
+def test_chunks_that_cannot_be_had_are_refused_before_data_is_read(
+    tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    recipe = Recipe.model_validate(
+        recipe_dict(tmp_path, **{**TEXT, "task": "causal-lm", "loss": {"chunked": True}, **sections})
+    )
+    with pytest.raises(ValueError, match=said):
+        check_recipe(recipe)

@@ -1,0 +1,126 @@
+"""Optimizers of this package over several processes: the same losses, the same skipped steps, resumed to the bit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.recipe.loader import Recipe
+from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
+from tests.support.processes import run_forked
+from tests.support.runs import LLAMA, events, losses, write_corpus, write_recipe_file
+
+FSDP2 = {"strategy": "fsdp2"}
+BY_HOST = ("adafactor", "tests.support.optimizers:Momentum")
+NAMES = ("muon", "lion", *BY_HOST)
+TEXT: dict[str, Any] = {
+    "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+    "schedule": {"max_steps": 8},
+    "checkpoint": {"every_steps": 4, "keep": 5},
+    "evaluate": {"every_steps": 4},
+}
+RATES = {"muon": 5e-3, "lion": 1e-3, "adafactor": 1e-2, "tests.support.optimizers:Momentum": 0.3}
+
+
+def optimizer(name: str) -> dict[str, Any]:
+    return {"name": name, "learning_rate": RATES[name], "max_grad_norm": 0.5, "ema_decay": 0.9}
+
+
+LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, FSDP2),
+    (2, {}),
+    (4, {}),
+    (4, FSDP2),
+    (4, {**FSDP2, "dp_shard_size": 2}),
+    (2, {**FSDP2, "tp_size": 2}),
+    (4, {**FSDP2, "tp_size": 2}),
+)
+CASES = [
+    pytest.param(name, *layout, marks=() if name == "muon" and layout == LAYOUTS[0] else pytest.mark.slow)
+    for name in NAMES
+    for layout in LAYOUTS
+    if not (name == "adafactor" and layout[1])  # refused: its state cannot be sharded
+]
+
+
+@pytest.mark.parametrize(("name", "processes", "parallel"), CASES)
+def test_losses_are_those_of_one_process(train: Train, name: str, processes: int, parallel: dict[str, Any]) -> None:
+    text = {**TEXT, "optimizer": optimizer(name)}
+    if "tp_size" in parallel:
+        text["model"] = {"config": {**LLAMA, "vocab_size": 259}}
+    alone = train("one", 1, **text)
+    assert_same_run(train("run", processes, parallel=parallel, **text), alone, 1e-5)
+    said = (alone.parent / "processes" / "rank-0.out").read_text()
+    assert ("one wait for the device a step" in said) == (name in BY_HOST)
+    assert ("8 matrices of the blocks" in said or "14 matrices of the blocks" in said) == (name == "muon")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "processes", "parallel"),
+    [
+        *((name, 1, {}) for name in NAMES),
+        *((name, 2, {}) for name in NAMES),
+        *((name, 2, FSDP2) for name in NAMES if name != "adafactor"),
+    ],
+)
+def test_resumed_it_is_the_same_run_to_the_bit(
+    train: Train, name: str, processes: int, parallel: dict[str, Any]
+) -> None:
+    text = {**TEXT, "optimizer": optimizer(name), "parallel": parallel}
+    run = train("run", processes, **text)
+    kinds = ("model", "optimizer", "average")
+    whole = [tensors(run, 8, kind) for kind in kinds]
+    assert all(whole)
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    train("run", processes, **text)
+    assert [event["step"] for event in events(run, "resume")] == [4]
+    for kind, before in zip(kinds, whole, strict=True):
+        assert_same_bits(tensors(run, 8, kind), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [*((name, {}) for name in NAMES), *((name, FSDP2) for name in NAMES if name != "adafactor")],
+)
+def test_nan_on_one_process_changes_no_bit_on_any(train: Train, name: str, parallel: dict[str, Any]) -> None:
+    run = train(
+        "run",
+        2,
+        parallel=parallel,
+        optimizer=optimizer(name),
+        schedule={"max_steps": 6, "warmup_steps": 0, "type": "constant"},
+        checkpoint={"every_steps": 1, "keep": 10},
+        options={"nan_at": {"step": 4, "rank": 1}},
+    )
+    for kind in ("model", "optimizer", "average"):
+        assert_same_bits(tensors(run, 3, kind), tensors(run, 4, kind))
+    assert [event["step"] for event in events(run, "skip")] == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "lion"])
+@pytest.mark.parametrize(("saved", "loaded"), [((2, FSDP2), (1, {})), ((1, {}), (2, FSDP2))])
+def test_a_run_goes_on_under_another_layout(
+    train: Train, name: str, saved: tuple[int, dict[str, Any]], loaded: tuple[int, dict[str, Any]]
+) -> None:
+    text = {**TEXT, "optimizer": optimizer(name)}
+    run = train("run", saved[0], parallel=saved[1], **text)
+    whole = losses(run)
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    train("run", loaded[0], parallel=loaded[1], **text)
+    assert [event["step"] for event in events(run, "resume")] == [4]
+    assert losses(run) == pytest.approx(whole, rel=1e-5)
+
+
+def test_what_is_not_made_for_zero_is_refused_in_one_line(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, optimizer={"name": "muon"}, parallel={"strategy": "deepspeed"})
+    forked = run_forked(["plan", str(recipe)], 1, folder=tmp_path / "processes")
+    assert forked.wait() == [2]
+    [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
+    assert "optimizer.name muon cannot be had with parallel.strategy deepspeed" in line
+    assert "use adamw, adam, sgd" in line
+    assert Recipe.from_yaml(str(recipe)).optimizer.name == "muon"

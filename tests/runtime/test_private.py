@@ -1,0 +1,129 @@
+"""Each private name of torch, Accelerate and DeepSpeed does what it is used for; what fails says what to do instead."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_train.runtime import private
+
+
+@contextmanager
+def otherwise(remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        pytest.fail(f"{remedy} ({type(error).__name__}: {error})", pytrace=False)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_norms_are_those_of_each_tensor():
+    tensors = [torch.tensor([3.0, -4.0]), torch.tensor([[math.nan]]), torch.tensor([-2.0])]
+    with otherwise("torch._foreach_norm is gone: call torch.linalg.vector_norm for each tensor"):
+        norms = private.norms_of(tensors)
+        assert [norms[0], norms[2]] == [5, 2]
+        assert norms[1].isnan()
+        assert private.norms_of(tensors, math.inf)[0] == 4
+
+
+def test_each_source_is_copied_into_its_target():
+    targets = [torch.zeros(2), torch.zeros(1)]
+    with otherwise("torch._foreach_copy_ is gone: call Tensor.copy_ for each tensor"):
+        private.copy_all(targets, [torch.ones(2), torch.full((1,), 2.0)])
+        assert [each.tolist() for each in targets] == [[1, 1], [2]]
+
+
+def test_tensors_move_by_a_share_of_their_distance():
+    tensors = [torch.tensor([0.0, 4.0])]
+    with otherwise("torch._foreach_add_, _mul or _sub is gone: move each tensor by itself"):
+        private.move_towards(tensors, [torch.tensor([2.0, 2.0])], torch.tensor(0.5))
+        assert tensors[0].tolist() == [1, 3]
+
+
+def test_fake_tensors_have_a_shape_and_no_storage():
+    with (
+        otherwise("FakeTensorMode has moved: import it from where torch.compile does now"),
+        private.fake_tensors() as fake,
+    ):
+        tensor = fake.from_tensor(torch.ones(2, 3))
+        assert (tensor @ tensor.T).shape == (2, 2)
+        assert type(tensor) is not torch.Tensor
+
+
+def test_operators_of_forward_and_backward_are_seen():
+    shapes = []
+    weight = nn.Parameter(torch.ones(2, 3))
+    with otherwise("TorchDispatchMode has moved: import it from where torch.utils.flop_counter does now"):
+        with private.watch_operators(lambda arguments, result: shapes.append(getattr(result, "shape", None))):
+            loss = (weight * 2).sum()
+            forward = len(shapes)
+            loss.backward()
+        assert torch.Size([2, 3]) in shapes[:forward]
+        assert torch.Size([2, 3]) in shapes[forward:]
+
+
+def test_ddp_begins_another_step_after_a_backward_that_did_not_end(alone):
+    module = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError
+
+    handle = module.module[0].weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        module(torch.ones(1, 2)).sum().backward()
+    handle.remove()
+    with otherwise("Reducer._reset_state is gone: end a run that is out of memory in backward, as other strategies do"):
+        private.end_failed_backward(module)
+        module(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_mesh_of_two_dimensions_is_made_one(alone):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()])
+    with otherwise("DeviceMesh._flatten is gone: leave it out, the gradient norm is then two collectives"):
+        private.flatten_mesh(tensor)
+
+
+def test_a_budget_is_where_the_compiler_reads_it():
+    from inspect import getsource
+
+    from torch._functorch import config, partitioners
+
+    with otherwise("activation_memory_budget is gone: refuse precision.gradient_checkpointing={memory_budget: ...}"):
+        private.set_activation_memory_budget(0.5)
+        assert config.activation_memory_budget == 0.5
+        private.set_activation_memory_budget(1.0)
+        assert "config.activation_memory_budget" in getsource(partitioners)
+
+
+def test_the_next_accelerator_may_have_another_precision():
+    with otherwise("AcceleratorState._reset_state is gone: start each run in a process of its own"):
+        private.forget_accelerator()  # of the test before
+        Accelerator(cpu=True, mixed_precision="bf16")
+        private.forget_accelerator()
+        assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+        private.forget_accelerator()
+
+
+def test_deepspeed_asks_for_the_norm_where_it_is_set():
+    from inspect import getsource
+
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    with otherwise("DeepSpeed computes its gradient norm elsewhere: set it there, see ZeRO's step()"):
+        assert "self.scaled_global_norm()" in getsource(stage_1_and_2)
+        assert "self._get_norm_groups()" in getsource(stage3)
