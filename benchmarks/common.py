@@ -1,4 +1,4 @@
-"""What the benchmarks share: token files, fresh processes, tables, and results with the machine they come from.
+"""What all benchmarks use: their arguments, fresh processes, token files, tables, and results with machine, versions and date.
 
 Importing this imports no torch, so that a parent process stays light beside the children it times.
 """
@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import signal
 import statistics
 import subprocess
@@ -68,7 +67,7 @@ def run_child(
         RuntimeError: it failed or ran past the time; the text ends with what it printed last.
     """
     command = [sys.executable, "-m", module, *arguments]
-    busy_before, children_before, start = _busy_seconds(), _children_seconds(), time.perf_counter()
+    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
     try:
         done = subprocess.run(
             command, cwd=REPOSITORY, env=dict(environment), capture_output=True, text=True, timeout=timeout_seconds
@@ -76,7 +75,7 @@ def run_child(
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{' '.join(command)} ran past {timeout_seconds:.0f} s") from error
     wall = time.perf_counter() - start
-    others = (_busy_seconds() - busy_before) - (_children_seconds() - children_before)
+    others = (busy_seconds() - busy_before) - (own_seconds() - own_before)
     return ChildRun(_result_of(command, done.returncode, done.stderr + done.stdout), wall, max(others / wall, 0.0))
 
 
@@ -91,7 +90,7 @@ def run_children_in_turns(
         RuntimeError: one failed, or they ran past the time.
     """
     commands = [[sys.executable, "-m", module, *arguments] for arguments in argument_lists]
-    busy_before, children_before, start = _busy_seconds(), _children_seconds(), time.perf_counter()
+    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         children = [
@@ -111,7 +110,7 @@ def run_children_in_turns(
                 child.kill()
                 child.wait()
         wall = time.perf_counter() - start
-        others = max(((_busy_seconds() - busy_before) - (_children_seconds() - children_before)) / wall, 0.0)
+        others = max(((busy_seconds() - busy_before) - (own_seconds() - own_before)) / wall, 0.0)
         return [
             ChildRun(_result_of(command, child.returncode, _text(output)), wall, others)
             for command, child, output in zip(commands, children, outputs, strict=True)
@@ -147,14 +146,16 @@ def print_result(result: Mapping[str, Any]) -> None:
     print(RESULT_MARK + json.dumps(result), flush=True)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
+    """Return the CPU seconds of the whole machine."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
 
 
-def _children_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def own_seconds() -> float:
+    """Return the CPU seconds of this process and of its ended children."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 class FetchClock:
@@ -226,6 +227,13 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def gpt2_fields(*, vocab: int, block: int, layers: int, heads: int, width: int, dropout: float = 0.0) -> dict[str, Any]:
+    """Return the fields of a transformers GPT-2; without dropout a step is the same work in every loop."""
+    sizes = {"vocab_size": vocab, "n_positions": block, "n_embd": width, "n_layer": layers, "n_head": heads}
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return {**sizes, **drop, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+
+
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, text: Collection[str]) -> str:
     """The one form in which figures are printed and saved; columns named in `text` are set to the left."""
     widths = [max(len(cell) for cell in column) for column in zip(headers, *rows, strict=True)]
@@ -282,20 +290,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def provenance() -> dict[str, Any]:
-    """Machine, versions and date: no figure is kept without them."""
-    return {"machine": machine(), "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-
-
-def provenance_line(facts: Mapping[str, Any]) -> str:
-    """One line of text about where figures come from."""
-    on, gpus = facts["machine"], facts["machine"].get("gpus", [])
-    hardware = [f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB", *gpus]
-    software = [f"{name} {version}" for name, version in facts["versions"].items()]
-    return f"{facts['date']}; {'; '.join(hardware)}; {', '.join(software)}"
-
-
-def add_save_argument(parser: argparse.ArgumentParser) -> None:
+def arguments_of(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's command line: its docstring is the help, and `--save` keeps the results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--save",
         nargs="?",
@@ -305,11 +302,26 @@ def add_save_argument(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="also write the results as JSON and markdown (default folder: benchmarks/results)",
     )
+    return parser
 
 
-def save_results(folder: Path, name: str, record: Mapping[str, Any], markdown: str) -> None:
-    """Write NAME.json (every figure) and NAME.md (what was printed); the newest run replaces the one before."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    (folder / f"{name}.md").write_text(markdown.rstrip() + "\n")
-    print(f"written: {folder / name}.json and .md")
+def show(lines: Sequence[str], record: Mapping[str, Any], *, save: Path | None, name: str) -> None:
+    """Print a benchmark's text with machine, versions and date; with `--save` also write it and every figure.
+
+    NAME.json holds the record, NAME.md what was printed; the newest run replaces the one before.
+    """
+    facts: dict[str, Any] = {
+        "machine": machine(),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    on = facts["machine"]
+    hardware = [f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB", *on.get("gpus", [])]
+    software = [f"{package} {version}" for package, version in facts["versions"].items()]
+    text = "\n".join([*lines, f"{facts['date']}; {'; '.join(hardware)}; {', '.join(software)}"])
+    print(text)
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        (save / f"{name}.json").write_text(json.dumps({**facts, **record}, indent=1, allow_nan=False) + "\n")
+        (save / f"{name}.md").write_text(text.rstrip() + "\n")
+        print(f"written: {save / name}.json and .md")

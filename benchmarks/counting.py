@@ -23,7 +23,7 @@ OF_TENSORS_IN_PARTS = {"all_reduce": "all-reduce", "all_gather_single": "all-gat
 def count_collectives() -> Counter[str]:
     """From now on the counter fills: bytes by kind, of what an all-gather ends with and a reduction begins with.
 
-    DDP's buckets are reduced by a hook in Python (`accel_train.reduction`), which is seen.
+    DDP's buckets are reduced by a hook in Python (`accel_train.parallel.ddp`), which is seen.
     """
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
-    add_save_argument,
+    arguments_of,
     child_environment,
     markdown_table,
     print_result,
-    provenance,
-    provenance_line,
     run_child,
-    save_results,
+    show,
     write_tokens,
 )
 
@@ -82,7 +80,7 @@ HEADERS = ("part", "what", "median (least to most)", "unit", "bar")
 def tokenising(sizes: Sizes, folder: Path) -> list[Figure]:
     """The whole of `prepare_text`: reading, splitting, encoding, writing shards, counting; and its reuse."""
     from accel_train import Recipe
-    from accel_train.data import TextCorpus, prepare_text
+    from accel_train.data.text.corpus import TextCorpus, prepare_text
 
     def prepare(tokenizer: Any, cache: str) -> TextCorpus:
         data = {"train": sizes.corpus, "cache_dir": str(folder / cache), "sequence_length": sizes.sequence_length}
@@ -96,7 +94,7 @@ def tokenising(sizes: Sizes, folder: Path) -> list[Figure]:
             start = time.perf_counter()
             corpus = prepare(tokenizer, f"{cache}-{number}")
             seconds = time.perf_counter() - start
-            facts = corpus.facts.as_dict()
+            facts = corpus.facts
             rates.append((facts["train_tokens"] + facts["eval_tokens"]) / seconds / 1e6)
         return Figure("tokenise", what, "M tokens/s", rates), corpus
 
@@ -121,7 +119,7 @@ def reading(sizes: Sizes, folder: Path) -> list[Figure]:
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from accel_train.data import WindowDataset, collate_windows
+    from accel_train.data.text.tokens import WindowDataset, collate_windows
     from benchmarks.nanogpt_style import random_batch
 
     shard = folder / "shard.bin"
@@ -177,7 +175,7 @@ def reading(sizes: Sizes, folder: Path) -> list[Figure]:
 
 def ordering(sizes: Sizes) -> list[Figure]:
     """What it costs to know which samples make up a step."""
-    from accel_train.sampling import DataOrder
+    from accel_train.data.order import DataOrder
 
     deep = sizes.order_samples * 9 // 10
     seeds = iter(range(10**9))  # a seed of its own for each round, so that no block is left in the cache
@@ -215,8 +213,8 @@ def resuming(sizes: Sizes, folder: Path) -> list[Figure]:
     from accelerate import Accelerator, skip_first_batches
     from torch.utils.data import DataLoader
 
-    from accel_train.data import WindowDataset, collate_windows
-    from accel_train.sampling import DataOrder
+    from accel_train.data.order import DataOrder
+    from accel_train.data.text.tokens import WindowDataset, collate_windows
 
     length, batch = 8, sizes.batch_size
     num_tokens = sizes.resume_samples * length + 1
@@ -299,28 +297,12 @@ def measure(sizes: Sizes, parts: Sequence[str], folder: Path) -> list[Figure]:
     return figures
 
 
-def report(figures: Sequence[Figure], others_cores: float) -> str:
-    return "\n".join(
-        [
-            "## Data: text to tokens to batches, one process, one thread",
-            "",
-            markdown_table(HEADERS, [figure.cells() for figure in figures], text=("part", "what", "unit", "bar")),
-            "",
-            f"Other processes used {others_cores:.2f} cores meanwhile.",
-            provenance_line(provenance()),
-        ]
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=", ".join(PARTS))
+    parser = arguments_of(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sizes", type=json.loads, default={}, help="JSON; changes fields of Sizes")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    add_save_argument(parser)
     arguments = parser.parse_args()
-    if set(arguments.parts) - set(PARTS):
-        parser.error(f"--parts takes {', '.join(PARTS)}")
     sizes = Sizes(**{**asdict(FULL), **arguments.sizes})
     if arguments.measure:
         print_result({"figures": [asdict(figure) for figure in measure(sizes, arguments.parts, arguments.measure)]})
@@ -329,19 +311,22 @@ def main() -> None:
         child = run_child(
             "benchmarks.data",
             [
-                *("--measure", folder, "--parts", ",".join(arguments.parts)),
+                *("--measure", folder, "--parts", *arguments.parts),
                 *("--sizes", json.dumps(asdict(sizes))),
             ],
             environment={**child_environment(1), "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1"},
             timeout_seconds=1800,
         )
     figures = [Figure(**figure) for figure in child.result["figures"]]
-    text = report(figures, child.others_cores)
-    print(text)
-    if arguments.save:
-        record = {**provenance(), "sizes": asdict(sizes), "figures": child.result["figures"]}
-        record["others_cores"] = round(child.others_cores, 2)
-        save_results(arguments.save, "data", record, text)
+    lines = [
+        "## Data: text to tokens to batches, one process, one thread",
+        "",
+        markdown_table(HEADERS, [figure.cells() for figure in figures], text=("part", "what", "unit", "bar")),
+        "",
+        f"Other processes used {child.others_cores:.2f} cores meanwhile.",
+    ]
+    record = {"sizes": asdict(sizes), "figures": child.result["figures"], "others_cores": round(child.others_cores, 2)}
+    show(lines, record, save=arguments.save, name="data")
 
 
 if __name__ == "__main__":

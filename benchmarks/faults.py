@@ -1,11 +1,11 @@
 """The same faults for three trainers: accel_train, transformers.Trainer and the loop of Accelerate's documentation.
 
     python -m benchmarks.faults --save
-    python -m benchmarks.faults --faults nan,sigterm --systems accel_train,hf_trainer
+    python -m benchmarks.faults --faults nan sigterm --systems accel_train hf_trainer
 
 Every cell is what came out when the fault was made: real processes, real signals, real files, one process each on a CPU.
-All three train the same small GPT-2 on the same 24 samples, save every 6 of 24 steps, and run with their defaults wherever
-a fault is at stake. A cell marked * did less than the row asks for.
+All train the same small GPT-2 on the same 24 samples and save every 6 of 24 steps: with their defaults wherever a fault is at
+stake, and the two peers again with the flags that help most (`, flags`). A cell marked * did less than the row requires.
 
 nan          one sample of one step brings a NaN
 lr           a learning rate of -1
@@ -18,7 +18,6 @@ sigterm      SIGTERM, as a scheduler sends it before it takes the machine
 disk_full    no file can grow any more (RLIMIT_FSIZE), from a checkpoint on; then there is room again, and the resume
 """
 
-import argparse
 import hashlib
 import json
 import pickle
@@ -30,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -41,17 +40,14 @@ import numpy as np
 from benchmarks.common import (
     REPOSITORY,
     RESULT_MARK,
-    add_save_argument,
+    arguments_of,
     child_environment,
     markdown_table,
-    provenance,
-    provenance_line,
-    save_results,
+    show,
     write_tokenizer,
 )
-from benchmarks.faults_loops import BLOCK, SAMPLES, Job
+from benchmarks.faults_loops import ACCELERATE_FLAGS, BLOCK, HF_FLAGS, SAMPLES, SYSTEMS, Job
 
-SYSTEMS = ("accel_train", "hf_trainer", "accelerate")
 CHECKPOINTS = {"accel_train": "run/checkpoints/step-*", "hf_trainer": "checkpoint-*", "accelerate": "step_*"}
 WEIGHTS = "model.safetensors"
 PATIENCE_SECONDS = 240.0
@@ -118,7 +114,7 @@ class Place:
 
     def checkpoints(self) -> list[Path]:
         """By step, newest last."""
-        found = self.folder.glob(CHECKPOINTS[self.system])
+        found = self.folder.glob(CHECKPOINTS[self.system.partition(",")[0]])
         return sorted(found, key=lambda path: int(path.name.replace("_", "-").rpartition("-")[2]))
 
     def copy(self, name: str) -> "Place":
@@ -239,7 +235,7 @@ def kill_in_mid_save(place: Place) -> Cell:
     left = sorted(path.name for path in begun.iterdir())
     end = big.resume()
     redone = len(big.with_(record="resumed.jsonl").job.recorded())
-    text = f"goes on from step {12 - redone}" if end.code == 0 else f"resume {how(end)}"
+    text = f"resumes from step {12 - redone}" if end.code == 0 else f"resume {how(end)}"
     return Cell(text, end.code == 0 and redone == 8, {"left": left, "said": end.said, "steps_redone": redone})
 
 
@@ -263,8 +259,8 @@ def flipped_bit(place: Place) -> Cell:
     redone = len(place.with_(record="resumed.jsonl").job.recorded())
     noticed = WEIGHTS in end.output and "digest" in end.output
     if end.code == 0 and noticed:
-        return Cell(f"named, goes on from step {24 - redone}", redone == 21, {"steps_redone": redone})
-    text = "loaded without a word" if end.code == 0 else f"resume {how(end)}"
+        return Cell(f"named, resumes from step {24 - redone}", redone == 21, {"steps_redone": redone})
+    text = "loaded without a warning" if end.code == 0 else f"resume {how(end)}"
     return Cell(text, False, {"steps_redone": redone, "said": end.said})
 
 
@@ -330,7 +326,7 @@ def full_disk(place: Place) -> Cell:
     left = {path.name: sorted(file.name for file in path.rglob("*") if file.is_file()) for path in place.checkpoints()}
     again = place.resume()
     redone = len(place.with_(record="resumed.jsonl").job.recorded())
-    then = f"goes on from step {place.job.steps - redone}" if again.code == 0 else f"then the resume {how(again)}"
+    then = f"resumes from step {place.job.steps - redone}" if again.code == 0 else f"then the resume {how(again)}"
     facts = {"left": left, "said": end.said, "said_again": again.said}
     return Cell(f"{how(end)}, {then}", end.code == 4 and again.code == 0, facts)
 
@@ -354,7 +350,7 @@ def measure(folder: Path, faults: Sequence[str], systems: Sequence[str], at_once
 
     def one(fault: str, system: str) -> Cell:
         data = big if fault == "mid_save" else small
-        job = Job(str(folder / f"{fault}-{system}"), *data, vocab=64)
+        job = Job(str(folder / f"{fault}-{system.replace(', ', '-')}"), *data, vocab=64)
         try:
             cell = FAULTS[fault][1](Place(system, job))
         except Exception as error:  # one cell that cannot be measured is no reason to lose the others
@@ -388,40 +384,34 @@ def table(found: dict[str, dict[str, Cell]], systems: Sequence[str]) -> str:
     return markdown_table(headers, rows, text=headers)
 
 
-def listed(text: str) -> list[str]:
-    return text.split(",")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=listed, default=list(FAULTS))
-    parser.add_argument("--systems", type=listed, default=list(SYSTEMS))
+    parser = arguments_of(__doc__)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="cells measured side by side")
-    parser.add_argument("--folder", type=Path, help="keep what the runs leave here")
-    add_save_argument(parser)
+    parser.add_argument("--folder", type=Path, help="keep the runs here")
     arguments = parser.parse_args()
-    for name, given, known in (("faults", arguments.faults, FAULTS), ("systems", arguments.systems, SYSTEMS)):
-        if unknown := set(given) - set(known):
-            parser.error(f"--{name}: no such thing as {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         found = measure(folder, arguments.faults, arguments.systems, arguments.at_once)
     seconds = time.monotonic() - began
-    text = "\n".join(
-        [
-            "## The same faults for three trainers, one process each on a CPU",
-            "",
-            table(found, arguments.systems),
-            "",
-            f"* did less than `python -m benchmarks.faults --help` asks for. Measured in {seconds:.0f} s.",
-            provenance_line(provenance()),
-        ]
-    )
-    print(text)
-    if arguments.save:
-        cells = {fault: {system: asdict(cell) for system, cell in row.items()} for fault, row in found.items()}
-        save_results(arguments.save, "faults", {**provenance(), "seconds": round(seconds), "cells": cells}, text)
+    lines = [
+        "## The same faults for three trainers, one process each on a CPU",
+        "",
+        table(found, arguments.systems),
+        "",
+        f"hf_trainer, flags: {shown(HF_FLAGS)}. accelerate, flags: DataLoaderConfiguration({shown(ACCELERATE_FLAGS)}), set_epoch.",
+        f"* did less than `python -m benchmarks.faults --help` requires. Measured in {seconds:.0f} s.",
+    ]
+    cells = {fault: {system: asdict(cell) for system, cell in row.items()} for fault, row in found.items()}
+    is_whole = (arguments.faults, arguments.systems) == (list(FAULTS), list(SYSTEMS))
+    name = "faults" if is_whole else "faults-part"
+    show(lines, {"seconds": round(seconds), "cells": cells}, save=arguments.save, name=name)
+
+
+def shown(flags: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in flags.items())
 
 
 if __name__ == "__main__":

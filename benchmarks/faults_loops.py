@@ -1,10 +1,10 @@
-"""One training run of faults.py in one process: accel_train, transformers.Trainer or an Accelerate loop, with faults on demand.
+"""One training run of faults.py in one process: accel_train, transformers.Trainer or an Accelerate loop, with injected faults.
 
     python -m benchmarks.faults_loops SYSTEM '{"folder": ..., "tokens": ..., ...}'
 
-The two peers are set up as their documentation shows it, with default settings wherever a fault is at stake. All three
-train the same GPT-2 on the same token file, in which the first token of a sample is its number: so each forward can write
-down which samples it saw.
+The two peers are set up as their documentation shows it: once with their defaults, and once with the flags that help most
+against these faults (HF_FLAGS, ACCELERATE_FLAGS). All train the same GPT-2 on the same token file, in which the first token
+of a sample is its number: so each forward can record which samples it saw.
 """
 
 import hashlib
@@ -14,20 +14,23 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_result
+from benchmarks.common import gpt2_fields, print_result
 
+HF_FLAGS: dict[str, Any] = {"enable_jit_checkpoint": True, "logging_nan_inf_filter": False, "ignore_data_skip": False}
+ACCELERATE_FLAGS: dict[str, Any] = {"use_seedable_sampler": True, "data_seed": 0}
 BATCH, BLOCK, SAMPLES = 2, 16, 24
 STEPS_PER_EPOCH = SAMPLES // BATCH
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is told."""
+    """Settings of one run."""
 
     folder: str
     tokens: str
@@ -80,11 +83,9 @@ class Faults:
                 out.write(line + "\n")
 
 
-def gpt2_fields(job: Job) -> dict[str, Any]:
-    """The model of a job: fields of a GPT-2 configuration."""
-    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), job.dropout)
-    sizes = {"vocab_size": job.vocab, "n_positions": BLOCK, "n_embd": job.width, "n_layer": 2, "n_head": 2}
-    return {**sizes, **drop, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+def model_fields(job: Job) -> dict[str, Any]:
+    """Return the fields of a job's GPT-2."""
+    return gpt2_fields(vocab=job.vocab, block=BLOCK, layers=2, heads=2, width=job.width, dropout=job.dropout)
 
 
 def faulty_model(job: Job) -> Any:
@@ -104,7 +105,7 @@ def faulty_model(job: Job) -> Any:
             return output
 
     torch.manual_seed(0)
-    return FaultyGPT2(GPT2Config(**gpt2_fields(job)))
+    return FaultyGPT2(GPT2Config(**model_fields(job)))
 
 
 def samples_of(job: Job) -> Any:
@@ -126,8 +127,8 @@ def samples_of(job: Job) -> Any:
     return Samples()
 
 
-def train_hf_trainer(job: Job) -> Mapping[str, Any]:
-    """transformers.Trainer; resumes with `resume_from_checkpoint=True`, as its documentation says."""
+def train_hf_trainer(job: Job, **flags: Any) -> Mapping[str, Any]:
+    """Train with transformers.Trainer; it resumes with `resume_from_checkpoint=True`, as its documentation says."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -140,6 +141,7 @@ def train_hf_trainer(job: Job) -> Mapping[str, Any]:
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
+        **flags,
     )
     trainer = Trainer(model=faulty_model(job), args=arguments, train_dataset=samples_of(job))
     trainer.train(resume_from_checkpoint=True if job.resume else None)
@@ -147,15 +149,15 @@ def train_hf_trainer(job: Job) -> Mapping[str, Any]:
     return {"weights": trainer.model.state_dict(), "logged": logged}
 
 
-def train_accelerate(job: Job) -> Mapping[str, Any]:
-    """The loop of Accelerate's documentation, and of its example `checkpointing.py`: save_state, load_state, skip_first_batches."""
+def train_accelerate(job: Job, **flags: Any) -> Mapping[str, Any]:
+    """Train with the loop of Accelerate's documentation and example `checkpointing.py`: save_state, load_state, skip_first_batches."""
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import set_seed
+    from accelerate.utils import DataLoaderConfiguration, set_seed
     from torch.utils.data import DataLoader
 
     set_seed(0)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**flags))
     model = faulty_model(job).train()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     loader: Any = DataLoader(samples_of(job), batch_size=BATCH, shuffle=True)
@@ -167,6 +169,8 @@ def train_accelerate(job: Job) -> Mapping[str, Any]:
         step = int(newest.name.removeprefix("step_"))
     for epoch in range(step // STEPS_PER_EPOCH, -(-job.steps // STEPS_PER_EPOCH)):
         done = step - epoch * STEPS_PER_EPOCH
+        if flags:
+            loader.set_epoch(epoch)  # for its seedable sampler
         batches = accelerator.skip_first_batches(loader, done) if done else loader
         for batch in batches:
             loss = model(**batch).loss
@@ -181,17 +185,17 @@ def train_accelerate(job: Job) -> Mapping[str, Any]:
 
 
 def train_accel_train(job: Job) -> Mapping[str, Any]:
-    """accel_train as a user starts it; which run is gone on with, it finds by itself."""
+    """Train with accel_train as a user starts it; it finds the run to resume by itself."""
     import yaml
     from safetensors.torch import load_file
 
-    from accel_train.cli import main
+    from accel_train.cli.main import main
 
     folder = Path(job.folder)
     recipe = {
         "task": "benchmarks.faults_task:FaultyText",
         "output_dir": str(folder / "run"),
-        "model": {"config": {"model_type": "gpt2", **gpt2_fields(job)}, "pad_vocab_to_multiple_of": 0},
+        "model": {"config": {"model_type": "gpt2", **model_fields(job)}, "pad_vocab_to_multiple_of": 0},
         "tokenizer": job.tokenizer,
         "data": {"train": job.tokens, "eval_fraction": 0, "sequence_length": BLOCK, "cache_dir": str(folder / "cache")},
         "batch": {"global_batch_size": BATCH},
@@ -212,7 +216,13 @@ def train_accel_train(job: Job) -> Mapping[str, Any]:
     return {"weights": load_file(folder / "run" / "model" / "model.safetensors"), "logged": logged}
 
 
-SYSTEMS = {"accel_train": train_accel_train, "hf_trainer": train_hf_trainer, "accelerate": train_accelerate}
+SYSTEMS: dict[str, Callable[[Job], Mapping[str, Any]]] = {
+    "accel_train": train_accel_train,
+    "hf_trainer": train_hf_trainer,
+    "hf_trainer, flags": partial(train_hf_trainer, **HF_FLAGS),
+    "accelerate": train_accelerate,
+    "accelerate, flags": partial(train_accelerate, **ACCELERATE_FLAGS),
+}
 
 
 def main() -> None:

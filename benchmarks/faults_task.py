@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from accel_train.recipe import Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import CausalLM
 from benchmarks.faults_loops import Faults, Job

@@ -23,16 +23,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from accel_train.observe.throughput import peak_flops
+from accel_train.core.hardware import peak_flops
 from benchmarks.common import (
-    add_save_argument,
+    arguments_of,
     child_environment,
     markdown_table,
     print_result,
-    provenance,
-    provenance_line,
     run_child,
-    save_results,
+    show,
     write_tokenizer,
     write_tokens,
 )
@@ -191,29 +189,27 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def report(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], matmul: float | None) -> str:
-    facts = provenance()
+def report(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], matmul: float | None) -> list[str]:
     if arguments.device == "cpu":
         heading = "## A check of this program on a CPU: these are no figures"
     else:
         batches = ", ".join(f"{name}: batch {MODELS[name].batch_size}" for name in arguments.models)
-        heading = f"## GPT-2 on one {facts['machine']['gpus'][0]}, bf16, T=1024 ({batches})"
-    product = f"bf16 matrix product 8192^3: {matmul:.0f} TFLOP/s. " if matmul else ""
+        heading = f"## GPT-2 on one {torch.cuda.get_device_name()}, bf16, T=1024 ({batches})"
+    product = [f"bf16 matrix product 8192^3: {matmul:.0f} TFLOP/s."] if matmul else []
     judged = [] if arguments.device == "cpu" else [*bars(rows), ""]
-    return "\n".join([heading, "", table(rows), "", *judged, product + provenance_line(facts)])
+    return [heading, "", table(rows), "", *judged, *product]
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=lambda text: text.split(","), default=["124M", "350M"])
-    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(TRAINERS))
+    parser = arguments_of(__doc__)
+    parser.add_argument("--models", nargs="+", choices=("124M", "350M"), default=["124M", "350M"])
+    parser.add_argument("--variants", nargs="+", choices=TRAINERS, default=list(TRAINERS))
     parser.add_argument("--compile", choices=("on", "off", "both"), default="both")
     parser.add_argument("--quick", action="store_true", help="124M only, fewer steps: about 4 minutes")
     parser.add_argument("--budget-seconds", type=float, default=560.0, help="what does not fit is left out, and said")
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    add_save_argument(parser)
     arguments = parser.parse_args(argv)
     arguments.compile = {"on": [True], "off": [False], "both": [True, False]}[arguments.compile]
     arguments.phases = Phases(15, 40, 10, 20)
@@ -221,9 +217,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         arguments.models, arguments.phases = ["124M"], Phases(10, 15, 5, 20)
     if arguments.device == "cpu":
         arguments.models, arguments.phases, arguments.threads = ["check"], Phases(2, 3, 1, 1), 1
-    unknown = [*(set(arguments.models) - set(MODELS)), *(set(arguments.variants) - set(TRAINERS))]
-    if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; models: 124M, 350M; variants: {', '.join(TRAINERS)}")
     return arguments
 
 
@@ -251,12 +244,9 @@ def main() -> None:
     for row in rows:
         if "step_ms_mean" in row:
             add_rates(row, table_peak=table_peak, matmul_peak=None if matmul is None else matmul * 1e12)
-    text = report(arguments, rows, matmul)
-    print(text)
-    if arguments.save:
-        record = {**provenance(), "matmul_tflops": matmul, "table_peak_flops": table_peak, "rows": rows}
-        record["phases"] = asdict(arguments.phases)
-        save_results(arguments.save, "gpu" if arguments.device == "cuda" else "gpu-check", record, text)
+    record = {"matmul_tflops": matmul, "table_peak_flops": table_peak, "rows": rows, "phases": asdict(arguments.phases)}
+    name = "gpu" if arguments.device == "cuda" else "gpu-check"
+    show(report(arguments, rows, matmul), record, save=arguments.save, name=name)
     if any(row.get("problem", NO_TIME) != NO_TIME for row in rows):
         raise SystemExit(1)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_train.observe.throughput import model_flops_per_token
+from benchmarks.common import gpt2_fields
 from benchmarks.gpu_watch import Phases
 from benchmarks.nanogpt_style import GPTShape
 
@@ -52,19 +53,9 @@ class Job:
 
 
 def gpt2_config(shape: GPTShape) -> dict[str, Any]:
-    """The fields of a transformers GPT-2 without dropout."""
-    return {
-        "vocab_size": shape.vocab_size,
-        "n_positions": shape.block_size,
-        "n_embd": shape.width,
-        "n_layer": shape.num_layers,
-        "n_head": shape.num_heads,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    """Return the fields of a GPT-2 of this shape."""
+    layers, heads, width = shape.num_layers, shape.num_heads, shape.width
+    return gpt2_fields(vocab=shape.vocab_size, block=shape.block_size, layers=layers, heads=heads, width=width)
 
 
 def train_accel_train(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""What the guard costs: one run whose guard judges every step in one turn and none in the next, in one process.
+"""What the guard costs: one run whose guard decides on every step in one turn and none in the next, in one process.
 
     python -m benchmarks.guard --preset micro --save
 
@@ -22,17 +22,17 @@ class Switch:
     """The run's guard, or one that lets everything pass, in turns."""
 
     def __init__(self, guard: Any) -> None:
-        from accel_train.guard import GO_ON
+        from accel_train.guard.guard import CONTINUE
 
-        self.guard, self.nothing, self.is_on = guard, GO_ON, True
+        self.guard, self.nothing, self.is_on = guard, CONTINUE, True
         self.limits = guard.limits
 
-    def judge(self, result: Any) -> Any:
+    def decide(self, result: Any) -> Any:
         if not self.is_on:
             return self.nothing
-        verdict = self.guard.judge(result)
+        decision = self.guard.decide(result)
         self.limits = self.guard.limits
-        return verdict
+        return decision
 
 
 def measure(name: str, blocks: int, folder: Path) -> Pairs:

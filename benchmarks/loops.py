@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import FetchClock
+from benchmarks.common import FetchClock, gpt2_fields
 
 VARIANTS = ("raw", "accelerate", "hf_trainer", "accel_train")
 LOG_EVERY_STEPS = 50
@@ -55,20 +55,9 @@ class Run:
 
 
 def gpt2_config(preset: Preset) -> dict[str, Any]:
-    """The fields of a transformers GPT-2: no dropout, so that a step is the same work in every variant."""
-    return {
-        "vocab_size": preset.vocab,
-        "n_positions": preset.block,
-        "n_embd": preset.width,
-        "n_layer": preset.layers,
-        "n_head": preset.heads,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "use_cache": False,
-    }
+    """Return the fields of the preset's GPT-2."""
+    sizes = {name: getattr(preset, name) for name in ("vocab", "block", "layers", "heads", "width")}
+    return gpt2_fields(**sizes)
 
 
 # --- the variants: each trains `run.steps` steps and returns its weights -------------------------------------------
@@ -192,7 +181,7 @@ def train_accel_train(run: Run, clock: FetchClock) -> list[Any]:
     from safetensors.torch import load_file
 
     from accel_train import Recipe, train
-    from accel_train.data import WindowDataset
+    from accel_train.data.text.tokens import WindowDataset
 
     read = WindowDataset.__getitems__
 
@@ -213,7 +202,11 @@ def accel_train_recipe(run: Run) -> dict[str, Any]:
     return {
         "output_dir": str(run.folder),
         "seed": run.seed,
-        "model": {"config": {"model_type": "gpt2", **gpt2_config(run.preset)}, "pad_vocab_to_multiple_of": 0},
+        "model": {
+            "config": {"model_type": "gpt2", **gpt2_config(run.preset)},
+            "pad_vocab_to_multiple_of": 0,
+            "fused_kernels": False,  # the same model code in all loops; `benchmarks.model_path` measures the model
+        },
         "tokenizer": str(run.tokenizer),
         "data": {
             "train": str(run.tokens),

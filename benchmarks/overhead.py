@@ -18,7 +18,6 @@ nanoGPT's CPU example.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import traceback
@@ -30,16 +29,14 @@ from typing import Any
 
 from benchmarks.common import (
     FetchClock,
-    add_save_argument,
+    arguments_of,
     child_environment,
     common_time,
     markdown_table,
     median_and_range,
     print_result,
-    provenance,
-    provenance_line,
     run_children_in_turns,
-    save_results,
+    show,
     step_times,
     write_tokenizer,
     write_tokens,
@@ -196,46 +193,39 @@ def reads_table(results: Mapping[str, list[dict[str, Any]]]) -> str:
     return markdown_table(["variant", "reads/step", "line"], rows, text=("variant", "line"))
 
 
-def report(arguments: argparse.Namespace, results: Mapping[str, list[dict[str, Any]]]) -> str:
+def report(arguments: argparse.Namespace, results: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     preset = PRESETS[arguments.preset]
-    if arguments.count_reads:
-        table = reads_table(results)
-    else:
-        table = step_table(results, preset)
+    table = reads_table(results) if arguments.count_reads else step_table(results, preset)
     others = max(run["others_cores"] for runs in results.values() for run in runs)
     shape = f"GPT-2 {preset.layers}L/{preset.heads}H/{preset.width}, T={preset.block}, batch {preset.batch}"
     sizes = {run["num_parameters"] for variant, runs in results.items() for run in runs if variant != "nanogpt"}
     same = (
         "the same number of parameters in all" if len(sizes) == 1 else f"NOT THE SAME MODEL: {sorted(sizes)} parameters"
     )
-    return "\n".join(
-        [
-            f"## Step overhead, preset {arguments.preset}: {shape}, fp32, {arguments.threads} thread(s), "
-            f"{arguments.rounds} round(s), attention {arguments.attention}",
-            "",
-            table,
-            "",
-            f"{same}; other processes used up to {others:.2f} cores meanwhile.",
-            provenance_line(provenance()),
-        ]
-    )
+    return [
+        f"## Step overhead, preset {arguments.preset}: {shape}, fp32, {arguments.threads} thread(s), "
+        f"{arguments.rounds} round(s), attention {arguments.attention}",
+        "",
+        table,
+        "",
+        f"{same}; other processes used up to {others:.2f} cores meanwhile.",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, help="steps per run (default: the preset's)")
     parser.add_argument("--warmup", type=int, help="steps left out at the start (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS), help="raw must be one")
+    parser.add_argument("--variants", nargs="+", choices=TRAINERS, default=list(VARIANTS), help="raw must be one")
     parser.add_argument("--attention", choices=("causal", "sdpa"), default="causal", help="of the reference variants")
     parser.add_argument(
         "--in-order", action="store_true", help="read the file in order: all end with comparable weights"
     )
     parser.add_argument("--count-reads", action="store_true", help="count host reads of tensors; no timing")
-    add_save_argument(parser)
     for hidden in ("--variant", "--tokens", "--tokenizer", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -261,21 +251,16 @@ def main() -> None:
             )
         )
         return
-    unknown = set(arguments.variants) - set(TRAINERS)
-    if unknown or "raw" not in arguments.variants:
-        parser.error(f"--variants takes {', '.join(TRAINERS)}, and raw must be among them")
+    if "raw" not in arguments.variants:
+        parser.error("--variants needs raw, which the others are compared with")
     if arguments.count_reads:
         arguments.rounds, arguments.steps, arguments.warmup = 1, 40, 10
     with tempfile.TemporaryDirectory() as folder:
         results = measure(arguments, Path(folder))
-    text = report(arguments, results)
-    print(text)
-    if arguments.save:
-        name = f"overhead-{arguments.preset}" + ("-reads" if arguments.count_reads else "")
-        record = {**provenance(), "preset": asdict(PRESETS[arguments.preset]), "runs": results}
-        settings = {name: value for name, value in vars(arguments).items() if name != "save"}
-        record["settings"] = json.loads(json.dumps(settings, default=str))
-        save_results(arguments.save, name, record, text)
+    name = f"overhead-{arguments.preset}" + ("-reads" if arguments.count_reads else "")
+    settings = {option: str(value) for option, value in vars(arguments).items() if option != "save"}
+    record = {"preset": asdict(PRESETS[arguments.preset]), "runs": results, "settings": settings}
+    show(report(arguments, results), record, save=arguments.save, name=name)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def measure(name: str, blocks: int, folder: Path) -> Pairs:
     preset, block_steps = PRESETS[name], BLOCK_STEPS[name]
     num_steps = block_steps * blocks + 1
     run = small_run(name, num_steps, folder, log_every_steps=50)
-    by_hand = hand_written_step(run.inner.model.config, np.memmap(folder / "tokens.bin", np.uint16, "r"), preset)
+    by_hand = hand_written_step(
+        run.strategy.inner.model.config, np.memmap(folder / "tokens.bin", np.uint16, "r"), preset
+    )
     pairs: list[tuple[float, float]] = []
 
     def in_turns(batches: Iterator[Any]) -> Iterator[Any]:

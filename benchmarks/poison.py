@@ -15,7 +15,6 @@ its clean twin of the same seed: it ends by itself with exit code 0, its evaluat
 it went back to a checkpoint at most twice. No setting of the guard differs from the defaults.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -31,12 +30,10 @@ import yaml
 
 from benchmarks.common import (
     REPOSITORY,
-    add_save_argument,
+    arguments_of,
     child_environment,
     markdown_table,
-    provenance,
-    provenance_line,
-    save_results,
+    show,
 )
 
 BATCH = 16
@@ -190,37 +187,29 @@ POISONS = ("nan_samples", "nan_batches", "shuffled_labels", "repeated_tokens", "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--poisons", type=lambda text: text.split(","), default=list(POISONS))
+    parser = arguments_of(__doc__)
+    parser.add_argument("--poisons", nargs="+", choices=POISONS, default=list(POISONS))
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="runs side by side")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
-    add_save_argument(parser)
     arguments = parser.parse_args()
-    if unknown := set(arguments.poisons) - set(POISONS):
-        parser.error(f"no such poison: {', '.join(sorted(unknown))}; there are {', '.join(POISONS)}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         found = measure(folder, arguments.poisons, range(1, arguments.seeds + 1), arguments.steps, arguments.at_once)
-    text = "\n".join(
-        [
-            f"## Poisoned runs: GPT-2 2L/2H/64, T=64, batch {BATCH}, {arguments.steps} steps, {arguments.seeds} seeds, "
-            "the guard's defaults",
-            "",
-            table(found),
-            "",
-            f"Bar: exit code 0, final loss at most {MOST_LOSS_ABOVE:.0%} above the clean run of the same seed, at most "
-            f"{MOST_ROLLBACKS} rollbacks.",
-            provenance_line(provenance()),
-        ]
-    )
-    print(text)
-    if arguments.save:
-        runs = {kind: [asdict(outcome) for outcome in outcomes] for kind, outcomes in found.items()}
-        settings = {name: value for name, value in vars(arguments).items() if name not in ("save", "folder")}
-        save_results(arguments.save, "poison", {**provenance(), "settings": settings, "runs": runs}, text)
+    lines = [
+        f"## Poisoned runs: GPT-2 2L/2H/64, T=64, batch {BATCH}, {arguments.steps} steps, {arguments.seeds} seeds, "
+        "the guard's defaults",
+        "",
+        table(found),
+        "",
+        f"Bar: exit code 0, final loss at most {MOST_LOSS_ABOVE:.0%} above the clean run of the same seed, at most "
+        f"{MOST_ROLLBACKS} rollbacks.",
+    ]
+    runs = {kind: [asdict(outcome) for outcome in outcomes] for kind, outcomes in found.items()}
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("save", "folder")}
+    show(lines, {"settings": settings, "runs": runs}, save=arguments.save, name="poison")
 
 
 if __name__ == "__main__":

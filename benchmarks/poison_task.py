@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 
-from accel_train.recipe import Recipe
-from accel_train.sampling import DataOrder
+from accel_train.data.order import DataOrder
+from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import CausalLM
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from accel_train.scale.weights import ModelWeights, Weight, WeightGroup
+from accel_train.model.weights import ModelWeights, Weight, WeightGroup
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ class Shape:
         matrices = [(d + 2 * self.kv_width, d), (d, d), *((m, d) for m in self.mlp), (d, inner)]
         biases = [(rows, 1) for rows, _ in matrices] if self.biases else []
         embeddings = [(self.vocab, d)] * (1 if self.tied else 2) + ([(self.positions, d)] if self.positions else [])
-        return ModelWeights(
-            _group([*embeddings, *norm]), tuple(_group([*matrices, *biases, *norm, *norm]) for _ in range(self.layers))
-        )
+        root, block = _group([*embeddings, *norm]), _group([*matrices, *biases, *norm, *norm])
+        return ModelWeights(root.weights + block.weights * self.layers, root, (block,) * self.layers)
 
 
 def _group(shapes: list[tuple[int, int]]) -> WeightGroup:

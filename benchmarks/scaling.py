@@ -12,7 +12,6 @@ is left for those is cores / processes, and the table has a column for it.
 Modelled: no process is started. `--only model` and `--only measured` do one of the two.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -27,15 +26,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.common import (
-    add_save_argument,
+    arguments_of,
+    busy_seconds,
     child_environment,
     markdown_table,
-    provenance,
-    provenance_line,
-    save_results,
+    own_seconds,
+    show,
     write_tokenizer,
     write_tokens,
 )
@@ -74,33 +71,34 @@ def measure_here(variant: str, recipe: Mapping[str, Any], warmup_steps: int) -> 
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from accel_train import Recipe
-    from accel_train.loop import run_steps
-    from accel_train.prepare import prepare_run
-    from accel_train.signals import StopRequest
+    from accel_train.parallel.ddp import Ddp
+    from accel_train.training.loop import run_steps
+    from accel_train.training.setup import prepare_run
     from benchmarks.counting import count_collectives, per_step
 
     counts = count_collectives()
     run = prepare_run(Recipe.model_validate(recipe))
     if variant == "ddp, after":
-        reduce_after_backward(run.reduction)
+        assert isinstance(run.strategy, Ddp)
+        reduce_after_backward(run.strategy.reduction)
     ended: list[float] = []
 
     def after_step(*_: Any) -> None:
         ended.append(time.perf_counter())
         if len(ended) == warmup_steps:
             counts.clear()
-        if len(ended) == run.max_steps:
-            sent.update(per_step(counts, run.max_steps - warmup_steps))
+        if len(ended) == run.plan.max_steps:
+            sent.update(per_step(counts, run.plan.max_steps - warmup_steps))
 
     sent: dict[str, float] = {}
     register_optimizer_step_post_hook(after_step)
     with run.resources:
-        run_steps(run, StopRequest())
+        run_steps(run)
     steps = [later - sooner for sooner, later in zip(ended[warmup_steps - 1 :], ended[warmup_steps:])]
     return {
         "step_seconds": statistics.median(steps),
         "sent": sent,
-        "parameters": sum(p.numel() for p in run.parameters),
+        "parameters": sum(p.numel() for p in run.strategy.parameters),
     }
 
 
@@ -171,7 +169,7 @@ def _forked(variant: str, recipe: Mapping[str, Any], warmup_steps: int, folder: 
 
 def import_everything() -> None:
     """What the measured processes need, once for all of them."""
-    for name in ("accelerate", "torch.distributed", "accel_train.loop", "accel_train.tasks.causal_lm"):
+    for name in ("accelerate", "torch.distributed", "accel_train.training.train", "accel_train.tasks.causal_lm"):
         import_module(name)
     for name in ("AutoModelForCausalLM", "GPT2LMHeadModel"):
         getattr(import_module("transformers"), name)  # loaded when it is named
@@ -184,9 +182,9 @@ def with_environment() -> None:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:]], wanted)
 
 
-def measure(rounds: int, num_steps: int, warmup_steps: int) -> list[dict[str, Any]]:
+def measure(rounds: int, num_steps: int, warmup_steps: int, most_processes: int) -> list[dict[str, Any]]:
     """A row for each variant and number of processes: the median over rounds, which alternate between them."""
-    cases = [(variant, size) for variant, sizes in VARIANTS.items() for size in sizes]
+    cases = [(variant, size) for variant, sizes in VARIANTS.items() for size in sizes if size <= most_processes]
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     sent: dict[tuple[str, int], dict[str, float]] = {}
     planned: dict[tuple[str, int], dict[str, int]] = {}
@@ -221,7 +219,7 @@ def measure(rounds: int, num_steps: int, warmup_steps: int) -> list[dict[str, An
 def planned_bytes(recipe: Mapping[str, Any], world_size: int) -> dict[str, int]:
     """What `plan` says of the same run."""
     from accel_train import Recipe
-    from accel_train.plan import resolve_plan
+    from accel_train.plan.plan import resolve_plan
 
     traffic = resolve_plan(Recipe.model_validate(recipe), world_size).scale.traffic
     return {each.kind: each.payload_bytes for each in traffic}
@@ -257,20 +255,21 @@ def measured_text(rows: Sequence[Mapping[str, Any]], others_cores: float) -> str
 
 def main() -> None:
     """Measure, model, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments_of(__doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--most-processes", type=int, default=4)
     parser.add_argument("--only", choices=("measured", "model"))
-    add_save_argument(parser)
     arguments = parser.parse_args()
     with_environment()
-    texts, record = [], {**provenance(), "settings": {"rounds": arguments.rounds, "steps": arguments.steps}}
+    texts: list[str] = []
+    record: dict[str, Any] = {"settings": {"rounds": arguments.rounds, "steps": arguments.steps}}
     if arguments.only != "model":
         import_everything()
-        began, busy, own = time.perf_counter(), busy_seconds(), children_seconds()
-        record["measured"] = measure(arguments.rounds, arguments.steps, arguments.warmup)
-        others = (busy_seconds() - busy) - (children_seconds() - own)
+        began, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+        record["measured"] = measure(arguments.rounds, arguments.steps, arguments.warmup, arguments.most_processes)
+        others = (busy_seconds() - busy) - (own_seconds() - own)
         record["others_cores"] = round(max(others / (time.perf_counter() - began), 0.0), 2)
         texts.append(measured_text(record["measured"], record["others_cores"]))
     if arguments.only != "measured":
@@ -278,22 +277,7 @@ def main() -> None:
 
         text, record["model"] = model_text()
         texts.append(text)
-    printed = "\n\n".join([*texts, provenance_line(record)])
-    print(printed)
-    if arguments.save:
-        save_results(arguments.save, "scaling", record, printed)
-
-
-def busy_seconds() -> float:
-    """CPU seconds of the whole machine."""
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system)
-
-
-def children_seconds() -> float:
-    """Those of this process and what it has started."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    show(["\n\n".join(texts), ""], record, save=arguments.save, name="scaling")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_train.recipe import Parallel
-from accel_train.scale.hardware import GPUS, INTERCONNECTS
-from accel_train.scale.layout import Layout, choose_layout
-from accel_train.scale.step_time import StepTime, model_step
-from accel_train.scale.traffic import collectives
-from accel_train.scale.weights import ModelWeights
+from accel_train.core.hardware import GPUS, INTERCONNECTS
+from accel_train.model.weights import ModelWeights
+from accel_train.plan.formulas import collectives
+from accel_train.plan.place import Layout, choose_layout
+from accel_train.plan.step_time import StepTime, StepWork, model_step
+from accel_train.recipe.parallel import Parallel
 from benchmarks.common import markdown_table
 from benchmarks.published import GPT2_124M, LLAMA_8B, SERIES, Series
 
@@ -47,18 +47,10 @@ def predict(series: Series) -> Iterator[Predicted]:
 def step_of(series: Series, weights: ModelWeights, row: tuple[int, float, int, int], per_token: float) -> StepTime:
     """The modelled step of a row, at so many seconds of computing a token."""
     num_gpus, _, tokens, micro_batches = row
-    section = Parallel(strategy="fsdp2")
-    layout = choose_layout(section, num_gpus, "cuda", 8)
-    found = collectives(section, layout, weights, series.compute_bytes, series.reduce_bytes)
-    return model_step(
-        found,
-        compute_seconds=per_token * tokens * micro_batches,
-        num_micro_batches=micro_batches,
-        optimizer_elements=weights.part_numel(layout.shard_size),
-        num_moments=2,
-        gpu=GPUS[series.gpu],
-        network=INTERCONNECTS[series.interconnect],
-    )
+    layout = choose_layout(Parallel(strategy="fsdp2"), num_gpus, "cuda", 8)
+    found = collectives(layout, weights, series.compute_bytes, series.reduce_bytes)
+    work = StepWork(per_token * tokens * micro_batches, micro_batches, weights.part_numel(layout.shard_size), 2)
+    return model_step(found, work, GPUS[series.gpu], INTERCONNECTS[series.interconnect])
 
 
 def computing_per_token(series: Series, weights: ModelWeights, row: tuple[int, float, int, int]) -> float:
@@ -108,15 +100,8 @@ def simulate() -> list[Simulated]:
     for name, section, weights, per_token, tokens in cases:
         for num_gpus in WORLD_SIZES:
             layout = choose_layout(section, num_gpus, "cuda", 8)
-            step = model_step(
-                collectives(section, layout, weights, 2),
-                compute_seconds=per_token * tokens,
-                num_micro_batches=1,
-                optimizer_elements=weights.part_numel(layout.shard_size),
-                num_moments=2,
-                gpu=GPUS["H100"],
-                network=INTERCONNECTS["roce-400"],
-            )
+            work = StepWork(per_token * tokens, 1, weights.part_numel(layout.shard_size), 2)
+            step = model_step(collectives(layout, weights, 2), work, GPUS["H100"], INTERCONNECTS["roce-400"])
             found.append(Simulated(name, layout, step, tokens))
     return found
 

@@ -1,6 +1,5 @@
-"""Two ways of doing a step, in turns of a few steps each in one process: what `benchmarks.guard` and `benchmarks.paired` share."""
+"""Two ways of doing a step, in turns of a few steps each in one process: for `benchmarks.guard` and `benchmarks.paired`."""
 
-import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import add_save_argument, markdown_table, provenance, provenance_line, save_results
+from benchmarks.common import arguments_of, markdown_table, show
 from benchmarks.loops import PRESETS
 
 BLOCK_STEPS = {"micro": 20, "tiny": 6}
@@ -18,11 +17,11 @@ Pairs = Sequence[tuple[float, float]]
 
 
 def small_run(name: str, num_steps: int, folder: Path, *, log_every_steps: int, **schedule: Any) -> Any:
-    """A run of a preset on tokens made up for it, ready to train, on one thread."""
+    """Return a run of a preset on synthetic tokens, ready to train, on one thread."""
     import torch
 
     from accel_train import Recipe
-    from accel_train.prepare import prepare_run
+    from accel_train.training.setup import prepare_run
 
     torch.set_num_threads(1)
     preset = PRESETS[name]
@@ -36,7 +35,7 @@ def small_run(name: str, num_steps: int, folder: Path, *, log_every_steps: int, 
     data = {"train": str(folder / "tokens.bin"), "eval_fraction": 0, "cache_dir": str(folder / "cache")}
     recipe = {
         "output_dir": str(folder / "run"),
-        "model": {"config": config},
+        "model": {"config": config, "fused_kernels": False},
         "data": {**data, "sequence_length": preset.block},
         "batch": {"global_batch_size": preset.batch},
         "schedule": {"max_steps": num_steps, **schedule},
@@ -47,18 +46,17 @@ def small_run(name: str, num_steps: int, folder: Path, *, log_every_steps: int, 
 
 
 def train_on(run: Any, in_turns: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-    """Train on the run's own batches, as `in_turns` hands them on."""
-    from accel_train import loop
-    from accel_train.memory import garbage_collected_at_steps
-    from accel_train.signals import StopRequest
+    """Train on the run's own batches, as `in_turns` yields them."""
+    from accel_train.runtime.memory import garbage_collected_at_steps
+    from accel_train.training import loop
 
-    original, batches = loop.batches_from, loop.batches_from(run, 0)
-    loop.batches_from = lambda run, first_step: in_turns(batches)
+    original, batches = loop.training_batches, loop.training_batches(run, 0)
+    loop.training_batches = lambda run, first_step: in_turns(batches)
     try:
         with run.resources, garbage_collected_at_steps():
-            loop.run_steps(run, StopRequest())
+            loop.run_steps(run)
     finally:
-        loop.batches_from = original
+        loop.training_batches = original
 
 
 def measure_preset(
@@ -69,20 +67,15 @@ def measure_preset(
     measure: Callable[[str, int, Path], Pairs],
     summary: Callable[[Pairs], Mapping[str, str]],
 ) -> None:
-    """The command: measure one preset, print a row about it, and save it as NAME-PRESET if asked; `turns` by preset."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command: measure one preset, print a row about it, and save it as NAME-PRESET if asked; `turns` by preset."""
+    parser = arguments_of(description)
     parser.add_argument("--preset", choices=sorted(BLOCK_STEPS), default="micro")
     defaults = ", ".join(f"{number} for {preset}" for preset, number in turns.items())
     parser.add_argument("--blocks", type=int, default=0, help=f"turns of each kind; default: {defaults}")
-    add_save_argument(parser)
     arguments = parser.parse_args()
     preset = arguments.preset
     with tempfile.TemporaryDirectory() as folder:
         pairs = measure(preset, arguments.blocks or turns[preset], Path(folder))
     row = {"preset": preset, "turns": str(len(pairs)), **summary(pairs)}
     table = markdown_table(list(row), [list(row.values())], text={"preset", "bar"})
-    facts = provenance()
-    text = "\n".join([title, "", table, "", provenance_line(facts)])
-    print(text)
-    if arguments.save:
-        save_results(arguments.save, f"{name}-{preset}", {"row": row, **facts}, text)
+    show([title, "", table, ""], {"row": row}, save=arguments.save, name=f"{name}-{preset}")

@@ -1,0 +1,123 @@
+"""What the loss of a language model costs with whole logits and in chunks: memory and time of loss and backward.
+
+    python -m benchmarks.loss --save
+
+From hidden states (tokens, width) and an output layer (vocabulary, width) in fp32 to the loss and both gradients, in one fresh
+process on one thread. Memory is the peak of what torch allocates beyond those inputs, gradients included, by its profiler.
+Time is CPU time; rounds alternate between the two, and the table gives the median (least to most).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.common import (
+    arguments_of,
+    child_environment,
+    markdown_table,
+    median_and_range,
+    print_result,
+    run_child,
+    show,
+)
+
+BAR_PEAK, BAR_TIME = 0.10, 1.1
+"""Of whole logits."""
+HEADERS = ("loss", "peak MiB", "of whole", "bar of peak", "CPU s", "time of whole", "bar of time")
+
+
+def measure(tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Return peak bytes, CPU seconds of each round, and the loss, by variant."""
+    import torch
+
+    from accel_train.model.kernels.chunked_loss import chunked_loss
+    from accel_train.tasks.causal_lm import summed_loss
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(width, vocabulary, bias=False)
+    hidden = torch.randn(1, tokens, width, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (1, tokens))
+    variants = {
+        "whole logits": lambda: summed_loss(head(hidden), labels),
+        "in chunks": lambda: chunked_loss(head, hidden, labels),
+    }
+
+    def step(loss_of: Callable[[], torch.Tensor]) -> float:
+        head.weight.grad = hidden.grad = None
+        loss = loss_of()
+        loss.backward()
+        return float(loss)
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, loss_of in variants.items():
+        head.weight.grad = hidden.grad = None
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            loss = step(loss_of)
+        events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+        found[name] = {"loss": loss, "peak_bytes": peak_of(events), "cpu_seconds": []}
+    for _ in range(rounds):
+        for name, loss_of in variants.items():
+            began = time.process_time()
+            step(loss_of)
+            found[name]["cpu_seconds"].append(time.process_time() - began)
+    return found
+
+
+def peak_of(events: list[Any]) -> int:
+    """Return the most bytes that are there at once, of the profiler's memory events."""
+    now = peak = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def rows_of(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table; a ratio of times compares two steps of one round."""
+    whole = found["whole logits"]
+    rows = []
+    for name, each in found.items():
+        share = each["peak_bytes"] / whole["peak_bytes"]
+        ratios = [ours / theirs for ours, theirs in zip(each["cpu_seconds"], whole["cpu_seconds"], strict=True)]
+        ratio = statistics.median(ratios)
+        row = [name, f"{each['peak_bytes'] / 2**20:,.0f}", f"{share:.1%}", "-"]
+        row += [median_and_range(each["cpu_seconds"], ".2f"), median_and_range(ratios, ".2f"), "-"]
+        if each is not whole:
+            row[3] = f"<= {BAR_PEAK:.0%} {'met' if share <= BAR_PEAK else 'MISSED'}"
+            row[6] = f"<= {BAR_TIME} {'met' if ratio <= BAR_TIME else 'MISSED'}"
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = arguments_of(__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=152_000)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sizes = {name: getattr(arguments, name) for name in ("tokens", "vocabulary", "width", "rounds")}
+    if arguments.measure:
+        print_result(measure(**sizes))
+        return
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    child = run_child("benchmarks.loss", ["--measure", *flags], environment=child_environment(1), timeout_seconds=3600)
+    shape = f"{arguments.tokens:,} tokens, a vocabulary of {arguments.vocabulary:,}, width {arguments.width}"
+    lines = [
+        f"## Loss and backward from hidden states: {shape}; fp32, one thread, {arguments.rounds} round(s)",
+        "",
+        markdown_table(HEADERS, rows_of(child.result), text=("loss", "bar of peak", "bar of time")),
+        "",
+        f"Other processes used {child.others_cores:.2f} cores meanwhile.",
+    ]
+    record = {"sizes": sizes, "figures": child.result, "others_cores": round(child.others_cores, 2)}
+    show(lines, record, save=arguments.save, name="loss")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Muon reaches AdamW's final loss in fewer steps and less time: the demo recipe with each of them, several seeds.
+
+    python -m benchmarks.optimizers --save
+    python -m benchmarks.optimizers --seeds 1 --steps 300
+
+AdamW trains `recipes/gpt_tiny.yaml` as it is, with its schedule over all its steps. Muon trains with a schedule over `--share`
+of these steps, and is evaluated as it goes: the first evaluation that is no higher than AdamW's last one says how many steps
+and how much training time (evaluation and checkpoints left out) it needed. Each run is a process of its own, one at a time, the two
+optimizers of a seed one after the other.
+
+Bars: at most 55 % of AdamW's steps and 75 % of its time, for the median seed.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    REPOSITORY,
+    arguments_of,
+    busy_seconds,
+    child_environment,
+    markdown_table,
+    median_and_range,
+    own_seconds,
+    show,
+)
+
+RECIPE = REPOSITORY / "recipes" / "gpt_tiny.yaml"
+MOST_STEPS, MOST_TIME = 0.55, 0.75
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run: its evaluation losses and training seconds by step."""
+
+    seed: int
+    losses: dict[int, float]
+    seconds: dict[int, float]
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return max(self.losses)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Muon against AdamW for one seed."""
+
+    seed: int
+    adamw_loss: float
+    muon_loss: float
+    """At the end of its shorter schedule."""
+    steps: float | None
+    """Steps to AdamW's final loss, as a share of AdamW's; None where Muon did not get there."""
+    time: float | None
+    """The same of the training time."""
+    seconds_a_step: float
+    """Of Muon, as a multiple of AdamW's."""
+
+
+def train(folder: Path, name: str, seed: int, steps: int, every: int, flags: Sequence[str]) -> Trained:
+    """Train the recipe with one optimizer, and read what it left."""
+    output = folder / f"{name}-{seed}-{steps}"
+    settings = {
+        "output_dir": output, "seed": seed, "optimizer.name": name, "schedule.max_steps": steps,
+        "evaluate.every_steps": every, "evaluate.max_samples": "null", "evaluate.sample_tokens": 1, "log.every_steps": every, "log.progress": "false",
+        "checkpoint.every_steps": 0,
+    }  # fmt: skip
+    given = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "accel_train", "run", str(RECIPE), *given, *flags]
+    environment = {**child_environment(1), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if line["split"] in ("eval", "eval_final")}
+    seconds = {line["step"]: line["train_seconds"] for line in lines if line["split"] == "train"}
+    return Trained(seed, losses, seconds)
+
+
+def compare(adamw: Trained, muon: Trained) -> Comparison:
+    """Return the steps and time that Muon needed to the loss at AdamW's last step."""
+    target = adamw.losses[adamw.last]
+    there = next((step for step, loss in sorted(muon.losses.items()) if loss <= target), None)
+    return Comparison(
+        adamw.seed,
+        target,
+        muon.losses[muon.last],
+        None if there is None else there / adamw.last,
+        None if there is None else muon.seconds[there] / adamw.seconds[adamw.last],
+        (muon.seconds[muon.last] / muon.last) / (adamw.seconds[adamw.last] / adamw.last),
+    )
+
+
+def verdict(values: Sequence[float | None], most: float) -> str:
+    """The median and range of shares, and whether the median meets its bar; a run that did not get there counts as the worst."""
+    reached = [value for value in values if value is not None]
+    if 2 * len(reached) <= len(values):
+        return f"not reached, bar {most:.0%} MISSED"
+    median = statistics.median(sorted([*reached, *[float("inf")] * (len(values) - len(reached))]))
+    return f"{median_and_range(reached, '.1%')}, bar {most:.0%} {'met' if median <= most else 'MISSED'}"
+
+
+def table(found: Sequence[Comparison]) -> str:
+    """A row for each seed."""
+
+    def share(value: float | None) -> str:
+        return "not reached" if value is None else f"{value:.1%}"
+
+    rows = [
+        [
+            str(each.seed), f"{each.adamw_loss:.4f}", f"{each.muon_loss:.4f}", share(each.steps), share(each.time),
+            f"{each.seconds_a_step:.2f} x",
+        ]
+        for each in found
+    ]  # fmt: skip
+    headers = [
+        "seed",
+        "AdamW's final loss",
+        "Muon's final loss",
+        "steps to AdamW's",
+        "time to AdamW's",
+        "time of a step",
+    ]
+    return markdown_table(headers, rows, text=())
+
+
+def main() -> None:
+    parser = arguments_of(__doc__)
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 1 to N")
+    parser.add_argument("--steps", type=int, default=1000, help="of AdamW")
+    parser.add_argument("--share", type=float, default=MOST_STEPS, help="Muon's steps, as a share of AdamW's")
+    parser.add_argument("--every", type=int, default=20, metavar="STEPS", help="steps between two evaluations")
+    parser.add_argument("--adamw-rate", type=float, default=4e-3, help="the recipe's")
+    parser.add_argument("--muon-rate", type=float, default=1.6e-2)
+    parser.add_argument("--settings", default="", metavar="FLAGS", help="settings of the recipe for both, as one text")
+    parser.add_argument("--folder", type=Path, help="keep the runs here")
+    arguments = parser.parse_args()
+    every, steps = arguments.every, arguments.steps
+    muon_steps = max(every, round(arguments.share * steps / every) * every)
+    found = []
+    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for seed in range(1, arguments.seeds + 1):
+            runs = []
+            for name, rate, length in (
+                ("adamw", arguments.adamw_rate, steps),
+                ("muon", arguments.muon_rate, muon_steps),
+            ):
+                flags = ["--optimizer.learning_rate", f"{rate:g}", *arguments.settings.split()]
+                runs.append(train(folder, name, seed, length, every, flags))
+            found.append(compare(*runs))
+    others = max(((busy_seconds() - busy_before) - (own_seconds() - own_before)) / (time.perf_counter() - start), 0.0)
+    lines = [
+        f"## Muon against AdamW: recipes/gpt_tiny.yaml, {steps} steps of AdamW at {arguments.adamw_rate:g}, "
+        f"{muon_steps} of Muon at {arguments.muon_rate:g}, {arguments.seeds} seeds",
+        "",
+        table(found),
+        "",
+        f"- steps to AdamW's final loss: {verdict([each.steps for each in found], MOST_STEPS)}",
+        f"- time to AdamW's final loss: {verdict([each.time for each in found], MOST_TIME)}",
+        f"- other processes used {others:.2f} cores meanwhile: above 0.1, the times say little",
+        "",
+    ]
+    settings: dict[str, Any] = {k: v for k, v in vars(arguments).items() if k not in ("save", "folder")}
+    record: dict[str, Any] = {"others_cores": others, "settings": settings, "seeds": [asdict(each) for each in found]}
+    show(lines, record, save=arguments.save, name="optimizers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""From the shell to the end of the first two steps: a bare script, `accel-train run`, and the same run resumed, in turns.
+
+The bare script has torch, Accelerate and transformers' GPT-2, the demo's model and one batch of random tokens: what every
+trainer of this kind has to import. The data of the demo are tokenised before, as at any second start. CPU seconds are the
+figure (both on one thread): wall time counts what else the machine does. A last start with `-X importtime` shows which
+packages the imports spend their time in.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.common import REPOSITORY, arguments_of, child_environment, markdown_table, median_and_range, show
+
+BARE = """
+import torch
+print("torch", flush=True)
+from accelerate import Accelerator
+print("accelerate", flush=True)
+from transformers import GPT2Config, GPT2LMHeadModel
+accelerator = Accelerator(cpu=True)
+print("model class", flush=True)
+model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=128, vocab_size=2048))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+tokens = torch.randint(0, 2048, (16, 128))
+for _ in range(2):
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+print("two steps", flush=True)
+"""
+STAGES = {
+    "bare script": {
+        "torch": "torch",
+        "accelerate": "accelerate",
+        "model class": "model class",
+        "two steps": "two steps",
+    },
+    "accel-train run": {"first line": "importing torch", "prepared": "step 0: starting", "two steps": "step 2/"},
+    "accel-train run, resumed": {"first line": "importing torch", "prepared": "step 2: ", "two steps": "step 4/"},
+}
+"""For each variant: its stages, and the text by which a line of its output ends one."""
+BAR = 1.10
+Times = dict[str, tuple[float, float]]
+"""Wall and CPU seconds since the process was started, by stage."""
+
+
+def times_of(command: Sequence[str], stages: Mapping[str, str]) -> Times:
+    """Start a command, and note when its output shows the end of each stage.
+
+    Raises:
+        RuntimeError: it failed, or a stage did not come.
+    """
+    found: Times = {}
+    printed = []
+    since = time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=child_environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
+        process = psutil.Process(child.pid)
+        assert child.stdout is not None
+        for line in child.stdout:
+            printed.append(line)
+            for stage, mark in stages.items():
+                if stage not in found and mark in line:
+                    cpu = process.cpu_times()
+                    found[stage] = (time.perf_counter() - since, cpu.user + cpu.system)
+    if child.returncode != 0 or len(found) < len(stages):
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {child.returncode}, after {list(found)}:\n{''.join(printed)}"
+        )
+    return found
+
+
+def demo(output_dir: Path, cache_dir: Path, num_steps: int, layers: int) -> list[str]:
+    """Return the command of the demo, with so many steps and nothing after them."""
+    settings = {
+        "output_dir": output_dir,
+        "data.cache_dir": cache_dir,
+        "model.config.n_layer": layers,
+        "schedule.max_steps": num_steps,
+        "schedule.warmup_ratio": 0,
+        "checkpoint.every_steps": 2,
+        "checkpoint.accept_changes": "true",
+        "data.eval_fraction": 0,
+        "evaluate.sample_prompt": "null",
+        "log.every_steps": 1,
+    }
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "accel_train", "run", "recipes/gpt_tiny.yaml", *flags]
+
+
+def measure(rounds: int, layers: int, folder: Path) -> dict[str, list[Times]]:
+    """Return the times of each variant, an entry for each round."""
+    subprocess.run(demo(folder / "first", folder / "cache", 2, layers), cwd=REPOSITORY, check=True, capture_output=True)
+    found: dict[str, list[Times]] = {variant: [] for variant in STAGES}
+    for number in range(rounds):
+        run = folder / f"run-{number}"
+        commands = (
+            [sys.executable, "-c", BARE],
+            demo(run, folder / "cache", 2, layers),
+            demo(run, folder / "cache", 4, layers),
+        )
+        for (variant, stages), command in zip(STAGES.items(), commands, strict=True):
+            found[variant].append(times_of(command, stages))
+    return found
+
+
+def stage_table(found: Mapping[str, list[Times]]) -> str:
+    """Medians by stage; the ratio is the median of the rounds' ratios to the bare script, with the least and the most."""
+    rows = []
+    for variant, runs in found.items():
+        for stage in runs[0]:
+            wall, cpu = ([run[stage][index] for run in runs] for index in (0, 1))
+            row = [variant, stage, f"{statistics.median(wall):.2f}", f"{statistics.median(cpu):.2f}", "-", "-"]
+            if stage == "first line":
+                row[-1] = f"<= 1 s wall {'met' if statistics.median(wall) <= 1 else 'MISSED'}"
+            if stage == "two steps":
+                ratios = [run[stage][1] / bare[stage][1] for run, bare in zip(runs, found["bare script"], strict=True)]
+                row[-2] = median_and_range(ratios, ".3f")
+                row[-1] = f"<= {BAR:.2f} {'met' if statistics.median(ratios) <= BAR else 'MISSED'}"
+            rows.append(row)
+    headers = ["start", "stage", "wall s", "CPU s", "CPU / bare script", "bar"]
+    return markdown_table(headers, rows, text=("start", "stage", "bar"))
+
+
+def import_seconds(command: Sequence[str]) -> dict[str, float]:
+    """Return the seconds that importing each package takes by itself, as `-X importtime` measures them."""
+    done = subprocess.run(
+        [command[0], "-X", "importtime", *command[1:]], cwd=REPOSITORY, env=child_environment(1),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found: dict[str, float] = {}
+    for microseconds, name in re.findall(r"import time: +(\d+) \| +\d+ \| +(\S+)", done.stderr):
+        package = name.split(".")[0]
+        found[package] = found.get(package, 0.0) + int(microseconds) / 1e6
+    return found
+
+
+def report(arguments: argparse.Namespace, found: Mapping[str, list[Times]], imports: Mapping[str, float]) -> list[str]:
+    rows = [[name, f"{seconds:.2f}"] for name, seconds in sorted(imports.items(), key=lambda item: -item[1])[:12]]
+    return [
+        f"## Start-up: the demo's GPT-2 ({arguments.layers} layers), 1 thread, {arguments.rounds} round(s)",
+        "",
+        stage_table(found),
+        "",
+        f"Imports of `accel-train run`, the report at its end included: {sum(imports.values()):.2f} s, of which",
+        "",
+        markdown_table(["package", "s by itself"], rows, text=("package",)),
+        "",
+    ]
+
+
+def main() -> None:
+    parser = arguments_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(arguments.rounds, arguments.layers, Path(folder))
+        imports = import_seconds(demo(Path(folder) / "imports", Path(folder) / "cache", 2, arguments.layers))
+    record: dict[str, Any] = {"rounds": found, "imports": imports}
+    show(report(arguments, found, imports), record, save=arguments.save, name="startup")
+
+
+if __name__ == "__main__":
+    main()
