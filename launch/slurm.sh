@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SLURM: one node or many, preempted or out of time as often as it likes; each start goes on where the last one ended.
+# SLURM: one node or many, preempted or out of time as often as it likes; each start resumes where the last one ended.
 #   sbatch launch/slurm.sh run RECIPE
 #   sbatch --nodes=4 --gpus-per-node=8 --time=24:00:00 launch/slurm.sh run RECIPE --output_dir /shared/runs/NAME
 #   sbatch --gpus-per-node=2 --cpus-per-task=16 --mem=128G launch/slurm.sh run RECIPE
@@ -67,10 +67,10 @@ requeue() {
 }
 
 if [ "$code" -eq 75 ]; then
-    echo "preempted: job $SLURM_JOB_ID goes back into the queue, and then on from its checkpoint"
+    echo "asked to stop, or out of memory with a smaller micro-batch remembered: job $SLURM_JOB_ID is requeued, and resumes from its checkpoint"
     requeue
 elif [ "$code" -eq 5 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-10}" ]; then
-    echo "a process was lost: job $SLURM_JOB_ID goes back into the queue, and then on from its checkpoint"
+    echo "a process was lost: job $SLURM_JOB_ID is requeued, and resumes from its checkpoint"
     bad="$(bad_node)"
     excluded="$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's/.*ExcNodeList=([^ ]+).*/\1/p' | grep -v '(null)')"
     requeue
