@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -152,11 +153,17 @@ def serve() -> None:
     """Fork what standard input asks for, a line of JSON a run."""
     import importlib
 
+    from tqdm import tqdm
+
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in PRELOADED:
         importlib.import_module(name)
+    # tqdm's own lock is a semaphore that all forked processes would share: one that is killed while it holds it stops the rest.
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # no thread that could hold it while this process forks
     _warm_up()
+    assert "/dev/shm/sem." not in Path("/proc/self/maps").read_text(), "a semaphore is shared with forked processes"
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
