@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -276,8 +277,9 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def versions() -> dict[str, str]:
-    """The software a figure comes from."""
+    """The software a figure comes from; results that are written meanwhile do not make the commit another one."""
     found = {"python": platform.python_version()}
     for name in ("torch", "accelerate", "transformers", "numpy"):
         found[name] = metadata.version(name)
@@ -306,22 +308,31 @@ def arguments_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def show(lines: Sequence[str], record: Mapping[str, Any], *, save: Path | None, name: str) -> None:
-    """Print a benchmark's text with machine, versions and date; with `--save` also write it and every figure.
+    """Print a benchmark's text with machine, versions and date; with `--save` also write it and every figure."""
+    facts = facts_of_now()
+    print(_signed(lines, facts))
+    if save is not None:
+        write(lines, record, save=save, name=name, facts=facts)
+        print(f"written: {save / name}.json and .md")
 
-    NAME.json holds the record, NAME.md what was printed; the newest run replaces the one before.
-    """
-    facts: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+
+def write(
+    lines: Sequence[str], record: Mapping[str, Any], *, save: Path, name: str, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write the record to NAME.json, and the text to NAME.md; the newest run replaces the one before."""
+    facts = facts or facts_of_now()
+    save.mkdir(parents=True, exist_ok=True)
+    (save / f"{name}.json").write_text(json.dumps({**facts, **record}, indent=1, allow_nan=False) + "\n")
+    (save / f"{name}.md").write_text(_signed(lines, facts).rstrip() + "\n")
+
+
+def facts_of_now() -> dict[str, Any]:
+    """Return machine, versions and date."""
+    return {"machine": machine(), "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def _signed(lines: Sequence[str], facts: Mapping[str, Any]) -> str:
     on = facts["machine"]
     hardware = [f"{on['cpu']}, {on['cores']} cores, {on['memory_gib']} GiB", *on.get("gpus", [])]
     software = [f"{package} {version}" for package, version in facts["versions"].items()]
-    text = "\n".join([*lines, f"{facts['date']}; {'; '.join(hardware)}; {', '.join(software)}"])
-    print(text)
-    if save is not None:
-        save.mkdir(parents=True, exist_ok=True)
-        (save / f"{name}.json").write_text(json.dumps({**facts, **record}, indent=1, allow_nan=False) + "\n")
-        (save / f"{name}.md").write_text(text.rstrip() + "\n")
-        print(f"written: {save / name}.json and .md")
+    return "\n".join([*lines, f"{facts['date']}; {'; '.join(hardware)}; {', '.join(software)}"])

@@ -1,21 +1,24 @@
-"""How fast GPT-2 trains on one GPU: accel_train, nanoGPT's model and loop, and transformers.Trainer, in one run.
+"""How fast models train on one GPU: accel_train, a plain loop (nanoGPT's), and transformers.Trainer with its best flags.
 
-    python -m benchmarks.gpu --save                 # 124M and 350M, compiled and not: within 10 minutes on an H200
-    python -m benchmarks.gpu --quick                # 124M only
+    python -m benchmarks.gpu --minutes 9 --save           # all rows in order of value, as far as the time goes
+    python -m benchmarks.gpu --only LoRA loss --save      # rows whose name holds one of these words
 
-T = 1024, bf16, fused AdamW, clip 1.0, synthetic tokens from a memory-mapped file, a log line every 50 steps. Each variant
-runs in a fresh process and is watched from outside, through torch's hook after every optimizer step; no loop is touched.
-MFU counts 6 N + 12 L D T operations a token, N without position embeddings and with GPT-2's 50257 tokens, over the
-GPU's table peak, and over an 8192^3 bf16 matrix product measured in the same run.
-GPU idle: 1 - (time in which a kernel or copy runs) / wall, over profiled steps. Host syncs: 20 steps under
-`torch.cuda.set_sync_debug_mode("error")`. Where there is no CUDA this says so and ends with 0.
+GPT-2 of 124M, 350M and 1.5B, compiled; then accel_train alone: float8, LoRA on 8B, document masks, checkpoints. bf16, fused
+AdamW, clip 1.0, synthetic tokens from a memory-mapped file. Each row runs in a fresh process, is watched from outside through
+torch's hook after every optimizer step, and is written as soon as it is measured. What no longer fits says so.
+MFU counts 6 N + 12 L D T operations a token, N without position embeddings and padding tokens, over the GPU's table peak, and
+over an 8192^3 bf16 matrix product measured in the same run. GPU idle: 1 - (time in which a kernel or copy runs) / wall, over
+profiled steps. Host syncs: steps under `torch.cuda.set_sync_debug_mode("error")`. Planned: what `accel-train plan` says of
+memory and of a step. The longest step less the median one is what a checkpoint stalls. Without CUDA this says so and ends with 0.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,21 +28,47 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel_train.core.hardware import peak_flops
 from benchmarks.common import (
+    REPOSITORY,
     arguments_of,
     child_environment,
     markdown_table,
     print_result,
     run_child,
     show,
+    write,
     write_tokenizer,
     write_tokens,
 )
-from benchmarks.gpu_loops import MODELS, TRAINERS, Job
+from benchmarks.gpu_loops import CHECKS, MODELS, TRAINERS, Job, Model, accel_train_recipe, write_base
 from benchmarks.gpu_watch import Measured, Phases, StepWatch, synchronizing_line
 
 SHORTEST_JOB_SECONDS = 40.0
-"""With less time left than this, the next job is not begun."""
+"""With less time left than this, the next row is not begun."""
 NO_TIME = "no time left"
+PHASES = {"124M": Phases(15, 40, 10, 20), "checkpoints": Phases(10, 60, 2, 4)}
+USUAL_PHASES, CHECK_PHASES = Phases(10, 20, 5, 10), Phases(2, 3, 1, 1)
+LOSS_SIZES = {"cuda": (4096, 152_000, 4096, 10), "cpu": (64, 512, 16, 1)}
+"""Tokens, vocabulary, width, rounds."""
+OURS = "accel_train"
+
+
+def planned_rows() -> Iterator[dict[str, Any]]:
+    """All rows in order of value: jobs of training, the loss alone, the tests that need a GPU."""
+
+    def row(model: str, setting: str = "bf16", *, variant: str = OURS, compiled: bool = True) -> dict[str, Any]:
+        names = [model, "" if setting == "bf16" else setting, variant, "" if compiled else "eager"]
+        name = " ".join(name for name in names if name)
+        return {"row": name, "model": model, "setting": setting, "variant": variant, "compile": compiled}
+
+    for model in ("124M", "350M", "1.5B"):
+        yield from (row(model, variant=variant) for variant in TRAINERS)
+    yield {"row": "loss"}
+    yield from (row("llama-1.4B", setting) for setting in ("bf16", "float8"))
+    yield from (row("llama-8B", setting, compiled=False) for setting in ("LoRA", "LoRA, 4-bit base"))
+    yield from (row("llama-long", setting, compiled=False) for setting in ("document masks", "dense document masks"))
+    yield row("llama-1.4B", "checkpoints", compiled=False)
+    yield {"row": "tests"}
+    yield from (row("124M", variant=variant, compiled=False) for variant in TRAINERS)
 
 
 # --- a child process ---------------------------------------------------------------------------------------------
@@ -50,9 +79,11 @@ def run_job(job: Job) -> dict[str, Any]:
     watch = StepWatch(job.phases, torch.device(job.device), job.folder / "trace.json")
     register_optimizer_step_post_hook(watch.after_step)
     try:
+        if job.variant == OURS:
+            watch.result |= plan_of(job)
         TRAINERS[job.variant](job)
     except Measured:
-        return watch.result
+        return {**watch.result, **saved(job.folder / "run")}
     except Exception as error:
         place = synchronizing_line(error)
         if place is None:
@@ -60,6 +91,32 @@ def run_job(job: Job) -> dict[str, Any]:
         torch.cuda.set_sync_debug_mode("default")
         return {**watch.result, "sync": place}
     raise AssertionError(f"{job.variant} ended after {watch.steps} optimizer steps, before step {job.phases.total}")
+
+
+def plan_of(job: Job) -> dict[str, Any]:
+    """What `accel-train plan` says of the run: bytes that torch allocates, and the time of a step."""
+    from accel_train.plan.plan import resolve_plan
+    from accel_train.recipe.schema import Recipe
+
+    if "LoRA" in job.setting and not job.base.exists():
+        write_base(job)
+    plan = resolve_plan(Recipe.model_validate(accel_train_recipe(job)), 1)
+    not_allocated_by_torch = ("CUDA context", "NCCL buffers", "fragmentation")
+    planned = [part.num_bytes or 0 for part in plan.memory if part.name not in not_allocated_by_torch]
+    step = plan.scale.step
+    return {"planned_gib": sum(planned) / 2**30, "planned_ms": None if step is None else step.seconds * 1e3}
+
+
+def saved(run: Path) -> dict[str, float]:
+    """Size and rate of the newest checkpoint of a run; nothing where it saved none."""
+    events = run / "events.jsonl"
+    lines = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
+    saves = [event for event in lines if event["event"] == "checkpoint"]
+    folder = run / "checkpoints" / f"step-{saves[-1]['step']:08d}" if saves else run / "none"
+    if not folder.exists():
+        return {}
+    gigabytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
+    return {"saved_gb": gigabytes, "saved_gb_per_second": gigabytes / saves[-1]["seconds"]}
 
 
 def matmul_tflops(size: int = 8192, repeats: int = 10) -> float:
@@ -79,102 +136,117 @@ def matmul_tflops(size: int = 8192, repeats: int = 10) -> float:
 # --- the parent ------------------------------------------------------------------------------------------------------
 
 
-def measure(arguments: argparse.Namespace, folder: Path, deadline: float) -> list[dict[str, Any]]:
-    """One row per job, in the order of importance; what no longer fits says so."""
-    rows = []
-    for name in arguments.models:
-        setup = MODELS[name]
-        steps = arguments.phases.total + 16
-        tokens, tokenizer = folder / f"{name}.bin", folder / f"tokenizer-{name}"
-        count = steps * setup.batch_size * setup.shape.block_size + 1
-        write_tokens(tokens, num_tokens=count, vocab_size=setup.vocab_size, seed=0)
+def measure(row: dict[str, Any], arguments: argparse.Namespace, folder: Path, seconds: float) -> dict[str, Any]:
+    """Return the figures of one row.
+
+    Raises:
+        RuntimeError: it failed or ran past the time.
+    """
+    environment = child_environment(arguments.threads)
+    if row["row"] == "loss":
+        sizes = zip(("tokens", "vocabulary", "width", "rounds"), LOSS_SIZES[arguments.device], strict=True)
+        flags = [word for name, value in sizes for word in (f"--{name}", str(value))]
+        flags = ["--measure", *flags, "--device", arguments.device]
+        return {"losses": run_child("benchmarks.loss", flags, environment=environment, timeout_seconds=seconds).result}
+    if row["row"] == "tests":
+        return run_tests(arguments.device, seconds)
+    job = prepare_job(row, arguments.device, folder)
+    flags = ["--job", json.dumps(asdict(job), default=str)]
+    figures = run_child("benchmarks.gpu", flags, environment=environment, timeout_seconds=seconds).result
+    figures["tokens_per_second"] = job.setup.batch_size * job.setup.shape.block_size / (figures["step_ms_mean"] / 1e3)
+    return figures
+
+
+def prepare_job(row: Mapping[str, Any], device: str, folder: Path) -> Job:
+    """Write the tokens of a model, and make the folder of its row."""
+    model, setting = row["model"], row["setting"]
+    setup: Model = (MODELS if device == "cuda" else CHECKS)[model]
+    phases = PHASES.get(setting, PHASES.get(model, USUAL_PHASES)) if device == "cuda" else CHECK_PHASES
+    tokens, tokenizer = folder / f"{model}.bin", folder / f"tokenizer-{model}"
+    if not tokens.exists():
+        most = max(each.total for each in (USUAL_PHASES, *PHASES.values()))
+        count = (most + 16) * setup.batch_size * setup.shape.block_size + 1
+        write_tokens(tokens, num_tokens=count, vocab_size=min(setup.vocab_size, 2**16), seed=0)
         write_tokenizer(tokenizer, vocab_size=setup.vocab_size)
-        for compiled in arguments.compile:
-            for variant in arguments.variants:
-                row: dict[str, Any] = {"model": name, "compile": compiled, "variant": variant}
-                rows.append(row)
-                left = deadline - time.monotonic()
-                if left < SHORTEST_JOB_SECONDS:
-                    row["problem"] = NO_TIME
-                    continue
-                place = folder / f"{name}-{variant}-{compiled}"
-                place.mkdir()
-                job = Job(name, compiled, variant, arguments.device, tokens, tokenizer, place, arguments.phases)
-                try:
-                    child = run_child(
-                        "benchmarks.gpu",
-                        ["--job", json.dumps(asdict(job), default=str)],
-                        environment=child_environment(arguments.threads),
-                        timeout_seconds=left,
-                    )
-                    row |= child.result
-                    row["seconds"] = child.wall_seconds
-                    print(f"{name} {variant} compile={compiled}: {child.wall_seconds:.0f} s", flush=True)
-                except RuntimeError as error:
-                    row["problem"] = str(error).strip().splitlines()[-1][:160]
-                    print(f"{name} {variant} compile={compiled} failed: {error}", flush=True)
-    return rows
+    place = folder / str(row["row"]).replace(" ", "-").replace(",", "")
+    place.mkdir()
+    base = folder / f"base-{model}"
+    return Job(model, row["compile"], row["variant"], setting, device, tokens, tokenizer, place, base, phases)
 
 
-def add_rates(row: dict[str, Any], *, table_peak: float | None, matmul_peak: float | None) -> None:
-    """tokens/s and MFU from the mean step."""
-    setup = MODELS[row["model"]]
-    row["tokens_per_second"] = setup.batch_size * setup.shape.block_size / (row["step_ms_mean"] / 1e3)
-    flops = row["tokens_per_second"] * setup.flops_per_token
-    row["mfu"] = None if table_peak is None else flops / table_peak
-    row["mfu_of_matmul"] = None if matmul_peak is None else flops / matmul_peak
+def run_tests(device: str, seconds: float) -> dict[str, Any]:
+    """Return the last line of the tests that need a GPU; on a CPU they are only collected."""
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    words += ["--collect-only"] if device == "cpu" else []
+    try:
+        done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the tests ran past {seconds:.0f} s") from error
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return {"tests": done.stdout.strip().splitlines()[-1], "failed": failed}
 
 
-HEADERS = (
-    "model",
-    "compile",
-    "variant",
-    "ms/step",
-    "tokens/s",
-    "MFU of peak",
-    "MFU of matmul",
-    "peak GiB",
-    "GPU idle",
-    "kernels/step",
-    "host sync",
-    "first step, s",
-)
+def add_mfu(row: dict[str, Any], *, table_peak: float | None, matmul_peak: float | None) -> None:
+    """Add the MFU of a row that trains all weights in bf16."""
+    if row["setting"] in ("bf16", "checkpoints"):
+        flops = row["tokens_per_second"] * MODELS[row["model"]].flops_per_token
+        row["mfu"] = None if table_peak is None else flops / table_peak
+        row["mfu_of_matmul"] = None if matmul_peak is None else flops / matmul_peak
+
+
+COLUMNS = {
+    "ms/step": ("step_ms", ".2f"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "MFU of peak": ("mfu", ".1%"),
+    "MFU of matmul": ("mfu_of_matmul", ".1%"),
+    "peak GiB": ("peak_gib", ".1f"),
+    "planned GiB": ("planned_gib", ".1f"),
+    "planned ms": ("planned_ms", ".2f"),
+    "GPU idle": ("gpu_idle", ".1%"),
+    "kernels/step": ("kernels_per_step", ".0f"),
+    "stall, ms": ("stall_ms", ".1f"),
+    "first step, s": ("first_step_seconds", ".0f"),
+}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One row per job; `-` is what was not measured."""
+    """One line per row that trains; `-` is what was not measured."""
+    lines = []
+    for row in rows:
+        cells = ["-" if row.get(name) is None else format(row[name], form) for name, form in COLUMNS.values()]
+        sync = str(row.get("problem") or row.get("sync", "-")).replace("|", "/")
+        lines.append([row["model"], row["setting"], "on" if row["compile"] else "off", row["variant"], *cells, sync])
+    headers = ("model", "setting", "compile", "variant", *COLUMNS, "host sync")
+    return markdown_table(headers, lines, text=("model", "setting", "compile", "variant", "host sync"))
 
-    def figure(row: Mapping[str, Any], name: str, form: str) -> str:
-        return "-" if row.get(name) is None else format(row[name], form)
 
-    cells = [
-        [
-            row["model"],
-            "on" if row["compile"] else "off",
-            row["variant"],
-            figure(row, "step_ms", ".2f"),
-            figure(row, "tokens_per_second", ",.0f"),
-            figure(row, "mfu", ".1%"),
-            figure(row, "mfu_of_matmul", ".1%"),
-            figure(row, "peak_gib", ".1f"),
-            figure(row, "gpu_idle", ".1%"),
-            figure(row, "kernels_per_step", ".0f"),
-            str(row.get("problem") or row.get("sync", "-")).replace("|", "/"),
-            figure(row, "first_step_seconds", ".0f"),
-        ]
-        for row in rows
-    ]
-    return markdown_table(HEADERS, cells, text=("model", "compile", "variant", "host sync"))
+def other_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the rows measured that train no model, and how fast checkpoints were written."""
+    lines = []
+    for row in rows:
+        if "model" not in row and "problem" in row:
+            lines.append(f"- {row['row']}: {row['problem']}")
+        if "losses" in row:
+            whole, chunks = row["losses"]["whole logits"], row["losses"]["in chunks"]
+            memory = chunks["peak_bytes"] / whole["peak_bytes"]
+            seconds = min(chunks["seconds"]) / min(whole["seconds"])
+            lines.append(f"- loss in chunks / whole logits: peak {memory:.1%}, quickest time {seconds:.2f}")
+        if "tests" in row:
+            lines += [f"- tests that need a GPU: {row['tests']}", *(f"  - {line}" for line in row["failed"])]
+        if row.get("saved_gb_per_second"):
+            lines.append(f"- checkpoints: {row['saved_gb']:.1f} GB, written at {row['saved_gb_per_second']:.2f} GB/s")
+    return lines
 
 
 MFU_BARS = {"124M": 0.40, "350M": 0.45}
-TRAINER_BAR, COMPILE_BAR = 1.5, 1.3
+TRAINER_BAR, COMPILE_BAR, LORA_BAR = 1.5, 1.3, 12_473
 
 
 def bars(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What accel_train is held to, one line each, for the rows that were measured."""
-    rates = {(r["model"], r["compile"], r["variant"]): r["tokens_per_second"] for r in rows if "tokens_per_second" in r}
-    mfu = {r["model"]: r["mfu"] for r in rows if r.get("mfu") and r["compile"] and r["variant"] == "accel_train"}
+    plain = [r for r in rows if r.get("setting") == "bf16" and "tokens_per_second" in r]
+    rates = {(r["model"], r["compile"], r["variant"]): r["tokens_per_second"] for r in plain}
+    mfu = {r["model"]: r["mfu"] for r in plain if r.get("mfu") and r["compile"] and r["variant"] == OURS}
     judged = [(f"{name}: MFU of accel_train, compiled", share, MFU_BARS.get(name)) for name, share in mfu.items()]
     for (name, compiled, variant), rate in rates.items():
         if not compiled or variant != "accel_train":
@@ -184,70 +256,97 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             judged.append((f"{name}: accel_train / hf_trainer, both compiled", rate / trainer, TRAINER_BAR))
         if eager:
             judged.append((f"{name}: accel_train compiled / not", rate / eager, COMPILE_BAR))
+    by_name = {r["row"]: r["tokens_per_second"] for r in rows if "tokens_per_second" in r}
+    if lora := by_name.get("llama-8B LoRA accel_train eager"):
+        judged.append(("llama-8B with LoRA: tokens/s, published for an H100", lora, LORA_BAR))
     return [
         f"- {what}: {value:.3f}, bar {bar} {'met' if value >= bar else 'MISSED'}" for what, value, bar in judged if bar
     ]
 
 
 def report(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], matmul: float | None) -> list[str]:
+    """Return the text of all rows so far."""
     if arguments.device == "cpu":
         heading = "## A check of this program on a CPU: these are no figures"
     else:
-        batches = ", ".join(f"{name}: batch {MODELS[name].batch_size}" for name in arguments.models)
-        heading = f"## GPT-2 on one {torch.cuda.get_device_name()}, bf16, T=1024 ({batches})"
+        heading = f"## Training on one {torch.cuda.get_device_name()}, bf16"
     product = [f"bf16 matrix product 8192^3: {matmul:.0f} TFLOP/s."] if matmul else []
-    judged = [] if arguments.device == "cpu" else [*bars(rows), ""]
-    return [heading, "", table(rows), "", *judged, *product]
+    judged = [] if arguments.device == "cpu" else bars(rows)
+    trained = [row for row in rows if "model" in row]
+    return [heading, "", table(trained), "", *other_lines(rows), *judged, "", *product]
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=("124M", "350M"), default=["124M", "350M"])
-    parser.add_argument("--variants", nargs="+", choices=TRAINERS, default=list(TRAINERS))
-    parser.add_argument("--compile", choices=("on", "off", "both"), default="both")
-    parser.add_argument("--quick", action="store_true", help="124M only, fewer steps: about 4 minutes")
-    parser.add_argument("--budget-seconds", type=float, default=560.0, help="what does not fit is left out, and said")
+    parser.add_argument("--minutes", type=float, default=9.0, help="what does not fit is left out, and said")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only rows whose name holds one of these words")
+    parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    arguments.compile = {"on": [True], "off": [False], "both": [True, False]}[arguments.compile]
-    arguments.phases = Phases(15, 40, 10, 20)
-    if arguments.quick:
-        arguments.models, arguments.phases = ["124M"], Phases(10, 15, 5, 20)
+    names = [row["row"] for row in planned_rows()]
+    for word in arguments.only or ():
+        if not any(word in name for name in names):
+            parser.error(f"no row's name holds {word!r}; --list prints them")
     if arguments.device == "cpu":
-        arguments.models, arguments.phases, arguments.threads = ["check"], Phases(2, 3, 1, 1), 1
+        arguments.threads = 1
     return arguments
+
+
+def run_rows(arguments: argparse.Namespace, folder: Path, deadline: float) -> bool:
+    """Measure the rows, and print and save after each; return whether one has failed."""
+    matmul, table_peak = None, None
+    if arguments.device == "cuda":
+        environment = child_environment(arguments.threads)
+        child = run_child("benchmarks.gpu", ["--job", "matmul"], environment=environment, timeout_seconds=120)
+        matmul, table_peak = child.result["tflops"], peak_flops(torch.cuda.get_device_name(), "bf16")
+    rows: list[dict[str, Any]] = []
+    wanted = [row for row in planned_rows() if not arguments.only or any(word in row["row"] for word in arguments.only)]
+    for row in wanted:
+        rows.append(row)
+        began = time.monotonic()
+        if deadline - began < SHORTEST_JOB_SECONDS:
+            row["problem"] = NO_TIME
+        else:
+            try:
+                row |= measure(row, arguments, folder, deadline - began)
+            except RuntimeError as error:
+                row["problem"] = str(error).strip().splitlines()[-1][:160]
+                print(f"{row['row']} failed: {error}", flush=True)
+        if "step_ms_mean" in row:
+            add_mfu(row, table_peak=table_peak, matmul_peak=None if matmul is None else matmul * 1e12)
+        row["seconds"] = round(time.monotonic() - began, 1)
+        print(f"{row['row']}: {row['seconds']:.0f} s {row.get('problem', '')}", flush=True)
+        record = {"matmul_tflops": matmul, "table_peak_flops": table_peak, "rows": rows}
+        name = "gpu" if arguments.device == "cuda" else "gpu-check"
+        if row is wanted[-1]:
+            show(report(arguments, rows, matmul), record, save=arguments.save, name=name)
+        elif arguments.save is not None:
+            write(report(arguments, rows, matmul), record, save=arguments.save, name=name)
+    return any(row.get("problem", NO_TIME) != NO_TIME or row.get("failed") for row in rows)
 
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.list:
+        print("\n".join(row["row"] for row in planned_rows()))
+        return
     if arguments.job == "matmul":
         print_result({"tflops": matmul_tflops()})
         return
     if arguments.job:
         fields = json.loads(arguments.job)
-        paths = {name: Path(fields[name]) for name in ("tokens", "tokenizer", "folder")}
+        paths = {name: Path(fields[name]) for name in ("tokens", "tokenizer", "folder", "base")}
         print_result(run_job(Job(**{**fields, **paths, "phases": Phases(**fields["phases"])})))
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks.gpu is skipped: torch sees no CUDA device on this machine.")
         return
-    deadline = time.monotonic() + arguments.budget_seconds
-    environment = child_environment(arguments.threads)
-    matmul, table_peak = None, None
-    if arguments.device == "cuda":
-        child = run_child("benchmarks.gpu", ["--job", "matmul"], environment=environment, timeout_seconds=120)
-        matmul, table_peak = child.result["tflops"], peak_flops(torch.cuda.get_device_name(), "bf16")
+    deadline = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(arguments, Path(folder), deadline)
-    for row in rows:
-        if "step_ms_mean" in row:
-            add_rates(row, table_peak=table_peak, matmul_peak=None if matmul is None else matmul * 1e12)
-    record = {"matmul_tflops": matmul, "table_peak_flops": table_peak, "rows": rows, "phases": asdict(arguments.phases)}
-    name = "gpu" if arguments.device == "cuda" else "gpu-check"
-    show(report(arguments, rows, matmul), record, save=arguments.save, name=name)
-    if any(row.get("problem", NO_TIME) != NO_TIME for row in rows):
+        has_failed = run_rows(arguments, Path(folder), deadline)
+    if has_failed:
         raise SystemExit(1)
 
 

@@ -1,4 +1,4 @@
-"""The training loops that gpu.py compares, and the models they train."""
+"""The training loops that gpu.py compares, the models they train, and the settings that only accel_train has."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,39 +23,101 @@ class Model:
     batch_size: int
     vocab_size: int
     """Tokens of the tokenizer; the shape's are padded to a multiple of 64."""
+    llama: tuple[int, int] | None = None
+    """Width of the MLP and number of key-value heads of a Llama; None: a GPT-2."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Without position embeddings and without padding tokens, which are no useful work."""
+        s = self.shape
+        if self.llama is None:
+            return self.vocab_size * s.width + s.num_layers * (12 * s.width**2 + 13 * s.width) + 2 * s.width
+        inner, kv_heads = self.llama
+        attention = 2 * s.width**2 + 2 * s.width * (s.width // s.num_heads) * kv_heads
+        return 2 * self.vocab_size * s.width + s.num_layers * (attention + 3 * s.width * inner + 2 * s.width) + s.width
 
     @property
     def flops_per_token(self) -> int:
-        """Padding tokens are no useful work, so they do not count."""
+        """An embedding that is not tied to the output layer is a table to look up, no product."""
         s = self.shape
-        block_parameters = 12 * s.width**2 + 13 * s.width
-        parameters = self.vocab_size * s.width + s.num_layers * block_parameters + 2 * s.width
-        return model_flops_per_token(parameters, s.num_layers, s.width, s.block_size)
+        looked_up = 0 if self.llama is None else self.vocab_size * s.width
+        return model_flops_per_token(self.num_parameters - looked_up, s.num_layers, s.width, s.block_size)
 
 
 MODELS = {
     "124M": Model(GPTShape(PADDED_VOCAB, 1024, 12, 12, 768), 32, GPT2_VOCAB),
     "350M": Model(GPTShape(PADDED_VOCAB, 1024, 24, 16, 1024), 16, GPT2_VOCAB),
-    "check": Model(GPTShape(128, 16, 2, 2, 16), 2, 100),  # for --device cpu: tests this file, measures nothing
+    "1.5B": Model(GPTShape(PADDED_VOCAB, 1024, 48, 25, 1600), 8, GPT2_VOCAB),
+    "llama-1.4B": Model(GPTShape(32_000, 2048, 24, 16, 2048), 8, 32_000, llama=(5632, 16)),
+    "llama-8B": Model(GPTShape(128_256, 4096, 32, 32, 4096), 2, 128_256, llama=(14_336, 8)),
+    "llama-long": Model(GPTShape(32_000, 8192, 12, 16, 1024), 4, 32_000, llama=(2816, 16)),
 }
+CHECKS = {
+    "124M": Model(GPTShape(128, 16, 2, 2, 16), 2, 100),
+    "llama-1.4B": Model(GPTShape(112, 16, 2, 2, 32), 2, 112, llama=(48, 1)),
+}
+CHECKS |= {"350M": CHECKS["124M"], "1.5B": CHECKS["124M"]}
+CHECKS |= {"llama-8B": CHECKS["llama-1.4B"], "llama-long": CHECKS["llama-1.4B"]}
+"""In their place for --device cpu, which tests this program and measures nothing."""
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {},
+    "float8": {"precision": {"mixed_precision": "fp8"}},
+    "LoRA": {"model": {"lora": {"rank": 16}}},
+    "LoRA, 4-bit base": {"model": {"lora": {"rank": 16}, "frozen_dtype": "nf4"}},
+    "document masks": {"data": {"mask_documents": True}},
+    "dense document masks": {"data": {"mask_documents": True}, "model": {"attn_implementation": "sdpa"}},
+    "checkpoints": {"checkpoint": {"every_steps": 40, "keep": 1}},
+}
+"""What accel_train trains beside the plain run of each loop, and what is set for it."""
 
 
 @dataclass(frozen=True)
 class Job:
+    """One row: a loop that trains a model."""
+
     model: str
     compile: bool
     variant: str
+    setting: str
     device: str
     tokens: Path
     tokenizer: Path
     folder: Path
+    base: Path
+    """Where a pretrained base of this model is, or is to be made."""
     phases: Phases
 
+    @property
+    def setup(self) -> Model:
+        """The model, on a CPU a tiny one."""
+        return (MODELS if self.device == "cuda" else CHECKS)[self.model]
 
-def gpt2_config(shape: GPTShape) -> dict[str, Any]:
-    """Return the fields of a GPT-2 of this shape."""
+
+def model_config(setup: Model) -> dict[str, Any]:
+    """Return the fields of a transformers configuration of this shape."""
+    shape = setup.shape
     layers, heads, width = shape.num_layers, shape.num_heads, shape.width
-    return gpt2_fields(vocab=shape.vocab_size, block=shape.block_size, layers=layers, heads=heads, width=width)
+    if setup.llama is None:
+        fields = gpt2_fields(vocab=shape.vocab_size, block=shape.block_size, layers=layers, heads=heads, width=width)
+        return {"model_type": "gpt2", **fields}
+    inner, kv_heads = setup.llama
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"hidden_size": width, "intermediate_size": inner, "vocab_size": shape.vocab_size}
+    return {"model_type": "llama", **sizes, "max_position_embeddings": shape.block_size, "use_cache": False}
+
+
+def write_base(job: Job) -> None:
+    """Write a model with random weights in bf16, as a user has it from a hub."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = model_config(job.setup)
+    with torch.device(job.device):
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(job.base)
+    del model
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def train_accel_train(job: Job) -> None:
@@ -66,10 +128,10 @@ def train_accel_train(job: Job) -> None:
 
 def accel_train_recipe(job: Job) -> dict[str, Any]:
     """What a user would write; the rest is the package's own choice."""
-    model = MODELS[job.model]
-    return {
+    model = job.setup
+    recipe: dict[str, Any] = {
         "output_dir": str(job.folder / "run"),
-        "model": {"config": {"model_type": "gpt2", **gpt2_config(model.shape)}},
+        "model": {"config": model_config(model)},
         "tokenizer": str(job.tokenizer),
         "data": {
             "train": str(job.tokens),
@@ -85,12 +147,21 @@ def accel_train_recipe(job: Job) -> dict[str, Any]:
         "evaluate": {"every_steps": 0},
         "log": {"every_steps": LOG_EVERY_STEPS, "progress": False},
     }
+    for section, values in SETTINGS[job.setting].items():
+        recipe[section] = {**recipe.get(section, {}), **values}
+    if "lora" in recipe["model"]:
+        del recipe["model"]["config"]
+        recipe["model"]["pretrained"] = str(job.base)
+    if job.device == "cpu":  # where float8 is refused, and a run has a few steps
+        recipe["precision"]["mixed_precision"] = "bf16"
+        recipe["checkpoint"]["every_steps"] = min(recipe["checkpoint"]["every_steps"], 3)
+    return recipe
 
 
 def train_nanogpt(job: Job) -> None:
     from benchmarks.nanogpt_style import train
 
-    model = MODELS[job.model]
+    model = job.setup
     train(
         model.shape,
         job.tokens,
@@ -110,8 +181,9 @@ def train_hf_trainer(job: Job) -> None:
     from torch.utils.data import Dataset
     from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 
-    setup, cuda = MODELS[job.model], job.device == "cuda"
-    length = setup.shape.block_size
+    setup, cuda = job.setup, job.device == "cuda"
+    length, fields = setup.shape.block_size, model_config(setup)
+    del fields["model_type"]
     tokens = np.asarray(np.memmap(job.tokens, dtype=np.uint16, mode="r"))
     rows = tokens[: len(tokens) // length * length].reshape(-1, length)
 
@@ -128,7 +200,7 @@ def train_hf_trainer(job: Job) -> None:
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    model = GPT2LMHeadModel(GPT2Config(**gpt2_config(setup.shape), attn_implementation="sdpa"))
+    model = GPT2LMHeadModel(GPT2Config(**fields, attn_implementation="sdpa"))
     model.loss_type = "ForCausalLM"  # left out, the loss warns in the middle of the compiled graph and breaks it
     workers: dict[str, Any] = {
         "dataloader_num_workers": 4,

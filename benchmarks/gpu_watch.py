@@ -81,6 +81,7 @@ class StepWatch:
             self.result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         steps = [self._milliseconds(a, b) for a, b in zip(self.marks[:-1], self.marks[1:], strict=True)]
         self.result["step_ms"] = statistics.median(steps)
+        self.result["stall_ms"] = max(steps) - self.result["step_ms"]
         self.result["step_ms_mean"] = self._milliseconds(self.marks[0], self.marks[-1]) / len(steps)
 
     def _end_profile(self) -> None:

@@ -28,8 +28,8 @@ BAR_PEAK, BAR_TIME = 0.10, 1.1
 HEADERS = ("loss", "peak MiB", "of whole", "bar of peak", "CPU s", "time of whole", "bar of time")
 
 
-def measure(tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return peak bytes, CPU seconds of each round, and the loss, by variant."""
+def measure(tokens: int, vocabulary: int, width: int, rounds: int, device: str = "cpu") -> dict[str, dict[str, Any]]:
+    """Return peak bytes, seconds of each round (of the CPU, or of a GPU in bf16), and the loss, by variant."""
     import torch
 
     from accel_train.model.kernels.chunked_loss import chunked_loss
@@ -37,9 +37,11 @@ def measure(tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, 
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    head = torch.nn.Linear(width, vocabulary, bias=False)
-    hidden = torch.randn(1, tokens, width, requires_grad=True)
-    labels = torch.randint(0, vocabulary, (1, tokens))
+    on_gpu = device == "cuda"
+    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+    head = torch.nn.Linear(width, vocabulary, bias=False, **place)
+    hidden = torch.randn(1, tokens, width, requires_grad=True, **place)
+    labels = torch.randint(0, vocabulary, (1, tokens), device=device)
     variants = {
         "whole logits": lambda: summed_loss(head(hidden), labels),
         "in chunks": lambda: chunked_loss(head, hidden, labels),
@@ -49,21 +51,31 @@ def measure(tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, 
         head.weight.grad = hidden.grad = None
         loss = loss_of()
         loss.backward()
+        if on_gpu:
+            torch.cuda.synchronize()
         return float(loss)
 
+    clock = time.perf_counter if on_gpu else time.process_time
     found: dict[str, dict[str, Any]] = {}
     for name, loss_of in variants.items():
         head.weight.grad = hidden.grad = None
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             loss = step(loss_of)
-        events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
-        found[name] = {"loss": loss, "peak_bytes": peak_of(events), "cpu_seconds": []}
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+                loss = step(loss_of)
+            events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+            peak = peak_of(events)
+        found[name] = {"loss": loss, "peak_bytes": peak, "seconds": []}
     for _ in range(rounds):
         for name, loss_of in variants.items():
-            began = time.process_time()
+            began = clock()
             step(loss_of)
-            found[name]["cpu_seconds"].append(time.process_time() - began)
+            found[name]["seconds"].append(clock() - began)
     return found
 
 
@@ -82,10 +94,10 @@ def rows_of(found: dict[str, dict[str, Any]]) -> list[list[str]]:
     rows = []
     for name, each in found.items():
         share = each["peak_bytes"] / whole["peak_bytes"]
-        ratios = [ours / theirs for ours, theirs in zip(each["cpu_seconds"], whole["cpu_seconds"], strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(each["seconds"], whole["seconds"], strict=True)]
         ratio = statistics.median(ratios)
         row = [name, f"{each['peak_bytes'] / 2**20:,.0f}", f"{share:.1%}", "-"]
-        row += [median_and_range(each["cpu_seconds"], ".2f"), median_and_range(ratios, ".2f"), "-"]
+        row += [median_and_range(each["seconds"], ".2f"), median_and_range(ratios, ".2f"), "-"]
         if each is not whole:
             row[3] = f"<= {BAR_PEAK:.0%} {'met' if share <= BAR_PEAK else 'MISSED'}"
             row[6] = f"<= {BAR_TIME} {'met' if ratio <= BAR_TIME else 'MISSED'}"
@@ -99,11 +111,12 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=152_000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("tokens", "vocabulary", "width", "rounds")}
     if arguments.measure:
-        print_result(measure(**sizes))
+        print_result(measure(**sizes, device=arguments.device))
         return
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     child = run_child("benchmarks.loss", ["--measure", *flags], environment=child_environment(1), timeout_seconds=3600)

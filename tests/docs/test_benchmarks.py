@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import (
     FetchClock,
@@ -23,7 +25,7 @@ from benchmarks.common import (
     write_tokens,
 )
 from benchmarks.gpu import bars
-from benchmarks.gpu_loops import MODELS
+from benchmarks.gpu_loops import CHECKS, MODELS, model_config
 from benchmarks.gpu_watch import gpu_idle, synchronizing_line
 from benchmarks.loops import PRESETS, gpt2_config
 from benchmarks.nanogpt_style import GPT, GPTShape, cosine_multiplier, random_batch, train
@@ -106,9 +108,11 @@ def test_gpu_says_in_one_line_that_there_is_no_cuda(without_cuda: None) -> None:
 
 @pytest.mark.slow
 def test_gpu_measures_each_variant_and_writes_what_it_printed(tmp_path: Path) -> None:
-    printed = run("gpu", "--device", "cpu", "--compile", "off", "--save", str(tmp_path))
+    loops = ["accel_train", "nanogpt", "hf_trainer"]
+    names = [f"124M {loop} eager" for loop in loops]
+    printed = run("gpu", "--device", "cpu", "--only", "loss", "checkpoints", *names, "--save", str(tmp_path))
     rows = parse_table(printed)
-    assert [row["variant"] for row in rows] == ["accel_train", "nanogpt", "hf_trainer"]
+    assert [row["variant"] for row in rows] == ["accel_train", *loops]
     for row in rows:
         assert float(row["ms/step"]) > 0
         assert int(row["tokens/s"].replace(",", "")) > 0
@@ -116,7 +120,19 @@ def test_gpu_measures_each_variant_and_writes_what_it_printed(tmp_path: Path) ->
         assert row["MFU of peak"] == row["peak GiB"] == row["GPU idle"] == "-"
     assert "no figures" in printed
     assert parse_table((tmp_path / "gpu-check.md").read_text()) == rows
-    assert len(json.loads((tmp_path / "gpu-check.json").read_text())["rows"]) == 3
+    assert "loss in chunks / whole logits: peak " in printed
+    assert "- checkpoints: 0.0 GB, written at " in printed
+    assert len(json.loads((tmp_path / "gpu-check.json").read_text())["rows"]) == 5
+
+
+def test_gpu_names_its_rows_and_refuses_a_word_that_is_in_none() -> None:
+    rows = run("gpu", "--list").splitlines()
+    assert rows[0] == "124M accel_train"
+    assert {"loss", "tests", "llama-8B LoRA accel_train eager", "llama-1.4B float8 accel_train"} < set(rows)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--only", "124M", "fairseq"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "no row's name holds 'fairseq'" in done.stderr
 
 
 def test_data_prints_every_part(tmp_path: Path) -> None:
@@ -152,7 +168,7 @@ def test_the_losses_benchmark_compares_one_loss_in_two_ways(tmp_path: Path) -> N
     figures = json.loads((tmp_path / "loss.json").read_text())["figures"]
     losses = [each["loss"] for each in figures.values()]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert all(len(each["cpu_seconds"]) == 2 for each in figures.values())
+    assert all(len(each["seconds"]) == 2 for each in figures.values())
 
 
 @pytest.mark.slow
@@ -241,7 +257,7 @@ def test_flops_per_token_are_those_of_the_literature(name: str, gflops: float) -
 
 
 def test_flops_per_token_count_the_parameters_of_the_model() -> None:
-    setup = MODELS["check"]
+    setup = CHECKS["124M"]
     model = GPT(setup.shape)
     padding = (setup.shape.vocab_size - setup.vocab_size) * setup.shape.width
     parameters = sum(p.numel() for p in model.parameters()) - model.positions.weight.numel() - padding
@@ -249,9 +265,20 @@ def test_flops_per_token_count_the_parameters_of_the_model() -> None:
     assert setup.flops_per_token == 6 * parameters + attention
 
 
+@pytest.mark.parametrize("name", ["124M", "llama-1.4B"])
+def test_parameters_of_a_benchmarked_model_are_those_of_transformers(name: str) -> None:
+    setup = CHECKS[name]
+    config = model_config(replace(setup, shape=replace(setup.shape, vocab_size=setup.vocab_size)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    positions = setup.shape.block_size * setup.shape.width if setup.llama is None else 0
+    assert setup.num_parameters == model.num_parameters() - positions
+
+
 def test_gpu_bars_are_judged_on_the_compiled_run() -> None:
     def row(variant: str, compiled: bool, rate: float, mfu: float) -> dict[str, Any]:
-        return {"model": "124M", "variant": variant, "compile": compiled, "tokens_per_second": rate, "mfu": mfu}
+        figures = {"tokens_per_second": rate, "mfu": mfu}
+        name = f"124M {variant}{'' if compiled else ' eager'}"
+        return {"row": name, "model": "124M", "setting": "bf16", "variant": variant, "compile": compiled, **figures}
 
     rows = [
         row("accel_train", True, 400.0, 0.41),
