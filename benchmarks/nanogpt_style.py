@@ -28,6 +28,8 @@ class GPTShape:
     num_layers: int
     num_heads: int
     width: int
+    exact_gelu: bool = False
+    """The GELU by erf, as nanoGPT has it; else GPT-2's by tanh."""
 
 
 class Attention(nn.Module):
@@ -53,10 +55,11 @@ class Block(nn.Module):
         self.norm_2 = nn.LayerNorm(shape.width)
         self.up = nn.Linear(shape.width, 4 * shape.width)
         self.down = nn.Linear(4 * shape.width, shape.width)
+        self.approximate = "none" if shape.exact_gelu else "tanh"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate=self.approximate))
 
 
 class GPT(nn.Module):

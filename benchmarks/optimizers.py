@@ -82,10 +82,14 @@ def train(folder: Path, name: str, seed: int, steps: int, every: int, flags: Seq
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return Trained(seed, *read_losses(output))
+
+
+def read_losses(run: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the evaluation losses and the training seconds of a run, by step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line["split"] in ("eval", "eval_final")}
-    seconds = {line["step"]: line["train_seconds"] for line in lines if line["split"] == "train"}
-    return Trained(seed, losses, seconds)
+    return losses, {line["step"]: line["train_seconds"] for line in lines if line["split"] == "train"}
 
 
 def compare(adamw: Trained, muon: Trained) -> Comparison:

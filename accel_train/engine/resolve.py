@@ -46,6 +46,8 @@ def check_recipe(recipe: Recipe) -> Task:
         )
     if recipe.loss.chunked is True and recipe.task in TASKS and recipe.task != "causal-lm":
         raise ValueError(f"loss.chunked=True is for causal-lm, and task is {recipe.task}; set it to auto")
+    if recipe.loss.class_weights is not None and recipe.task == "causal-lm":
+        raise ValueError("loss.class_weights is for classes, and causal-lm predicts tokens; leave it out")
     check_compatibility(recipe, task)
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")

@@ -22,6 +22,8 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 RECIPE_FILE = RESOLVED_RECIPE
+PROFILE_FOLDER = "profile"
+"""Traces of steps, and what a GPU's memory held when it ran out."""
 
 
 class RunFolder:

@@ -25,6 +25,7 @@ from accel_train.engine.agreement import Agreement
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import LAST_WAIT_SECONDS
 from accel_train.engine.step import MicroBatch
+from accel_train.recovery.memory_snapshot import write_memory_snapshot
 from accel_train.recovery.unused_parameters import UnusedParameters, check_first_step, check_later_step, gradients_seen
 from accel_train.runtime.memory import is_out_of_memory
 
@@ -124,10 +125,14 @@ class MemoryCare:
         return loss_sum, None
 
 
-def shortage_in(error: Exception) -> str:
-    """Return the first line of an out-of-memory error, or its kind where it has no text; raise any other error again."""
+def shortage_in(run: RunContext, error: Exception) -> str:
+    """Return the first line of an out-of-memory error, or its kind where it has no text; raise any other error again.
+
+    A GPU's memory is written into the run folder, as it was when it ran out.
+    """
     if not is_out_of_memory(error):
         raise error
+    write_memory_snapshot(run)
     return str(error).partition("\n")[0] or type(error).__name__
 
 

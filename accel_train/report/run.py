@@ -15,7 +15,6 @@ from accel_train.observe.incident_record import RECORD, incident_folders
 from accel_train.task import TARGET_UNITS, target_rate
 
 EVALUATION_FILE = "evaluation.json"
-PROFILES = "profile/rank-*-steps-*"
 SUMMARY_KINDS: dict[str, Any] = {
     **dict.fromkeys(("eval", "baselines", "sample", "data", "peak_memory_bytes", "choices", "environment"), dict),
     **dict.fromkeys(
@@ -41,7 +40,7 @@ class Run:
     incidents: Sequence[JsonRecord] = ()
     """Records of its incidents, by step."""
     profiles: Sequence[str] = ()
-    """Paths of its traces and tables of operations, from the folder."""
+    """Paths of its traces, tables of operations and snapshots of memory, from the folder."""
     damage: Sequence[str] = ()
     """Sentences about files that cannot be read."""
 
@@ -102,7 +101,9 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         recipe_text="" if recipe is None else recipe.read_text(encoding="utf-8", errors="replace"),
         evaluation=run_folder.read_record(folder / EVALUATION_FILE, damage),
         incidents=[record for record in incidents if record],
-        profiles=[path.relative_to(folder).as_posix() for path in sorted(folder.glob(PROFILES))],
+        profiles=[
+            path.relative_to(folder).as_posix() for path in sorted((folder / run_folder.PROFILE_FOLDER).glob("rank-*"))
+        ],
         damage=damage,
     )
 

@@ -57,7 +57,7 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
         try:
             loss_sum = forward_backward(run.strategy, micro_batches, agreement, reduce=reduces)
         except (RuntimeError, MemoryError) as error:
-            shortage = shortage_in(error)  # text only: the error would keep the activations of its frames alive
+            shortage = shortage_in(run, error)  # text only: the error would keep the activations of its frames alive
         loss_sum, failure = care.after_backward(micro_batches, agreement, loss_sum, shortage)
         previous = agreement.read_last()
         if previous is not None:

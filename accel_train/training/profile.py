@@ -12,8 +12,8 @@ from accel_train.core.files import make_folders
 from accel_train.core.ownership import write_file
 from accel_train.engine.run import RunContext
 from accel_train.engine.step import MicroBatch
+from accel_train.observe.run_folder import PROFILE_FOLDER
 
-FOLDER = "profile"
 NUM_OPERATIONS = 10
 Steps = Iterator[tuple[int, list[MicroBatch]]]
 """0-based steps with their micro-batches."""
@@ -66,7 +66,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
             if self._is_cuda:
                 torch.cuda.synchronize()  # the last step's kernels belong to the trace
             found.stop()
-            name = f"{FOLDER}/rank-{run.accelerator.process_index}-steps-{steps}"
+            name = f"{PROFILE_FOLDER}/rank-{run.accelerator.process_index}-steps-{steps}"
             try:
                 _write(found, run.plan.output_dir, name, f"self_{'device' if self._is_cuda else 'cpu'}_time_total")
             except OSError as error:  # a full disk should not end the training
@@ -82,6 +82,6 @@ def _write(found: profile, home: Path, name: str, sort_by: str) -> None:
         trace = Path(folder) / "trace.json.gz"
         found.export_chrome_trace(str(trace))
         content = trace.read_bytes()
-    make_folders(home / FOLDER)
+    make_folders(home / PROFILE_FOLDER)
     write_file(home / f"{name}.json.gz", content, home)
     write_file(home / f"{name}.txt", table.encode(), home)

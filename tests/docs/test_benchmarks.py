@@ -125,6 +125,16 @@ def test_gpu_measures_each_variant_and_writes_what_it_printed(tmp_path: Path) ->
     assert len(json.loads((tmp_path / "gpu-check.json").read_text())["rows"]) == 5
 
 
+def test_time_to_loss_trains_both_loops_and_judges_them(tmp_path: Path) -> None:
+    sizes = ["--steps", "20", "--share", "0.5", "--rounds", "1", "--windows", "24"]
+    printed = run("time_to_loss", *sizes, "--save", str(tmp_path))
+    [row] = parse_table(printed)
+    assert all(float(value) > 0 for value in row.values())
+    assert "- the loss is reached in " in printed
+    [found] = json.loads((tmp_path / "time_to_loss.json").read_text())["rounds"]
+    assert all(each["wall"] > each["training"] > 0 for each in found.values())
+
+
 def test_gpu_names_its_rows_and_refuses_a_word_that_is_in_none() -> None:
     rows = run("gpu", "--list").splitlines()
     assert rows[0] == "124M accel_train"

@@ -205,3 +205,19 @@ def test_search_takes_what_leaves_headroom_and_the_losses_stay(tmp_path: Path) -
     again.resources.close()
     assert again.plan.choices["batch.per_device_batch_size"].reason.startswith("found 20")
     del taken
+
+
+def test_memory_that_ran_out_is_written_into_the_run_folder(tmp_path: Path) -> None:
+    write_corpus(tmp_path, 400)
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        config = {**TINY_MODEL, "n_layer": 8, "n_embd": 512, "n_positions": 512}
+        batch = {"global_batch_size": 256, "per_device_batch_size": 256}
+        sections: dict[str, Any] = {"model": {"config": config}, "data": {"sequence_length": 512}, "batch": batch}
+        train_steps(tmp_path, **sections, schedule={"max_steps": 2})
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    table = (tmp_path / "run" / "profile" / "rank-0-memory-step-1.txt").read_text()
+    assert " allocated of " in table
+    assert "GPU reserved memory" in table
+    assert (tmp_path / "run" / "profile" / "rank-0-memory-step-1.json.gz").stat().st_size > 0

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from accel_train.engine.resolve import check_recipe
 from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
 from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import Recipe
@@ -182,3 +183,10 @@ def test_pretrained_model_goes_on_with_padded_embeddings(
     assert model.get_input_embeddings().num_embeddings == 320
     assert torch.equal(model.get_input_embeddings().weight[:257], first.get_input_embeddings().weight)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("weights", ["balanced", (1.0, 2.0)])
+def test_class_weights_are_refused_for_tokens_where_they_had_no_effect(tmp_path: Path, weights: Any) -> None:
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", loss={"class_weights": weights}))
+    with pytest.raises(ValueError, match=r"loss\.class_weights is for classes, and causal-lm predicts tokens"):
+        check_recipe(recipe)
