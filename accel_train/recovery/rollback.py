@@ -1,15 +1,18 @@
-"""Roll back: restore the newest healthy checkpoint from before a bad step, and skip the steps around the onset."""
+"""Carry out what the guard decides about a bad step; roll back: restore the newest healthy checkpoint from before it, and skip
+the steps around the onset."""
 
 from dataclasses import asdict
 
 from accel_train.checkpoint.health import healthy_steps
 from accel_train.checkpoint.rollback_log import apply_rollbacks, describe, remove_abandoned, write_rollbacks
 from accel_train.checkpoint.store import check, folder_of
-from accel_train.core.errors import CheckpointError, TrainingStopped
-from accel_train.core.state import Rollback
+from accel_train.core.errors import CheckpointError, DataError, TrainingStopped
+from accel_train.core.state import Rollback, StepResult
 from accel_train.engine.run import RunContext, make_guard
 from accel_train.engine.save import kept_checkpoints, report_saves, restore
-from accel_train.guard.guard import plan_rollback
+from accel_train.engine.step import MicroBatch
+from accel_train.guard.guard import Decision, plan_rollback
+from accel_train.recovery.investigate import diagnose
 from accel_train.runtime.process_group import on_main
 
 
@@ -19,6 +22,28 @@ class RollBack(Exception):
     def __init__(self, reason: str, at_step: int) -> None:
         super().__init__(reason)
         self.reason, self.at_step = reason, at_step
+
+
+def carry_out(run: RunContext, result: StepResult, decision: Decision, micro_batches: list[MicroBatch]) -> None:
+    """Report a bad step with its cause, and raise what the guard decided; a skipped step needs nothing else.
+
+    Raises:
+        RollBack: the run continues from an earlier checkpoint.
+        TrainingStopped: the guard's budget is spent.
+        DataError: there is nothing to learn from.
+    """
+    action, reason, incident = decision.action, decision.reason, None
+    if decision.needs_diagnosis:
+        incident, cause = diagnose(run, result, decision, micro_batches)
+        reason = f"{reason}. {cause}" if cause else reason
+    kind = action if action != "roll_back" else "skip" if result.skipped else "spike"
+    run.observer.on_event(kind, result.step, reason, loss_scale=result.loss_scale, incident=incident)
+    if action == "roll_back":
+        raise RollBack(decision.reason, result.step)
+    if action == "stop" and result.num_targets == 0:
+        raise DataError(decision.reason)
+    if action == "stop":
+        raise TrainingStopped(f"{decision.reason}. {kept_checkpoints(run)}")
 
 
 def roll_back(run: RunContext, request: RollBack) -> None:

@@ -1,14 +1,13 @@
 """The training loop: what happens in a step, in its order, and what happens between steps. Read this file first."""
 
-from accel_train.core.errors import DataError, Preempted, TrainingStopped
+from accel_train.core.errors import Preempted
 from accel_train.core.state import StepResult
 from accel_train.engine.agreement import Agreement, StepOutcome
 from accel_train.engine.batches import training_batches
 from accel_train.engine.run import RunContext
-from accel_train.engine.save import kept_checkpoints, raise_save_error, report_saves, save_run, saves_finished
+from accel_train.engine.save import raise_save_error, report_saves, save_run, saves_finished
 from accel_train.engine.step import MicroBatch, forward_backward, seed_step
 from accel_train.recovery.divergence import check_divergence
-from accel_train.recovery.investigate import diagnose
 from accel_train.recovery.out_of_memory import (
     MemoryCare,
     RanOutOfMemory,
@@ -16,7 +15,7 @@ from accel_train.recovery.out_of_memory import (
     undo_step,
     use_smaller_micro_batches,
 )
-from accel_train.recovery.rollback import RollBack, roll_back
+from accel_train.recovery.rollback import RollBack, carry_out, roll_back
 from accel_train.recovery.stragglers import StragglerWatch
 from accel_train.recovery.unused_parameters import UnusedParameters
 from accel_train.runtime.memory import collect_garbage
@@ -88,15 +87,7 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
 
 
 def account(run: RunContext, result: StepResult, micro_batches: list[MicroBatch]) -> StepResult:
-    """Let the guard judge a step and observers see it. All processes decide from the same numbers, so all take the same branch.
-
-    Raises:
-        RanOutOfMemory: the step was not done, and is to be done again.
-        RollBack: the run continues from an earlier checkpoint.
-        TrainingStopped: the guard's budget is spent.
-        DataError: there is nothing to learn from.
-        CheckpointError: a checkpoint could not be written in the background, and not a second time either.
-    """
+    """Let the guard judge a step and observers see it. All processes decide from the same numbers, so all take the same branch."""
     if result.ran_out_of_memory:
         raise undo_step(run, result)
     decision = run.guard.decide(result)
@@ -105,17 +96,7 @@ def account(run: RunContext, result: StepResult, micro_batches: list[MicroBatch]
     run.health.note(result.step, clean=decision.action == "continue")
     report_saves(run)
     if decision.action != "continue":
-        found = diagnose(run, result, decision, micro_batches) if decision.needs_diagnosis else (None, "")
-        incident, cause = found
-        reason = f"{decision.reason}. {cause}" if cause else decision.reason
-        kind = decision.action if decision.action != "roll_back" else "skip" if result.skipped else "spike"
-        run.observer.on_event(kind, result.step, reason, loss_scale=result.loss_scale, incident=incident)
-    if decision.action == "roll_back":
-        raise RollBack(decision.reason, result.step)
-    if decision.action == "stop" and result.num_targets == 0:
-        raise DataError(decision.reason)
-    if decision.action == "stop":
-        raise TrainingStopped(f"{decision.reason}. {kept_checkpoints(run)}")
+        carry_out(run, result, decision, micro_batches)  # raises, to roll back or to stop
     if result.save_failed:
         raise_save_error(run)
     return result
