@@ -24,6 +24,8 @@ _DROPOUT_OF: Mapping[Any, int] = {
 """The attention operators of all backends, and where `dropout_p` stands among their arguments."""
 _WEIGHT_OF: Mapping[Any, int] = {_aten.mm.default: 1, _aten.addmm.default: 2}
 """The products of linear layers, and where the weight stands, (inputs, outputs)."""
+_OF_DOCUMENTS = "torch_attn._varlen_attn.default"
+"""Attention within documents (`kernels/documents.py`), which has no dropout; torch knows it from the first call on."""
 
 
 def checkpoint_activations(model: nn.Module, precision: Precision) -> None:
@@ -64,4 +66,6 @@ def keep_or_recompute(_: SelectiveCheckpointContext, op: Any, *args: Any, **kwar
     elif op in _WEIGHT_OF:
         num_inputs, num_outputs = args[_WEIGHT_OF[op]].shape
         is_kept = num_inputs <= num_outputs <= WIDEST * num_inputs
+    else:
+        is_kept = str(op) == _OF_DOCUMENTS
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -41,8 +41,6 @@ CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("tp_size", lambda asked: asked.recipe.loss.chunked is True, "does not go with loss.chunked: the output layer is split over processes; set that to auto, or parallel.tp_size to 1"),
     ("sp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
     ("sp_size", lambda asked: not is_by_position(asked.task), f"needs a loss that is a sum over positions, which {{recipe.task}} does not say of its own; set {BY_POSITION} = True in the class that defines it where that is so, {SP_OFF}"),
-    ("sp_size", lambda asked: asked.recipe.data.format != "text", "is for text, and data.format is {recipe.data.format}, whose rows share windows under a mask; set it to 1"),
-    ("sp_size", lambda asked: asked.recipe.data.mask_documents, f"does not go with data.mask_documents: attention over slices takes no mask; leave that out, {SP_OFF}"),
     ("sp_size", lambda asked: asked.recipe.data.sequence_length % asked.recipe.parallel.sp_size != 0, f"does not divide data.sequence_length={{recipe.data.sequence_length}}; use {{lengths}} tokens, {SP_OFF}"),
     ("sp_size", lambda asked: asked.recipe.model.attn_implementation != "auto", f"attends by causal SDPA, and model.attn_implementation is {{recipe.model.attn_implementation}}; set that to auto, {SP_OFF}"),
     ("sp_size", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled; leave that out, {SP_OFF}"),

@@ -28,6 +28,8 @@ from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS
 from accel_train.task import TaskData
 
 SPLIT = ("input_ids", "labels")
+OF_DOCUMENTS = ("position_ids", "document_ids", "document_lengths")
+"""What a batch has besides, where several documents share a sequence."""
 ROPES_OF_EACH_POSITION = ("default", "linear", "yarn", "llama3")
 """Rotary embeddings by transformers' names that turn a position the same way whatever else is in the batch."""
 
@@ -62,7 +64,8 @@ def in_slices(data: TaskData, group: ParallelDims) -> TaskData:
 
 
 def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, Any]:
-    """Slice `part` (from 0) of `num_parts` equal ones: `input_ids`, `labels` and their `position_ids`, (B, T / num_parts) each.
+    """Slice `part` (from 0) of `num_parts` equal ones: `input_ids`, `labels` and their `position_ids`, (B, T / num_parts) each;
+    `document_lengths`, if there are any, stay those of whole sequences, over which attention goes.
 
     labels[:, t] is the token after input t, in the whole batch already: so the last target of a slice is the first input of the
     next one, and none is lost between them.
@@ -70,7 +73,8 @@ def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, A
     Raises:
         ValueError: there is more in the batch than a plain language model reads, or its length does not divide.
     """
-    others = sorted(name for name in batch if name not in (*SPLIT, "num_targets"))
+    known = {*SPLIT, "num_targets", *(OF_DOCUMENTS if "document_lengths" in batch else ())}
+    others = sorted(name for name in batch if name not in known)
     if others or any(name not in batch for name in SPLIT):
         raise ValueError(
             f"parallel.sp_size={num_parts} splits batches of input_ids and labels, and these have {', '.join(sorted(batch))}; set "
@@ -81,8 +85,10 @@ def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, A
         raise ValueError(f"parallel.sp_size={num_parts} does not divide a batch of {length} tokens; set it to 1")
     begin, end = part * length // num_parts, (part + 1) * length // num_parts
     own: dict[str, Any] = {name: batch[name][:, begin:end].contiguous() for name in SPLIT}
-    own["position_ids"] = torch.arange(begin, end).repeat(num_samples, 1)
-    return own
+    if "document_lengths" not in batch:
+        return {**own, "position_ids": torch.arange(begin, end).repeat(num_samples, 1)}
+    positions = batch["position_ids"][:, begin:end].contiguous()
+    return {**own, "position_ids": positions, "document_lengths": batch["document_lengths"]}
 
 
 def check_attention(config: Any, attention: str, reason: str, size: int) -> None:
@@ -189,14 +195,16 @@ class UlyssesAttention:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, heads, T / n, head size) of this slice -> (B, T / n, heads, head size), causal over all T positions."""
-        assert attention_mask is None, "an attention of this name is given no mask"
+        """(B, heads, T / n, head size) of this slice -> (B, T / n, heads, head size), causal over all T positions.
+
+        What stands in the place of a mask is where documents start in whole sequences, if anything (`document_starts`).
+        """
         batch, heads, length, size = query.shape
         # DeepSpeed gathers positions for attentions that look for packed documents in them. Ours does not.
         kwargs["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=query.device)
         groups = getattr(module, "num_key_value_groups", None)
         joined = self._joined(batch, heads, key.shape[1], size)
-        output, weights = joined(module, query, key, value, None, **kwargs)
+        output, weights = joined(module, query, key, value, attention_mask, **kwargs)
         if groups is not None:  # it sets its own where it repeats heads, and what comes after has all of them
             module.num_key_value_groups = groups
         return output.view(batch, length, heads, size), weights

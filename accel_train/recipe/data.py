@@ -65,7 +65,8 @@ class Data(Section):
     sequence_length: Annotated[int, Field(ge=2)] = 1024
     """Tokens a sample predicts: each window reads this many tokens and predicts the next of each."""
     mask_documents: bool = False
-    """Attention stays within a document, and positions restart at each."""
+    """Attention stays within a document, and positions restart at each. Where `model.attn_implementation` is auto each document is
+    attended to alone, in memory linear in the length; where that is not possible, under a dense mask. The start says which."""
     encoding_errors: Literal["strict", "replace"] = "strict"
     """A byte that is not UTF-8 stops the run, naming file and position, or becomes U+FFFD."""
     shuffle: bool = True

@@ -47,7 +47,8 @@ class Model(Section):
     config: dict[str, Any] | None = None
     """A transformers configuration (`model_type` and its fields); the weights are random."""
     attn_implementation: str = "auto"
-    """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it."""
+    """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it, for each document by itself where
+    several share a window. sdpa: that of transformers, under a mask."""
     fused_kernels: Auto | Literal[False] = "auto"
     """`auto` computes activations that transformers writes out in Python (GPT-2's GELU) by one kernel of torch: the same function
     up to rounding. false: as transformers has them."""

@@ -23,13 +23,18 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sft.corpus import prepare_rows
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokens import collate_windows
-from accel_train.model.kernels.attention import choose_attention, use_for_generation
+from accel_train.model.kernels.attention import (
+    choose_attention,
+    describe_document_attention,
+    document_mask,
+    use_for_generation,
+)
 from accel_train.model.kernels.chunked_loss import choose_chunking, chunked_counts, chunked_loss, head_for_chunks
 from accel_train.model.pretrained import pretrained_config, transformers_model
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.task import Scores, Task, TaskData
-from accel_train.tasks.text.sft import chat_prompt, rows_as_samples
+from accel_train.tasks.text.sft import chat_prompt, rows_as_samples, shares_windows
 
 
 class CausalLM(Task):
@@ -44,6 +49,8 @@ class CausalLM(Task):
     chunked: bool | str = "auto"
     """`loss.chunked`."""
     label_smoothing = 0.0
+    compiled = False
+    """`precision.compile` is on."""
     whole_up_to = 0
     """Positions of the largest micro-batch so far whose logits were made whole: smaller ones are, too."""
 
@@ -79,6 +86,7 @@ class CausalLM(Task):
             ValueError: the model cannot take the tokenizer's vocabulary or the sequence length, or cannot be loaded.
         """
         corpus: Corpus[Any] = data.source
+        self.compiled = recipe.precision.compile is not False
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
         attention = attention_arguments(recipe, config)
         model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
@@ -88,12 +96,16 @@ class CausalLM(Task):
         return model
 
     def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
-        """Choose whether the loss is computed in chunks.
+        """Choose whether the loss is computed in chunks, and how documents that share a window are kept apart.
 
         Raises:
             ValueError: `loss.chunked` is true, and the model does not allow it.
         """
-        return {"loss.chunked": choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)}
+        chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)
+        choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
+        if isinstance(model, PreTrainedModel) and shares_windows(recipe, model.config):
+            choices["document mask"] = describe_document_attention(recipe, model.config)
+        return choices
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Sum the cross-entropy over the labels that are not -100, in fp32; smoothed by `loss.label_smoothing` in training.
@@ -104,8 +116,8 @@ class CausalLM(Task):
         labels, smoothing = batch["labels"], self.label_smoothing if model.training else 0.0
         head = self.head_for_chunks(model, labels.numel())
         if head is None:
-            return summed_loss(next_token_logits(model, batch), labels, smoothing)
-        return chunked_loss(head, hidden_states(model, batch), labels, smoothing)
+            return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing)
+        return chunked_loss(head, hidden_states(model, batch, self.compiled), labels, smoothing)
 
     def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
         """Return the output layer where the loss of so many positions is computed in chunks; None where logits are made whole."""
@@ -138,10 +150,10 @@ class CausalLM(Task):
         labels = batch["labels"]
         head = self.head_for_chunks(model, labels.numel())
         if head is None:
-            logits = next_token_logits(model, batch)
+            logits = next_token_logits(model, batch, self.compiled)
             loss_sum, num_hits = summed_loss(logits, labels), (logits.argmax(-1) == labels).sum()
         else:
-            loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch), labels)
+            loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch, self.compiled), labels)
         return {"loss_sum": loss_sum, "num_hits": num_hits, "num_labels": (labels != IGNORED_LABEL).sum()}
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
@@ -183,24 +195,24 @@ class CausalLM(Task):
         return {"prompt": prompt, "text": text}
 
 
-def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
     """Return logits (B, T, vocabulary) in the model's precision; with ids, attention and positions stay within a document."""
-    logits: Tensor = model(**model_inputs(batch)).logits
+    logits: Tensor = model(**model_inputs(model, batch, compiled)).logits
     return logits
 
 
-def hidden_states(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def hidden_states(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
     """Return what the output layer makes those logits of: (B, T, hidden size)."""
     assert isinstance(model, PreTrainedModel)
-    hidden: Tensor = model.base_model(**model_inputs(batch)).last_hidden_state
+    hidden: Tensor = model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
     return hidden
 
 
-def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) -> dict[str, Any]:
     """Return the arguments of a forward over whole sequences."""
     inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-    if "document_ids" in batch:
-        inputs["attention_mask"] = same_document_mask(batch["document_ids"])
+    if "document_ids" in batch or "document_lengths" in batch:
+        inputs["attention_mask"] = document_mask(model, batch, compiled=compiled)
     return {**inputs, "use_cache": False}
 
 
@@ -276,13 +288,6 @@ def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, s
             "it up as numbers; use sdpa or auto"
         )
     return {} if choice.value == "library default" else {"attn_implementation": choice.value}
-
-
-def same_document_mask(document_ids: Tensor) -> Tensor:
-    """Return the attention mask (B, 1, T, T), true where the key is in the query's document and not after it."""
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    length = document_ids.shape[1]
-    return same & torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
 
 
 def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:

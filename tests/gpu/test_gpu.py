@@ -14,6 +14,12 @@ from torch import nn
 from accel_train import Recipe
 from accel_train.guard.guard import Limits
 from accel_train.model.kernels.chunked_loss import chunked_loss
+from accel_train.model.kernels.documents import (
+    attend_within_documents,
+    document_starts,
+    same_document_mask,
+    why_no_kernel,
+)
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.optim.update import update_within
 from accel_train.plan.plan import resolve_plan
@@ -82,6 +88,55 @@ def test_a_loss_in_chunks_in_16_bits_is_no_worse_than_one_of_whole_logits(dtype:
     ours = gradients(lambda own, states: chunked_loss(own, states, labels, chunk_rows=128), dtype)
     for found, plain, right in zip(ours, gradients(whole, dtype), exact, strict=True):
         assert (found - right).norm() <= 1.02 * (plain - right).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_attention_within_documents_is_that_under_a_dense_mask_and_waits_for_nothing(
+    dtype: torch.dtype, key_heads: int
+) -> None:
+    if why_no_kernel("cuda", dtype, 64, 0.0) is not None:
+        pytest.skip(str(why_no_kernel("cuda", dtype, 64, 0.0)))
+    torch.manual_seed(0)
+    lengths = torch.tensor([[5, 1, 250], [256, 0, 0]])  # with documents of no length, which fill up the lists
+    ids = torch.stack([torch.arange(3).repeat_interleave(row) for row in lengths]).cuda()
+    wide = [torch.randn(2, heads, 256, 64, device="cuda", dtype=torch.float64) for heads in (4, key_heads, key_heads)]
+    weight = torch.randn(2, 256, 4, 64, device="cuda", dtype=torch.float64)
+    lengths = lengths.cuda()
+
+    def compute(dtype: torch.dtype, *, by_documents: bool) -> list[torch.Tensor]:
+        leaves = [each.to(dtype).requires_grad_() for each in wide]
+        torch.cuda.set_sync_debug_mode("error" if by_documents else "default")
+        try:
+            if by_documents:
+                output = attend_within_documents(*leaves, document_starts(lengths), 0.0, None)
+            else:
+                mask = same_document_mask(ids)
+                output = nn.functional.scaled_dot_product_attention(*leaves, mask, enable_gqa=True).transpose(1, 2)
+            output.backward(weight.to(dtype))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return [output.detach().double(), *(leaf.grad.double() for leaf in leaves if leaf.grad is not None)]
+
+    exact, dense, ours = (
+        compute(torch.float64, by_documents=False),
+        compute(dtype, by_documents=False),
+        compute(dtype, by_documents=True),
+    )
+    assert len(ours) == 4
+    for found, masked, right in zip(ours, dense, exact, strict=True):
+        assert (found - right).norm() < max(1.2 * (masked - right).norm(), 1e-2 * right.norm())
+
+
+def test_documents_train_as_under_a_dense_mask(tmp_path: Path) -> None:
+    traces = []
+    for name, attention in (("alone", "auto"), ("dense", "sdpa")):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name)
+        model = {"config": {**TINY_MODEL, "n_positions": 256}, "attn_implementation": attention}
+        sections = {"model": model, "data": {"mask_documents": True, "sequence_length": 256}}
+        traces.append(train_steps(tmp_path / name, precision={"mixed_precision": "bf16"}, **sections))
+    assert traces[0] == pytest.approx(traces[1], rel=2e-2)
 
 
 class TwoBlocks(nn.Module):

@@ -2,7 +2,6 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from accel_train.model.compile import compile_module
 from accel_train.model.kernels.attention import CAUSAL_SDPA, causal_sdpa
 from accel_train.recipe.schema import Precision, Recipe
 from accel_train.tasks.causal_lm import CausalLM
+from tests.support.memory import peak_bytes
 from tests.support.plan_recipe import GOOD
 
 aten = torch.ops.aten
@@ -62,19 +62,6 @@ def calls(fields: dict[str, Any], checkpointing: Any) -> Counter[Any]:
     with CountOperators() as count:
         step(model_of(fields, checkpointing))
     return count.calls
-
-
-def peak_bytes(run: Callable[[], None]) -> int:
-    """The most bytes alive at once beyond those before, by the allocator's events."""
-    run()  # the first makes what stays
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = worst = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        worst = max(worst, total)
-    return worst
 
 
 @pytest.mark.parametrize("fields", [GPT2, {**GPT2, **NO_DROPOUT}, LLAMA], ids=["dropout", "gpt2", "llama"])

@@ -94,6 +94,39 @@ def test_losses_are_those_of_one_process_and_each_target_is_counted_once(
     assert sorted(index for share in shares[0::2] for index in share) == sorted(reads(undisturbed, 0))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "config"),
+    [(SP, LLAMA), pytest.param({**FSDP2, **SP}, TINY_MODEL, marks=pytest.mark.slow)],
+    ids=["llama", "fsdp2"],
+)
+def test_documents_that_reach_over_slices_are_kept_apart_as_on_one_process(
+    tmp_path: Path, parallel: dict[str, Any], config: dict[str, Any]
+) -> None:
+    sections = {"model": {"config": config}, "data": {"mask_documents": True}, "schedule": {"max_steps": 5}}
+    runs = [sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, parallel), (1, {}))]
+    assert_trained_alike(*runs)
+    said = [json.loads((run / "summary.json").read_text())["choices"]["document mask"] for run in runs]
+    assert "per-document causal attention" in said[0]
+    assert "dense mask" in said[1]  # of windows this short
+
+
+@pytest.mark.slow
+def test_packed_rows_that_reach_over_slices_train_as_on_one_process(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{n} plus {n * 7 % 11} is", "completion": f" {n + n * 7 % 11}" * (1 + n % 9)} for n in range(60)
+    ]
+    table = tmp_path / "rows.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = {
+        "data": {"train": str(table), "format": "prompt_completion", "sequence_length": 64},
+        "task": "causal-lm",
+        "options": {},
+        "evaluate": {"every_steps": 4},
+        "schedule": {"max_steps": 5},
+    }
+    assert_trained_alike(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, SP), (1, {}))))
+
+
 KINDS = {
     "llama with keys shared by heads": LLAMA,
     "fewer keys than processes": {**LLAMA, "num_key_value_heads": 1},
@@ -157,6 +190,21 @@ def test_slices_hold_each_token_with_its_position_and_each_target_once_borders_i
     assert [each["labels"][0, -1].item() for each in slices] == [4, 8, 12]  # the first input of the next slice
     assert [each["num_targets"] for each in slices] == [8, 8, 5]
     assert sum(each["num_targets"] for each in slices) == whole["num_targets"] == 21
+
+
+def test_slices_keep_the_positions_within_documents_and_the_lengths_of_whole_ones() -> None:
+    rows = torch.arange(1, 14).repeat(2, 1).numpy().copy()
+    rows[0, [0, 5]] = rows[1, 3] = 99
+    collate = lambda rows: collate_windows(rows, separator_id=99, mask_documents=True)  # noqa: E731
+    whole, slices = collate(rows), [Slices(collate, part, 2)(rows) for part in range(2)]
+    assert torch.equal(torch.cat([each["position_ids"] for each in slices], dim=1), whole["position_ids"])
+    for each in slices:
+        assert each["document_lengths"].tolist() == [[5, 7], [3, 9]]
+        assert "document_ids" not in each
+    with pytest.raises(ValueError, match="and these have document_ids, input_ids, labels, position_ids"):
+        slice_of(
+            {name: value for name, value in whole.items() if name not in ("document_lengths", "num_targets")}, 0, 2
+        )
 
 
 def test_processes_of_a_group_read_alike_and_draw_and_count_each_for_itself() -> None:
@@ -269,8 +317,6 @@ def test_a_finished_run_is_evaluated_with_whole_sequences_and_the_same_result(tm
     ("sections", "fault", "remedy"),
     [
         ({"task": "image-classification"}, "is for causal-lm, and task is image-classification", "set it to 1"),
-        ({"data": {"format": "chat"}}, "is for text, and data.format is chat", "set it to 1"),
-        ({"data": {"mask_documents": True}}, "does not go with data.mask_documents", "leave that out"),
         ({"data": {"sequence_length": 31}}, "does not divide data.sequence_length=31", "use 30 or 32 tokens"),
         ({"model": {"config": TINY_MODEL, "attn_implementation": "eager"}}, "model.attn_implementation is eager", "set that to auto"),
         ({"precision": {"compile": True}}, "does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled", "leave that out"),
@@ -393,6 +439,20 @@ def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: P
     assert "groups of 2 processes read the same samples, each process has a slice of every sequence" in text
     assert "heads for slices of the sequence (parallel.sp_size); 16 collectives" in text
     assert not any(each.kind == "all-to-all" for each in plans[0].scale.traffic)
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_plan_counts_no_mask_for_documents_over_slices(tmp_path: Path, length: int) -> None:
+    write_corpus(tmp_path)
+    model = {"config": {**LLAMA, "max_position_embeddings": 512}}
+    sections = {"task": "causal-lm", "model": model, "parallel": SP, "batch": {"global_batch_size": 2, "per_device_batch_size": 1}}  # fmt: skip
+    found = []
+    for masked in (False, True):
+        data = {"sequence_length": length, "mask_documents": masked}
+        plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, data=data, **sections)), 4)
+        found.append({part.name: part.num_bytes for part in plan.memory})
+    assert found[1]["activations"] == pytest.approx(found[0]["activations"], rel=0.1)
+    assert "per-document causal attention" in format_plan(plan)
 
 
 def test_neighbours_on_several_machines_are_told_of() -> None:

@@ -12,10 +12,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from accel_train.engine.resolve import check_recipe
 from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
+from accel_train.model.kernels.documents import same_document_mask
 from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM, matmul_parameters, same_document_mask
+from accel_train.tasks.causal_lm import CausalLM, matmul_parameters
 from tests.support.hf_models import SIZES, small_config
 from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus
 

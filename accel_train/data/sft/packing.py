@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.text.tokens import document_lengths
 
 INPUTS, LABELS, POSITIONS, DOCUMENTS = range(4)  # the rows of a sample
 
@@ -114,7 +115,8 @@ class PackedRows(Dataset[NDArray[np.int64]]):
 def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
     """Return one batch of a language model from windows of `PackedRows`, with the names of `collate_windows`.
 
-    `input_ids`, `labels` (-100: no target), `position_ids`, `document_ids`, all (B, T) int64; `num_targets`, an int.
+    `input_ids`, `labels` (-100: no target), `position_ids`, `document_ids`, all (B, T) int64; `document_lengths` (B, D) int64, of
+    which the padding is one; `num_targets`, an int.
     `pad_to_multiple_of` is for windows with one row each: they need no mask, and so neither positions nor documents (causal
     attention never looks at padding on the right), and are cut to the longest row, rounded up.
     """
@@ -122,7 +124,9 @@ def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: 
     num_targets = int((windows[LABELS] != IGNORED_LABEL).sum())
     if pad_to_multiple_of is None:
         names = {"input_ids": INPUTS, "labels": LABELS, "position_ids": POSITIONS, "document_ids": DOCUMENTS}
-        return {**{name: windows[row] for name, row in names.items()}, "num_targets": num_targets}
+        lengths = document_lengths((windows[POSITIONS] == 0).numpy())
+        batch = {name: windows[row] for name, row in names.items()}
+        return {**batch, "document_lengths": lengths, "num_targets": num_targets}
     longest = int((windows[DOCUMENTS] >= 0).sum(dim=1).max())
     length = min(-(-longest // pad_to_multiple_of) * pad_to_multiple_of, windows.shape[2])
     inputs, labels = windows[INPUTS, :, :length].contiguous(), windows[LABELS, :, :length].contiguous()

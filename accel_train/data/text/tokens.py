@@ -201,7 +201,8 @@ def collate_windows(
 
     `input_ids` (B, T) int64; `labels` (B, T) int64, where labels[:, t] is the token after input t, or -100 where there
     is none; `num_targets`, the int number of labels that count. With `mask_documents` also `position_ids` (B, T), which
-    restart at each separator, and `document_ids` (B, T), which count the separators of the row up to there.
+    restart at each separator, `document_ids` (B, T), which count the separators of the row up to there, and
+    `document_lengths`, see there.
     """
     tokens = rows if isinstance(rows, np.ndarray) else np.stack(rows)
     inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
@@ -219,4 +220,20 @@ def collate_windows(
         starts = np.maximum.accumulate(np.where(is_start, steps, 0), axis=1)
         batch["position_ids"] = torch.from_numpy(steps - starts)
         batch["document_ids"] = torch.from_numpy(np.cumsum(is_start, axis=1, dtype=np.int64))
+        batch["document_lengths"] = document_lengths(is_start)
     return batch
+
+
+def document_lengths(is_start: NDArray[np.bool_]) -> torch.Tensor:
+    """Return the lengths of each row's documents, (B, D) int64 for D documents at most; shorter lists are filled up with 0.
+
+    `is_start` (B, T) is true where a document starts; at the start of a row one does in any case. The sum of each row is T.
+    """
+    num_rows, length = is_start.shape
+    is_start = is_start.copy()
+    is_start[:, 0] = True
+    counts = is_start.sum(axis=1)
+    lengths = np.zeros((num_rows, counts.max()), np.int64)
+    is_document = np.arange(counts.max()) < counts[:, None]
+    lengths[is_document] = np.diff(np.flatnonzero(is_start), append=num_rows * length)
+    return torch.from_numpy(lengths)

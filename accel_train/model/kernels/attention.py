@@ -6,6 +6,7 @@ gets no mask at all: right for training on full windows, wrong for padding on th
 it is used for training only, and `use_for_generation` puts SDPA back.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +14,21 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from accel_train.core.state import Choice
+from accel_train.model.kernels.documents import (
+    attend_within_documents,
+    document_starts,
+    is_document_starts,
+    same_document_mask,
+    why_no_kernel,
+)
+from accel_train.recipe.schema import Recipe
 
 CAUSAL_SDPA = "accel_train_causal_sdpa"
 SEQUENCE_SDPA = "accel_train_sequence_sdpa"
 """The same over sequences that are split over processes (`sequence_parallel.py`)."""
+PER_DOCUMENT, DENSE = "per-document causal attention", "dense mask"
+SHORTEST = 256
+"""Tokens of a window from which on a CPU each document by itself takes less time than a mask."""
 
 
 def causal_sdpa(
@@ -31,12 +43,16 @@ def causal_sdpa(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """SDPA over (batch, heads, length, head size), causal; a 4-D mask, if one is given, says all (causality included).
 
+    In the place of a mask there may be what `document_starts` makes: then attention is causal within each document.
+
     Raises:
         ValueError: queries and keys differ in length, as with a key-value cache.
     """
     kwargs["is_causal"] = False  # said by the mask, where there is one
     if query.shape[2] != key.shape[2]:
         raise ValueError("causal attention without a mask is for training; call use_for_generation(model) to decode")
+    if attention_mask is not None and is_document_starts(attention_mask):
+        return attend_within_documents(query, key, value, attention_mask, dropout, scaling), None
     if attention_mask is not None:
         output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return output, weights
@@ -89,6 +105,59 @@ _CHECKED_MODEL_TYPES = frozenset(
      "smollm3", "stablelm", "starcoder2")
 )  # fmt: skip
 """Model types whose logits a test compares with the library's own attention."""
+
+
+def choose_document_attention(
+    attention: str, config: PreTrainedConfig, device: str, dtype: torch.dtype, length: int, *, compiled: bool
+) -> Choice[str]:
+    """Return how documents in windows of `length` tokens are kept apart: `PER_DOCUMENT` or `DENSE`.
+
+    `attention` is the model's, by its name; `dtype` what it computes in on this kind of device; `compiled` by torch.compile.
+    """
+    text = config.get_text_config()
+    if attention not in (CAUSAL_SDPA, SEQUENCE_SDPA):
+        return Choice(DENSE, f"model.attn_implementation is {attention}")
+    if compiled:
+        return Choice(DENSE, "each batch has other lengths, and precision.compile would compile for each of them")
+    if device == "cpu" and length < SHORTEST and attention == CAUSAL_SDPA:
+        return Choice(DENSE, f"windows of {length} tokens; from {SHORTEST} on each document alone is quicker on a CPU")
+    names = ("attention_dropout", "attn_pdrop")
+    dropout = max(getattr(text, name, None) or 0.0 for name in names)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    obstacle = why_no_kernel(device, dtype, head_size, dropout)
+    if obstacle is not None:
+        return Choice(DENSE, obstacle)
+    how = "one call of SDPA for each" if device == "cpu" else "one call of varlen_attn for all"
+    return Choice(PER_DOCUMENT, f"{device.upper()}: {how}; the flash kernel, and memory linear in the length")
+
+
+def describe_document_attention(recipe: Recipe, config: PreTrainedConfig) -> Choice[str]:
+    """Return how a run of this recipe keeps documents apart on this machine; the configuration is of the model that was built."""
+    section, device = recipe.precision, "cuda" if torch.cuda.is_available() else "cpu"
+    attention = SEQUENCE_SDPA if recipe.parallel.sp_size > 1 else config._attn_implementation
+    dtype = torch.float32 if section.mixed_precision == "no" else torch.bfloat16  # fp16 does as well
+    length, compiled = recipe.data.sequence_length, section.compile is not False
+    return choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
+
+
+def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, compiled: bool) -> torch.Tensor:
+    """Return what a model gets as its mask, so that the documents of a batch are kept apart: see `choose_document_attention`.
+
+    With `document_lengths` where the documents start, else, and without a choice, a dense mask of `document_ids`.
+    """
+    lengths, config = batch.get("document_lengths"), getattr(model, "config", None)
+    if lengths is not None and isinstance(config, PreTrainedConfig):
+        attention, device = config._attn_implementation, lengths.device.type
+        # Of a slice of sequences, whose attention goes over whole ones, there is no mask.
+        if attention == SEQUENCE_SDPA or "document_ids" not in batch:
+            return document_starts(lengths)
+        dtype = next(model.parameters()).dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+        length = batch["input_ids"].shape[1]
+        choice = choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
+        if choice.value == PER_DOCUMENT:
+            return document_starts(lengths)
+    return same_document_mask(batch["document_ids"])
 
 
 def use_for_generation(model: PreTrainedModel) -> PreTrainedModel:

@@ -50,6 +50,12 @@ def rows_as_samples(recipe: Recipe, corpus: RowCorpus, config: PreTrainedConfig)
     )
 
 
+def shares_windows(recipe: Recipe, config: PreTrainedConfig) -> bool:
+    """Return whether documents, or rows to fine-tune on, share a window in which they are kept apart."""
+    is_text = recipe.data.format == "text"
+    return recipe.data.mask_documents if is_text else can_keep_rows_apart(recipe, config).value
+
+
 def can_keep_rows_apart(recipe: Recipe, config: PreTrainedConfig) -> Choice[bool]:
     """Return whether rows may share a window: only where a mask and positions are known to keep them apart exactly."""
     implementation = recipe.model.attn_implementation

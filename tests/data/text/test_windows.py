@@ -76,6 +76,7 @@ def test_positions_restart_and_documents_count_at_each_separator(tmp_path: Path)
     assert batch["input_ids"].tolist() == [[99, 1, 2, 99, 3, 4], [5, 99, 99, 6, 7, 99]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 0]]
     assert batch["document_ids"].tolist() == [[1, 1, 1, 2, 2, 2], [0, 1, 2, 2, 2, 3]]
+    assert batch["document_lengths"].tolist() == [[3, 3, 0, 0], [1, 1, 3, 1]]
     assert batch["labels"].tolist() == [[1, 2, 99, 3, 4, 5], [99, 99, 6, 7, -100, -100]]
     assert batch["num_targets"] == 10
     assert batch["position_ids"].dtype == batch["document_ids"].dtype == torch.int64
@@ -85,6 +86,7 @@ def test_padding_is_one_document_of_its_own(tmp_path: Path) -> None:
     windows = dataset(tmp_path, [SEPARATOR, 1, 2], 6)
     batch = collate_windows(windows.__getitems__([0]), separator_id=SEPARATOR, mask_documents=True)
     assert batch["document_ids"].tolist() == [[1, 1, 1, 2, 2, 2]]
+    assert batch["document_lengths"].tolist() == [[3, 3]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
 
 
