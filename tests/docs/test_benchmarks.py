@@ -182,6 +182,18 @@ def test_the_losses_benchmark_compares_one_loss_in_two_ways(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_the_document_masks_benchmark_compares_one_loss_in_two_ways_at_two_lengths(tmp_path: Path) -> None:
+    printed = run("document_mask", "--layers", "1", "--width", "32", "--rounds", "1", "--save", str(tmp_path))
+    rows = parse_table(printed)
+    assert [row["tokens"] for row in rows] == ["1,024", "1,024", "4,096", "4,096"]
+    assert rows[3]["bar of growth"].endswith("met")
+    figures = list(json.loads((tmp_path / "document_mask.json").read_text())["figures"].values())
+    for dense, alone in (figures[:2], figures[2:]):
+        assert alone["loss"] == pytest.approx(dense["loss"], rel=1e-6)
+        assert alone["peak_bytes"] < dense["peak_bytes"]
+
+
+@pytest.mark.slow
 def test_scaling_counts_what_the_plan_says_for_every_variant(tmp_path: Path) -> None:
     short = ("--most-processes", "2", "--steps", "3", "--warmup", "1")
     printed = run("scaling", "--only", "measured", *short, "--save", str(tmp_path))
