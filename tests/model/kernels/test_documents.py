@@ -255,6 +255,42 @@ def test_what_the_kernel_of_cuda_cannot_do_is_a_reason_for_a_dense_mask(
     assert found is None if reason is None else reason in str(found)
 
 
+def attend_like_varlen(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_key: int,
+    *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What torch documents of `varlen_attn`, which has no kernel on a CPU: (total, heads, size), by the starts of sequences."""
+    assert starts.dtype == torch.int32
+    assert starts is key_starts
+    assert window_size == (-1, 0)
+    assert longest == longest_key >= int(starts.diff().max())
+    parts = zip(*(each.split(starts.diff().tolist()) for each in (query, key, value)), strict=True)
+    outputs = []
+    for part in parts:
+        q, k, v = (each.transpose(0, 1) for each in part)
+        mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        outputs.append(
+            scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=enable_gqa)
+        )
+    return torch.cat([output[0].transpose(0, 1) for output in outputs])
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_one_call_for_all_documents_gets_what_torch_documents_for_it(
+    monkeypatch: pytest.MonkeyPatch, key_heads: int
+) -> None:
+    monkeypatch.setattr(documents, "_varlen_attention", lambda: attend_like_varlen)
+    torch.manual_seed(0)
+    tensors = [torch.randn(3, LENGTH, heads, 16).transpose(1, 2) for heads in (4, key_heads, key_heads)]
+    starts = document_starts(LENGTHS)  # documents without a token among them
+    expected = attend_within_documents(*tensors, starts, 0.0, 0.3)
+    rows = [each.transpose(1, 2).flatten(0, 1) for each in tensors]
+    found = documents._in_one_call(rows, starts.flatten(), LENGTH, 0.0, 0.3)
+    torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-5, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert documents._in_one_call(rows, starts.flatten(), LENGTH, 0.0, 0.3).dtype == torch.bfloat16
+
+
 def test_torchs_kernel_for_documents_has_the_arguments_that_it_is_called_with() -> None:
     """It cannot run here; that it would be called rightly is all that can be seen."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
