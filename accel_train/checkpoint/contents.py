@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from accel_train.checkpoint.base import left_out
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.store import TRAINER, Writer
 from accel_train.core.errors import CheckpointError
-from accel_train.model.tensors import local_part
+from accel_train.model.tensors import is_quantised, local_part
 from accel_train.optim.ema import WeightAverage
 from accel_train.task import Task, TaskData
 
@@ -61,26 +62,30 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state by name, contiguous; a tensor with several names (tied weights) is there once, under its first."""
-    return {name: tensor.contiguous() for name, tensor in _state(model).items()}
+def model_tensors(model: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the model's state by name, contiguous, but for the weights `without`; a tensor with several names (tied weights) is there
+    once, under its first."""
+    return {name: tensor.contiguous() for name, tensor in _state(model).items() if name not in without}
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     first_name: dict[int, str] = {}
+    # Beside a weight of 4 bits its scales are in the state, which the base in `model.pretrained` gives as well.
+    packed = tuple(f"{name}." for name, each in model.named_parameters() if is_quantised(each))
+    state = {name: tensor for name, tensor in state.items() if not name.startswith(packed)}
     for name, tensor in state.items():
         first_name.setdefault(id(tensor), name)
     return {name: tensor.detach() for name, tensor in state.items() if first_name[id(tensor)] == name}
 
 
-def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put saved weights back, tied ones included.
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], may_lack: Collection[str] = ()) -> None:
+    """Put saved weights back, tied ones included; those that are lacking keep their values.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another shape.
+        ValueError: a tensor is missing that may not be, unknown, or of another shape.
     """
-    expected = model_tensors(model)
+    expected = model_tensors(model, [name for name in may_lack if name not in tensors])
     check_fit(*({name: tensor.shape for name, tensor in each.items()} for each in (expected, tensors)))
     model.load_state_dict(dict(tensors), strict=False)
 
@@ -150,11 +155,14 @@ def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Pa
 def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | None) -> None:
     """Read the weights of a checkpoint into a model, and their average where one is kept: each process what it holds of them.
 
+    What the checkpoint leaves out (its base) stays as it is: `base.base_problem` tells whether that is the same base.
+
     Raises:
         ValueError: it was made for another model.
         CheckpointError: a file in it is no safetensors file.
     """
-    weights, stored = _state(model), CheckpointReader(folder, "model")
+    stored, base = CheckpointReader(folder, "model"), left_out(folder)
+    weights = {name: tensor for name, tensor in _state(model).items() if name not in base}
     check_fit({name: tensor.shape for name, tensor in weights.items()}, stored.shapes)
     stored.read_into(weights)
     restore_average(folder, average)
@@ -200,16 +208,18 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse stored weights of another type and moments of another shape, before anything is changed.
+    """Refuse stored weights of another type (but frozen ones, which are kept as `model.frozen_dtype` says) and moments of another
+    shape, before anything is changed.
 
     Raises:
         CheckpointError: names the first that has not.
     """
     stored, moments = (CheckpointReader(folder, kind) for kind in ("model", "optimizer"))
     parameters = dict(_named_parameters(optimizer))
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for name, tensor in model_tensors(model).items():
         found = stored.dtypes.get(name, tensor.dtype)
-        if found != tensor.dtype:
+        if found != tensor.dtype and not (name in frozen and found.is_floating_point and tensor.is_floating_point()):
             raise CheckpointError(f"{folder}: {name} is stored as {found}, and the model's is {tensor.dtype}")
     for key, shape in moments.shapes.items():
         entry, _, name = key.partition(".")

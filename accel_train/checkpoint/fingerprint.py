@@ -30,11 +30,11 @@ SETTINGS = (
     *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
     *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
     "optimizer.max_grad_norm",
-    *("precision.mixed_precision", "precision.tf32"),
+    *("precision.mixed_precision", "precision.tf32", "model.frozen_dtype"),
     *("guard.on_nonfinite", "guard.on_spike", "guard.spike_threshold", "guard.spike_window_steps"),
 )
-NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "accept_new_tokenizer"}
-"""Settings of `model` that a resume may change: kernels differ by rounding alone."""
+NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "accept_new_tokenizer", "frozen_dtype"}
+"""Settings of `model` that a resume may change: kernels differ by rounding alone; `frozen_dtype` is one of SETTINGS."""
 OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
 """Settings that make two values of the best metric comparable."""
 USED_BY = {

@@ -4,7 +4,7 @@ DeepSpeed flattens the parameters of a group one after the other (in stage 3 eac
 optimizer works on that flat tensor. A checkpoint knows nothing of it: it holds tensors by name, as under DDP.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import check_known
 from accel_train.checkpoint.sharded import CheckpointReader
+from accel_train.model.tensors import unpacked_numel
 
 COUNTER = "step"
 """The optimizer's entry that is one number for all elements."""
@@ -96,10 +97,12 @@ class ZeroShards:
                 seen.add(id(tensor))
                 yield name, tensor, parts.get(id(tensor))
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
         """Return `contents.model_tensors` in host memory of the main process; nothing on the others."""
         found = {}
         for name, tensor, part in self._state():
+            if name in without:
+                continue
             if self._stage == 3 and part is not None:
                 found[name] = self._gather(part, part.flat)
             else:
@@ -135,6 +138,8 @@ class ZeroShards:
         stored = CheckpointReader(folder, "model")
         with torch.no_grad():
             for name, tensor, part in self._state():
+                if name not in stored.shapes:  # of the base, which the checkpoint leaves out
+                    continue
                 whole = stored.read(name).to(self.device)
                 if part is None or self._stage != 3:
                     tensor.copy_(whole)
@@ -181,5 +186,5 @@ class ZeroShards:
 
 
 def whole_numel(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the elements of parameters, with those that ZeRO stage 3 keeps elsewhere."""
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
+    """Return the elements of parameters, with those that ZeRO stage 3 keeps elsewhere, and those of 4 bits unpacked."""
+    return sum(int(getattr(parameter, "ds_numel", unpacked_numel(parameter))) for parameter in parameters)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from accel_train.core.format import did_you_mean
 from accel_train.core.state import Choice
@@ -90,6 +91,16 @@ GPUS: Mapping[str, Gpu] = {
 }
 # Another chip, or a part of one, under an otherwise equal name.
 _VARIANT_WORDS = frozenset({"ti", "super", "laptop", "mobile", "max", "d", "mig"})
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction sets of this machine's CPU by Linux's names (`avx512_bf16`); empty where Linux does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def find_gpu(name: str) -> Gpu | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,16 @@ def resolve_run(
     return steps, order
 
 
-def change_model(recipe: Recipe, task: Task, model: nn.Module) -> tuple[nn.Module, dict[str, Choice[Any]]]:
+class Changed(NamedTuple):
+    """A model as the recipe changes it."""
+
+    model: nn.Module
+    choices: dict[str, Choice[Any]]
+    frozen: frozenset[str]
+    """Names of the weights that the recipe freezes; those that the task freezes by itself, it may also change by itself."""
+
+
+def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
     """Return the model in training mode, with checkpointed blocks, adapters and frozen parameters as the recipe says, and the
     choices made.
 
@@ -102,6 +111,7 @@ def change_model(recipe: Recipe, task: Task, model: nn.Module) -> tuple[nn.Modul
     if not isinstance(model, nn.Module):
         kind = "None" if model is None else f"a {type(model).__name__}"
         raise ValueError(f"build_model of task={recipe.task!r} returned {kind}; return a torch.nn.Module on the CPU")
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     model.train()  # `from_pretrained` hands models over in evaluation mode, without dropout
     checkpoint_activations(model, recipe.precision)
     choices = describe_kernels(recipe, model)
@@ -111,4 +121,6 @@ def change_model(recipe: Recipe, task: Task, model: nn.Module) -> tuple[nn.Modul
         choices["model.lora"] = add_adapters(model, recipe.model.lora)
     if recipe.model.freeze or recipe.model.freeze_batch_norm:
         choices["model.freeze"] = freeze(model, recipe.model)
-    return model, choices | task.choices(recipe, model)
+    named = model.named_parameters()
+    frozen = frozenset(name for name, each in named if id(each) in trained and not each.requires_grad)
+    return Changed(model, choices | task.choices(recipe, model), frozen)

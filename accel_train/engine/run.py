@@ -1,7 +1,7 @@
 """A run that is alive: what changes while it trains, and what is closed at its end."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,8 @@ class ModelFacts:
     """FLOP/s of one device in the run's precision; None where they are not known."""
     settings: Settings
     """Settings that the training depends on, and that a resume may change."""
+    base: Mapping[str, str]
+    """Digests of the frozen weights that checkpoints leave out, by name; on the main process."""
 
 
 @dataclass

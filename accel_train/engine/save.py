@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accel_train.checkpoint.base import base_record
 from accel_train.checkpoint.contents import trainer_writers
 from accel_train.checkpoint.fingerprint import identity_origins
 from accel_train.checkpoint.health import protected_steps
@@ -84,6 +85,7 @@ def _trainer(run: RunContext) -> dict[str, Any]:
         "origins": {**settings.origins, **identity_origins(plan.recipe, plan.identity)},
         "world_size": run.accelerator.num_processes,
         "torch": torch.__version__,
+        **base_record(plan.recipe.model.pretrained, run.facts.base),
     }
 
 

@@ -122,6 +122,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     weights = folder / "model"
     config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
+    changes["frozen_dtype"] = "auto"  # the weights there are fp32, as they were computed with
     changes["problem_type"] = _PROBLEM_TYPES.get(config.get("problem_type"), recipe.model.problem_type)
     model = recipe.model.model_copy(update=changes)
     section = located(recipe.data, _started_in(folder))

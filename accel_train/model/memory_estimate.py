@@ -107,7 +107,8 @@ def estimate_memory(
     `device_type` is what the run computes on. `gathered`: the weights of a forward are in 16 bits already (FSDP2 in mixed
     precision), so that autocast keeps no copies of them.
     """
-    count = sum(parameter.numel() for parameter in model.parameters())
+    held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     section, state = recipe.optimizer, state_numel(model, recipe.optimizer)
     kept = f"{section.name}: {num_moments(section)} x 4 bytes each"
@@ -126,7 +127,7 @@ def estimate_memory(
         "budget": ", of which memory_budget leaves a part that only the compiler knows",
     }[recipe.precision.recomputed]
     parts = [
-        MemoryPart("parameters", 4 * count, "arithmetic", "4 bytes each (fp32)"),
+        MemoryPart("parameters", held_bytes, "arithmetic", "4 bytes each (fp32)" if is_fp32 else "2 bytes each (bf16) of frozen matrices, 4 of the others"),
         MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
         MemoryPart("optimizer", 4 * state, "estimate" if ":" in section.name else "arithmetic", kept),
     ]  # fmt: skip

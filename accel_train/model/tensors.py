@@ -39,6 +39,17 @@ def part_of(whole: Tensor, other: Tensor) -> Tensor:
     return alike.redistribute(placements=other.placements).to_local()
 
 
+def is_quantised(parameter: Tensor) -> bool:
+    """Return whether a parameter is one of 4 bits, packed two to a byte (bitsandbytes)."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def unpacked_numel(parameter: Tensor) -> int:
+    """Return the weights in a parameter, which are more than its elements where it is quantised."""
+    state: Any = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(state.shape.numel())
+
+
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples and mappings."""
     if isinstance(tree, Tensor):

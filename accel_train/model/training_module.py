@@ -17,10 +17,12 @@ class TrainingModule(nn.Module):
     (2.5 GB for GPT-2 at 12 x 1024 tokens), and DDP sees the one output that is differentiated.
     """
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, model: nn.Module, task: Task, base: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.model = model
         self.task = task
+        self.base = base
+        """Names of frozen weights that checkpoints leave out, because `model.pretrained` has them."""
 
     def forward(self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions"] = "loss") -> Any:
         """Return the loss summed over the targets of the micro-batch, 0-dim; or what evaluation counts, or predicts, by name.

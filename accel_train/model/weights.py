@@ -19,6 +19,8 @@ class Weight:
     num_rows: int
     row_numel: int
     trainable: bool
+    num_bytes: int = FP32_BYTES
+    """Bytes of an element; 2 where a frozen matrix is kept in bf16."""
 
     @property
     def numel(self) -> int:
@@ -49,6 +51,10 @@ class WeightGroup:
     def part_numel(self, shard_size: int, *, trainable_only: bool = False) -> int:
         """Elements of one process's parts, padded."""
         return sum(each.part_numel(shard_size) for each in self.weights if each.trainable or not trainable_only)
+
+    def part_bytes(self, shard_size: int) -> int:
+        """Bytes of one process's parts, padded."""
+        return sum(each.num_bytes * each.part_numel(shard_size) for each in self.weights)
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,12 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
     def group(module: nn.Module) -> WeightGroup:
         new = [parameter for parameter in module.parameters() if id(parameter) not in seen]
         seen.update(map(id, new))
-        held = [(tuple(parts.get(id(each), each.shape)) or (1,), each.requires_grad) for each in new]
-        return WeightGroup(tuple(Weight(rows, math.prod(rest), trainable) for (rows, *rest), trainable in held))
+        held = [(tuple(parts.get(id(each), each.shape)) or (1,), each) for each in new]
+        return WeightGroup(
+            tuple(
+                Weight(rows, math.prod(rest), each.requires_grad, each.element_size()) for (rows, *rest), each in held
+            )
+        )
 
     blocks = [block for module in model.modules() if isinstance(module, kinds) and (block := group(module)).weights]
     root = group(model)

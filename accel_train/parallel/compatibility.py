@@ -31,7 +31,8 @@ class Asked(NamedTuple):
         return self.recipe.task in TASKS and self.recipe.task != "causal-lm"
 
 
-# What `parallel.tp_size`, `parallel.sp_size` above 1 or `parallel.strategy: deepspeed` does not go with: when, why, what to do.
+# What `parallel.tp_size`, `parallel.sp_size` above 1, `parallel.strategy: deepspeed` or `model.frozen_dtype` (bf16, nf4, either) does
+# not go with: when, why, what to do.
 CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("tp_size", lambda asked: asked.recipe.model.lora is not None, "does not go with model.lora: adapters are plain tensors, which cannot be multiplied with layers that are split; leave one of them out"),
     ("tp_size", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: split layers swap their weights in each forward, and {UNTESTED}; leave one of them out"),
@@ -45,6 +46,13 @@ CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("sp_size", lambda asked: asked.recipe.model.attn_implementation != "auto", f"attends by causal SDPA, and model.attn_implementation is {{recipe.model.attn_implementation}}; set that to auto, {SP_OFF}"),
     ("sp_size", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled; leave that out, {SP_OFF}"),
     ("sp_size", lambda _: not _is_installed("deepspeed"), f"needs the package deepspeed; {INSTALL}"),
+    ("frozen_dtype", lambda asked: not asked.recipe.model.freezes, "is for weights that are not trained, and all are; set model.lora or model.freeze, or leave it at auto"),
+    ("frozen_dtype", lambda asked: asked.recipe.parallel.strategy == "deepspeed" or asked.recipe.parallel.tp_size > 1, f"does not go with parallel.strategy deepspeed and parallel.tp_size above 1: {UNTESTED}; set it to auto"),
+    ("bf16", lambda asked: asked.precision not in ("bf16", "auto"), "is for precision.mixed_precision bf16, and that is {precision}: products with fp32 would copy each matrix; set it to auto"),
+    ("nf4", lambda asked: asked.recipe.parallel.strategy == "fsdp2", "does not go with parallel.strategy fsdp2, which would leave the packed weights whole on every process; use ddp, or set it to auto"),
+    ("nf4", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: {UNTESTED}; leave one of them out"),
+    ("nf4", lambda asked: asked.recipe.model.pretrained is None, "needs model.pretrained: checkpoints leave out what it holds, and 4 bits of random weights are in no file; set it to auto"),
+    ("nf4", lambda _: not _is_installed("bitsandbytes"), "needs the package bitsandbytes; install it: pip install 'accel-train[bitsandbytes]'"),
     ("deepspeed", lambda _: not _is_installed("deepspeed"), f"parallel.strategy deepspeed needs the package deepspeed; {INSTALL}"),
     ("deepspeed", lambda asked: asked.precision == "fp16", f"precision.mixed_precision fp16 {UNDER_ZERO}: its loss scale is not the guarded one of this program; use bf16 or no, or {ELSEWHERE}"),
     ("deepspeed", lambda asked: asked.recipe.precision.compile is not False, f"precision.compile {UNDER_ZERO}: its hooks on weights and gradients break the compiled graph; use {ELSEWHERE}"),
@@ -59,19 +67,24 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
     Raises:
         ValueError: names the setting, why, and what to do.
     """
-    section, length = recipe.parallel, recipe.data.sequence_length
+    section, length, kept = recipe.parallel, recipe.data.sequence_length, recipe.model.frozen_dtype
     is_on = {
         "tp_size": section.tp_size > 1,
         "sp_size": section.sp_size > 1,
         "deepspeed": section.strategy == "deepspeed",
+        "frozen_dtype": kept in ("bf16", "nf4"),
+        **dict.fromkeys(("bf16", "nf4"), False),
+        kept: True,
     }
     asked = Asked(recipe, task, mixed_precision or recipe.precision.mixed_precision)
     shorter = length - length % section.sp_size
     lengths = " or ".join(str(each) for each in (shorter, shorter + section.sp_size) if each)
     for part, refuses, text in CONFLICTS:
         if is_on[part] and refuses(asked):
-            setting = "" if part == "deepspeed" else f"parallel.{part}={getattr(section, part)} "
-            raise ValueError(setting + text.format(recipe=recipe, lengths=lengths))
+            setting = "" if part == "deepspeed" else f"parallel.{part}={getattr(section, part, None)} "
+            if part in ("frozen_dtype", "bf16", "nf4"):
+                setting = f"model.frozen_dtype={kept} "
+            raise ValueError(setting + text.format(recipe=recipe, lengths=lengths, precision=asked.precision))
     if recipe.task == "causal-lm" and section.num_sharing > 1:
         _check_language_model(recipe)
 

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -143,11 +143,11 @@ class Fsdp2(Strategy):
         """Forget gathered weights, or the next forward would use them after the shards have changed."""
         reshard(self.inner)
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
         """* Gather the weights a tensor at a time, and keep them on the main process."""
         self.release_gathered()
         found = {}
-        for name, tensor in model_tensors(self.inner.model).items():
+        for name, tensor in model_tensors(self.inner.model, without).items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self.accelerator.is_main_process:
                 found[name] = whole.cpu()
@@ -155,7 +155,8 @@ class Fsdp2(Strategy):
 
     def snapshot(self) -> Snapshot:
         """* Copy this process's shards; the files of all processes make the checkpoint."""
-        tensors = {f"model/{name}": tensor for name, tensor in model_tensors(self.inner.model).items()}
+        weights = model_tensors(self.inner.model, self.inner.base)
+        tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(self.optimizer).items()}
         if self.average is not None:
             tensors |= {f"average/{name}": tensor for name, tensor in self.average.tensors().items()}

@@ -4,7 +4,7 @@ DDP, FSDP2 and ZeRO are a file each; a new strategy is one more (and a line in `
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -213,9 +213,9 @@ class Strategy(ABC):
         """Return the shapes of the whole weights by name: sizes are asked before anything is gathered."""
         return {name: tensor.shape for name, tensor in model_tensors(self.inner.model).items()}
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """* Return all weights by name, on the main process in host memory; empty on the others."""
-        return copy_to_host(model_tensors(self.inner.model)) if self.accelerator.is_main_process else {}
+    def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
+        """* Return all weights but those `without` by name, on the main process in host memory; empty on the others."""
+        return copy_to_host(model_tensors(self.inner.model, without)) if self.accelerator.is_main_process else {}
 
     def full_moments(self) -> dict[str, Tensor]:
         """* Return the optimizer's whole state by name, on the main process in host memory; empty on the others."""
@@ -225,7 +225,7 @@ class Strategy(ABC):
 
     def snapshot(self) -> Snapshot:
         """* Copy what this process writes into a checkpoint: training may continue when this returns."""
-        weights, moments = self.full_weights(), self.full_moments()
+        weights, moments = self.full_weights(self.inner.base), self.full_moments()
         writers = tensor_writers(weights, moments, self.average) if self.accelerator.is_main_process else {}
         return Snapshot(writers, None)
 

@@ -7,7 +7,7 @@ loss and its division, the ends of accumulation, the norm, the clip, and whether
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_train.checkpoint.base import left_out
 from accel_train.checkpoint.contents import check_fit, restore_average
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.zero import ZeroShards
@@ -107,9 +108,9 @@ class Zero(Strategy):
         """Return the shapes of the whole weights by name."""
         return self.parts.shapes()
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
         """* Gather the weights on the main process."""
-        return self.parts.weights()
+        return self.parts.weights(without)
 
     def full_moments(self) -> dict[str, Tensor]:
         """* Gather the optimizer's state on the main process."""
@@ -120,7 +121,9 @@ class Zero(Strategy):
 
     def restore_weights(self, folder: Path) -> None:
         """Read weights and their average into DeepSpeed's parts."""
-        check_fit(self.parts.shapes(), CheckpointReader(folder, "model").shapes)
+        base = left_out(folder)
+        expected = {name: shape for name, shape in self.parts.shapes().items() if name not in base}
+        check_fit(expected, CheckpointReader(folder, "model").shapes)
         self.parts.load_weights(folder)
         restore_average(folder, self.average)
 

@@ -16,9 +16,9 @@ def memory(
     size, split = layout.shard_size, layout.tp_size
     dealt = f"1/{size} of the rows" if split == 1 else f"of split layers 1/{split}"
     dealt += f", and of that 1/{size} of the rows" if split > 1 and size > 1 else ""
-    numel, trained = (weights.part_numel(size, trainable_only=only) for only in (False, True))
+    trained = weights.part_numel(size, trainable_only=True)
     trainable = (whole["gradients"].num_bytes or 0) // 4
-    sizes = {"parameters": 4 * numel, "gradients": 4 * trained}
+    sizes = {"parameters": weights.part_bytes(size), "gradients": 4 * trained}
     for name in ("optimizer", "averaged weights"):
         if name in whole:
             sizes[name] = (whole[name].num_bytes or 0) * trained // trainable if trainable else 0

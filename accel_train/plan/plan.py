@@ -1,7 +1,7 @@
 """Everything that a run will be, before it costs anything: resolved like a run, with a model that has no weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
+from accel_train.model.kernels.frozen import NF4_BYTES, bytes_saved_by_nf4, choose_frozen_dtype, keep_frozen
 from accel_train.model.memory_estimate import (
     MemoryPart,
     build_without_weights,
@@ -193,7 +194,12 @@ class _Model:
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
-    model, choices = change_model(recipe, task, build_without_weights(recipe, task, data))
+    model, choices, frozen = change_model(recipe, task, build_without_weights(recipe, task, data))
+    kept = choose_frozen_dtype(recipe, place.precision.value, place.device_type)
+    choices |= keep_frozen(model, frozen, kept, place.precision.value)
+    saved = bytes_saved_by_nf4(model, frozen) if kept is not None and kept.value == "nf4" else 0
+    base = frozen if recipe.model.pretrained is not None else ()
+    stored = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if name not in base)
     weights, flops = group_weights(model), task.flops_per_target(recipe, model)
     tokens, rows = getattr(data.source, "vocab_size", None), vocabulary_rows(model)
     vocabulary = None if tokens is None or rows is None else (tokens, rows)
@@ -215,12 +221,15 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         recipe, task, model, micro_batch,
         mixed_precision=place.precision.value, device_type=place.device_type, gathered=place.layout.shard_size > 1,
     )  # fmt: skip
+    if saved:
+        how = f"{NF4_BYTES:.2f} bytes each (nf4) of the frozen linear layers, 4 of the others"
+        memory[0] = replace(memory[0], num_bytes=(memory[0].num_bytes or 0) - saved, how=how)
     memory = with_exchange(memory, model, place.layout, num_positions, place.compute_bytes)
     of_neighbours = neighbour_collectives(
         model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed
     )
     averaged = weights.trainable_numel if recipe.optimizer.ema_decay is not None else 0
-    checkpoint_bytes = 4 * (weights.numel + state_numel(model, recipe.optimizer) + averaged)
+    checkpoint_bytes = stored + 4 * (state_numel(model, recipe.optimizer) + averaged)
     return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, of_neighbours)
 
 

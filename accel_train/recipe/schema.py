@@ -65,8 +65,16 @@ class Model(Section):
     """Batch norms neither train their weights nor move their running statistics."""
     lora: LoRA | None = None
     """Train low-rank adapters (peft) and leave the weights as they are."""
+    frozen_dtype: Auto | Literal["fp32", "bf16", "nf4"] = "auto"
+    """How matrices are kept that lora or freeze leave untrained. auto: in bf16 where the run computes in bf16 anyway (the same bits
+    in half the memory), else in fp32. nf4: linear layers in 4 bits (bitsandbytes), an eighth of fp32, which rounds them."""
     problem_type: Literal["auto", "single_label", "multi_label", "regression"] = "auto"
     """text-classification: what the labels mean; auto: lists of labels are multi_label, decimal numbers regression."""
+
+    @property
+    def freezes(self) -> bool:
+        """Some weights are not trained."""
+        return self.lora is not None or bool(self.freeze) or self.freeze_batch_norm
 
     @model_validator(mode="after")
     def one_source_of_weights(self) -> "Model":

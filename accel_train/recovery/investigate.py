@@ -105,8 +105,9 @@ def _why_not_here(run: RunContext) -> str | None:
 
 def _weights(run: RunContext) -> dict[str, Tensor] | None:
     """Return the weights, on the main process; None where they are too large to be kept with each incident."""
-    num_bytes = sum(shape.numel() for shape in run.strategy.weight_shapes().values()) * torch.float32.itemsize
-    return run.strategy.full_weights() if num_bytes < MAX_WEIGHTS_BYTES else None
+    shapes, base = run.strategy.weight_shapes(), run.strategy.inner.base
+    num_bytes = sum(shape.numel() for name, shape in shapes.items() if name not in base) * torch.float32.itemsize
+    return run.strategy.full_weights(base) if num_bytes < MAX_WEIGHTS_BYTES else None
 
 
 def _request(run: RunContext, result: StepResult, num_micro_batches: int) -> DiagnosisRequest:

@@ -3,7 +3,7 @@
 import os
 import pdb  # noqa: T100 (--debug is for people)
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from accel_train.checkpoint.base import base_problem, digests_of_base
 from accel_train.checkpoint.contents import load_model_tensors, restore_weights
 from accel_train.checkpoint.run_recipe import check_settings, read_recipe
 from accel_train.checkpoint.store import check
 from accel_train.core.errors import CheckpointError
 from accel_train.core.ownership import recipe_of_run
-from accel_train.core.state import JsonRecord
+from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.resolve import change_model
+from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.incident_record import (
     INCIDENTS,
@@ -109,8 +111,11 @@ def replay_incident(
     task = load_task(recipe.task)
     data = read_data(task, recipe, progress=sys.stderr.isatty())
     torch.manual_seed(recipe.seed)
-    model, _ = change_model(recipe, task, task.build_model(recipe, data))
-    weights = load_weights(model, folder, run_folder, record)
+    model, _, frozen = change_model(recipe, task, task.build_model(recipe, data))
+    base = digests_of_base(model, frozen) if recipe.model.pretrained is not None else {}
+    weights = load_weights(model, folder, run_folder, record, base)
+    if recipe.model.frozen_dtype == "nf4":  # bf16 is what autocast rounds to anyway
+        keep_frozen(model, frozen, Choice("nf4", "as the recipe says"), precision)
     inner = TrainingModule(model, task).to(accelerator.device)
     accelerator.prepare_model(inner, evaluation_mode=True)  # puts autocast around its forward, and no DDP
     recomputation = Recomputation(inner, _request(record, readers), accelerator.device)
@@ -164,8 +169,9 @@ def use_device(device: str | None) -> None:
         raise ValueError(f"--device {device}: torch sees no such device here; give cpu")
 
 
-def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonRecord) -> str:
-    """Load the incident's weights, or those of the checkpoint before it; return which.
+def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonRecord, base: Mapping[str, str]) -> str:
+    """Load the incident's weights, or those of the checkpoint before it; return which. Those of the `base`, with these digests, are in
+    the model already.
 
     Raises:
         ValueError: they are gone, damaged, or those of another model.
@@ -181,8 +187,10 @@ def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonR
             raise ValueError(f"{path} holds the incident's weights, and cannot be used: {problem}")
     try:
         if kept is not None:
-            load_model_tensors(model, load_file(path))
+            load_model_tensors(model, load_file(path), base)
         else:
+            if problem := base_problem(path, base):
+                raise ValueError(problem)
             restore_weights(path, model, None)
     except (OSError, SafetensorError, CheckpointError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

@@ -31,6 +31,7 @@ from accel_train.model.kernels.attention import (
 )
 from accel_train.model.kernels.chunked_loss import choose_chunking, chunked_counts, chunked_loss, head_for_chunks
 from accel_train.model.pretrained import pretrained_config, transformers_model
+from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.task import Scores, Task, TaskData
@@ -136,11 +137,11 @@ class CausalLM(Task):
         assert isinstance(model, PreTrainedModel)
         text, used = model.config.get_text_config(), matmul_parameters(model)
         return self.positions_per_target * model_flops_per_token(
-            sum(each.numel() for each in used),
+            sum(unpacked_numel(each) for each in used),
             text.num_hidden_layers,
             text.hidden_size,
             recipe.data.sequence_length,
-            num_frozen=sum(each.numel() for each in used if not each.requires_grad),
+            num_frozen=sum(unpacked_numel(each) for each in used if not each.requires_grad),
         )
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

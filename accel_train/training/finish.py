@@ -17,6 +17,7 @@ from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
+from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment
@@ -96,13 +97,28 @@ def full_model(run: RunContext) -> nn.Module:
     """
     plan, strategy = run.plan, run.strategy
     if strategy.is_replicated:
-        return strategy.inner.model
+        return in_fp32(strategy.inner.model) if is_narrowed(run) else strategy.inner.model
     tensors = strategy.full_weights()
     if not run.accelerator.is_main_process:
         return strategy.inner.model
-    model, _ = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data))
+    model, *_ = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data))
     load_model_tensors(model, tensors)
     return model.eval()
+
+
+def is_narrowed(run: RunContext) -> bool:
+    """Return whether frozen matrices are kept in fewer bits than fp32, so that the model forwards under autocast alone."""
+    kept = run.plan.choices.get("model.frozen_dtype")
+    return kept is not None and kept.value != "fp32"
+
+
+def sample_of(run: RunContext, model: nn.Module) -> dict[str, Any] | None:
+    """Return the task's sample, made on the device where the model is there."""
+    plan, strategy = run.plan, run.strategy
+    if not (strategy.is_replicated and is_narrowed(run)):
+        return plan.task.sample(plan.recipe, model, plan.data)
+    with run.accelerator.autocast():
+        return plan.task.sample(plan.recipe, strategy.inner.model, plan.data)
 
 
 def save_model(run: RunContext, model: nn.Module) -> None:
@@ -131,7 +147,7 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
         "best_metric": state.best_metric,
         "best_step": state.best_step,
         "baselines": plan.task.baselines(plan.data),
-        "sample": plan.task.sample(plan.recipe, model, plan.data),
+        "sample": sample_of(run, model),
         "data": redact(plan.data.facts),
         "started_in": os.getcwd(),
         "parameters": whole_numel(list(run.strategy.inner.model.parameters())),

@@ -15,6 +15,7 @@ from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.engine.loader import choose_reading
 from accel_train.engine.resolve import resolve_run
 from accel_train.engine.run_plan import Extensions, RunPlan
+from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.optim.custom import try_custom
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines, choose_sequences, processes_on_machine
@@ -69,6 +70,8 @@ def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Ch
         "precision.mixed_precision": strategy.precision(precision),
         **set_backends(recipe.precision, precision.value, device),
     }
+    if (kept := choose_frozen_dtype(recipe, precision.value, device.type)) is not None:
+        choices["model.frozen_dtype"] = kept
     if section.strategy != "ddp":
         machines = across_machines(section, processes_on_machine(num_processes))
         reason = strategy.choice.reason if machines is None else f"{strategy.choice.reason}; {machines}"

@@ -1,14 +1,16 @@
 """Turn a recipe into a run that is ready to train: decide everything, check everything, then build."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 
+from accel_train.checkpoint.base import base_problem, digests_of_base, holds_base, left_out
 from accel_train.checkpoint.contents import describe_model
 from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, setting_changes, training_settings
 from accel_train.checkpoint.health import Health
@@ -27,6 +29,7 @@ from accel_train.engine.run_plan import Extensions as Extensions
 from accel_train.engine.save import restore
 from accel_train.model.batch_norm import RunningStatistics
 from accel_train.model.compile import compile_module
+from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.observer import Observers
@@ -121,14 +124,17 @@ def build_run(
 ) -> tuple[RunContext, list[Change]]:
     """Build and wrap the model, restore the checkpoint, and make the run; also returns which settings have changed since."""
     recipe, accelerator = plan.recipe, strategy.accelerator
-    inner, plan, batch_cache = build_model(plan, strategy)
+    inner, plan, batch_cache, digests = build_model(plan, strategy)
+    base = check_base(plan, strategy.accelerator, inner, digests)
     plan = wrap_model(plan, strategy, inner)
     own_rates = plan.extensions.group_learning_rates
     settings = training_settings(recipe, plan.choices, strategy.optimizer.param_groups if own_rates else None)
     peak_flops, mfu = device_peak(accelerator.device, plan.choices)
     plan = plan.with_choices({"mfu": mfu})
-    description = describe_model(plan.task, inner.model, plan.data) if accelerator.is_main_process else {}
-    facts = ModelFacts(description, plan.task.flops_per_target(recipe, inner.model), peak_flops, settings)
+    # Without its base no library could load the weights of a checkpoint, so it needs no configuration.
+    describes = accelerator.is_main_process and not inner.base
+    description = describe_model(plan.task, inner.model, plan.data) if describes else {}
+    facts = ModelFacts(description, plan.task.flops_per_target(recipe, inner.model), peak_flops, settings, base)
     state, changes = restore_state(plan, strategy, settings)
     checkpoints, large_files = plan.output_dir / "checkpoints", plan.data.large_files
     run = RunContext(
@@ -164,22 +170,38 @@ def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:
     return lambda step: peak * multiplier(step)
 
 
-def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunPlan, BatchCache | None]:
-    """Build the model on its device, not yet wrapped, and fit the micro-batch to the memory that it leaves."""
+def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunPlan, BatchCache | None, dict[str, str]]:
+    """Build the model on its device, not yet wrapped, and fit the micro-batch to the memory that it leaves.
+
+    Also returns the digests of the frozen weights that `model.pretrained` has and checkpoints leave out: on a resume on all processes
+    that load them, at a start on the main one.
+    """
     recipe, task, data = plan.recipe, plan.task, plan.data
     choices: Choices = {}
+    frozen: set[str] = set()
+    base: dict[str, str] = {}
 
     def build() -> nn.Module:
-        model, changes = change_model(recipe, task, task.build_model(recipe, data))
+        model, changes, names = change_model(recipe, task, task.build_model(recipe, data))
         choices.update(changes)
+        frozen.update(names)
+        if recipe.model.pretrained is not None and (resumes or strategy.accelerator.is_main_process):
+            base.update(digests_of_base(model, names))
+        choices.update(keep_frozen(model, names, kept, precision))
         return model
 
     def build_empty() -> nn.Module:
         with torch.device("meta"):
-            return change_model(recipe, task, build_without_weights(recipe, task, data))[0]
+            model, _, names = change_model(recipe, task, build_without_weights(recipe, task, data))
+        frozen.update(names)
+        keep_frozen(model, names, kept, precision)
+        return model
 
+    kept, precision = plan.choices.get("model.frozen_dtype"), strategy.accelerator.mixed_precision
+    resumes = plan.resume_point.path is not None
     torch.manual_seed(recipe.seed)  # the same first weights on every process
-    inner = TrainingModule(strategy.build(build, build_empty), task)
+    model = strategy.build(build, build_empty)
+    inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
     trials = Trials(recipe, data, inner, strategy.accelerator)
     sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
     attend_over_slices(strategy.accelerator, inner.model)
@@ -189,7 +211,33 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
         "batch": Choice(sizes.global_batch_size, sizes.reason),
         "optimizer.learning_rate": scale_learning_rate(section.learning_rate, section.lr_scaling, sizes),
     }
-    return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache
+    return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache, base
+
+
+def check_base(
+    plan: RunPlan, accelerator: Accelerator, inner: TrainingModule, digests: dict[str, str]
+) -> Mapping[str, str]:
+    """Return the digests of what the run's checkpoints leave out, once it is sure that a resume has the same base.
+
+    Nothing is left out where the run resumes from a checkpoint of all weights, and those that are frozen are not the base's.
+
+    Raises:
+        ValueError: on all processes: some process has loaded another base than the checkpoint was trained on.
+    """
+    path = plan.resume_point.path
+    if path is None:
+        return digests
+    has_loaded = bool(digests) or not inner.base
+    problem = base_problem(path, digests) if has_loaded else ""
+    is_other = bool(digests) and not left_out(path) and not holds_base(path, digests)
+    found = [(problem, is_other)] if accelerator.num_processes == 1 else gather_object([(problem, is_other)])
+    for problem, _ in found:
+        if problem:
+            raise ValueError(problem)
+    if any(is_other for _, is_other in found):
+        inner.base = frozenset()
+        return {}
+    return digests
 
 
 def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule) -> RunPlan:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from tests.support.runs import (
     events,
     losses,
     metrics,
+    write_base,
     write_corpus,
     write_recipe_file,
 )
@@ -28,13 +30,13 @@ from tests.support.runs import (
 MAX_STEPS = 120
 
 
-def recipe_in(folder: Path, name: str, max_steps: int) -> Path:
+def recipe_in(folder: Path, name: str, max_steps: int, model: dict[str, Any] | None = None) -> Path:
     """Saves every third step beside the training, evaluates every fifth; ragged batches, two micro-batches, dropout."""
     path = write_recipe_file(
         folder,
         task="tests.support.tasks.kill_points:KillTask",
         output_dir=str(folder / name),
-        model={"config": {**TINY_MODEL, "resid_pdrop": 0.1}},
+        model=model or {"config": {**TINY_MODEL, "resid_pdrop": 0.1}},
         batch={"global_batch_size": 8, "gradient_accumulation_steps": 2},
         schedule={"max_steps": max_steps},
         checkpoint={"every_steps": 3, "keep": 2},
@@ -49,14 +51,16 @@ def evaluations(folder: Path) -> list[dict[str, object]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics(folder, "eval")]
 
 
-def kill_and_compare(folder: Path, num_kills: int, max_steps: int, seed: int) -> Tally:
+def kill_and_compare(
+    folder: Path, num_kills: int, max_steps: int, seed: int, model: dict[str, Any] | None = None
+) -> Tally:
     write_corpus(folder)
-    forked = run_forked(["run", str(recipe_in(folder, "whole", max_steps))], 2, folder=folder / "processes")
+    forked = run_forked(["run", str(recipe_in(folder, "whole", max_steps, model))], 2, folder=folder / "processes")
     assert forked.wait(240) == [0, 0], forked.stderr(0)[-3000:]
     whole, generator, tally = folder / "whole", random.Random(seed), Tally()
     while tally.num_kills < num_kills:
         name = f"killed-{tally.finished}"
-        run = KilledRun(recipe_in(folder, name, max_steps), folder / name, generator, tally)
+        run = KilledRun(recipe_in(folder, name, max_steps, model), folder / name, generator, tally)
         if not run.kill_until_finished(num_kills):
             run.finish()
         killed = folder / name
@@ -77,6 +81,15 @@ def test_two_hundred_kills_half_of_them_in_a_save_change_nothing(tmp_path: Path)
     assert tally.num_kills == 200
     assert tally.kills["in save"] >= 80
     assert tally.half_done >= 10, "killed in a save, and nothing is half done"
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_kills_change_nothing_of_a_run_whose_checkpoints_hold_adapters_alone(tmp_path: Path) -> None:
+    model = {"config": None, "pretrained": str(write_base(tmp_path)), "lora": {"rank": 2, "dropout": 0.1}}
+    tally = kill_and_compare(tmp_path, 12, 40, seed=3, model=model)
+    print(tally)
+    assert tally.kills["in save"] >= 3
 
 
 @pytest.mark.faults

@@ -134,7 +134,7 @@ def test_adapters_train_by_the_same_bits_and_their_wide_outputs_are_not_kept() -
             "precision": {"gradient_checkpointing": checkpointing},
         }
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2))
-        model, _ = change_model(Recipe.model_validate({**GOOD, **sections}), CausalLM(), plain)
+        model, *_ = change_model(Recipe.model_validate({**GOOD, **sections}), CausalLM(), plain)
         step(model)
         found.append({name: each.grad for name, each in model.named_parameters() if each.requires_grad})
     assert found[0]

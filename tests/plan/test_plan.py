@@ -142,7 +142,7 @@ def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
     recipe = load_recipe("r.yaml", arguments=recipe_flags)
     task = load_task(recipe.task)
     data = task.load_data(recipe, progress=False)
-    model, _ = change_model(recipe, task, task.build_model(recipe, data))
+    model, *_ = change_model(recipe, task, task.build_model(recipe, data))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     batch = data.collate(fetch(data.train, [0, 0]))

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -79,6 +80,17 @@ def write_recipe_file(folder: Path, **sections: Any) -> Path:
     """`recipe_dict` as a file; returns its path."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe_dict(folder, **sections)))
+    return path
+
+
+def write_base(folder: Path, config: dict[str, Any] | None = None, seed: int = 5) -> Path:
+    """Random weights of a small model, as a folder for `model.pretrained`; returns its path."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = folder / "base"
+    torch.manual_seed(seed)
+    fields = {"vocab_size": 320, "bos_token_id": 256, "eos_token_id": 256, **(config or TINY_MODEL)}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).save_pretrained(path)
     return path
 
 

@@ -1,0 +1,220 @@
+"""A run whose weights are frozen keeps in its checkpoints what it trains, and resumes on the same frozen weights or not at all."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from accel_train import Recipe, train
+from accel_train.checkpoint.base import digests_of_base
+from accel_train.checkpoint.store import facts_of
+from accel_train.checkpoint.verify import verify
+from accel_train.cli.main import main
+from accel_train.inference.export import export_run, load_exported
+from accel_train.training.setup import prepare_run
+from tests.support.comparisons import assert_same_bits, tensors
+from tests.support.runs import checkpoint, events, losses, recipe_dict, run, write_base, write_recipe_file
+
+LORA: dict[str, Any] = {"rank": 2}
+SAVES: dict[str, Any] = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
+
+
+def sections_in(folder: Path, name: str = "run", **model: Any) -> dict[str, Any]:
+    changes = {"config": None, "pretrained": str(folder / "base"), **(model or {"lora": LORA})}
+    return {**SAVES, "output_dir": str(folder / name), "model": changes}
+
+
+def recipe_of(folder: Path, name: str = "run", **model: Any) -> Recipe:
+    return Recipe.model_validate(recipe_dict(folder, **sections_in(folder, name, **model)))
+
+
+def forget(trained: Path, first: int) -> None:
+    """As if the run had been killed before it saved this step."""
+    for path in (trained / "checkpoints").iterdir():
+        if path.name.startswith("step-") and int(path.name.removeprefix("step-")) >= first:
+            shutil.rmtree(path)
+    shutil.rmtree(trained / "model")
+    (trained / "summary.json").unlink()
+
+
+def flip_one_bit(base: Path, name: str) -> None:
+    weights = load_file(base / "model.safetensors")
+    weights[name].view(torch.int32).flatten()[3] ^= 1
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_whole_weights(folder: Path) -> None:
+    """The checkpoint, as a version that knew of no base wrote it."""
+    base = load_file(folder.parent.parent.parent / "base" / "model.safetensors")
+    trainer = json.loads((folder / "trainer.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    for name in trainer.pop("base")["tensors"]:
+        weights[name] = base[name.replace(".base_layer", "")]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"] = {name: facts_of(folder / name) for name in manifest["files"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def based(corpus: Path) -> Path:
+    """A folder with a corpus and a base."""
+    write_base(corpus)
+    return corpus
+
+
+@pytest.mark.parametrize(
+    "model", [{"lora": LORA}, {"freeze": ["*.wte.*", "*.h.0.*"]}], ids=["adapters", "frozen parts"]
+)
+def test_a_checkpoint_holds_what_is_trained_and_resumes_to_the_bit(based: Path, model: dict[str, Any]) -> None:
+    recipe = recipe_of(based, **model)
+    folder = train(recipe).output_dir
+    stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    moments = tensors(folder, 12, "optimizer")
+    assert {name.partition(".")[2] for name in moments} == stored.keys()
+    assert not (folder / "checkpoints" / "step-00000012" / "config.json").exists()
+    before, ended = checkpoint(folder, 12), load_file(folder / "model" / "model.safetensors")
+    forget(folder, 8)
+    assert train(recipe).output_dir == folder
+    assert [event["step"] for event in events(folder, "resume")] == [4]
+    assert_same_bits(checkpoint(folder, 12), before)
+    assert_same_bits(load_file(folder / "model" / "model.safetensors"), ended)
+    assert verify(folder).newest == folder / "checkpoints" / "step-00000012"
+
+
+def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train(recipe_of(based)).output_dir
+    forget(folder, 8)
+    flip_one_bit(based / "base", "transformer.h.1.mlp.c_fc.weight")
+    path = write_recipe_file(based, **sections_in(based))
+    assert main(["run", str(path)]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "step-00000004 was trained on another base" in said
+    assert "transformer.h.1.mlp.c_fc.base_layer.weight has SHA-256" in said
+    assert "(1 of 28 frozen weights differ)" in said
+
+
+def test_a_flipped_bit_in_a_trained_weight_of_the_base_costs_nothing(based: Path) -> None:
+    model = {"freeze": ["*.h.0.*"]}
+    folder = train(recipe_of(based, **model)).output_dir
+    before = checkpoint(folder, 12)
+    forget(folder, 8)
+    flip_one_bit(based / "base", "transformer.h.1.mlp.c_fc.weight")
+    train(recipe_of(based, **model))
+    assert_same_bits(checkpoint(folder, 12), before)
+
+
+def test_a_checkpoint_of_all_weights_still_resumes(based: Path) -> None:
+    folder = train(recipe_of(based)).output_dir
+    before = checkpoint(folder, 12)
+    forget(folder, 8)
+    with_whole_weights(folder / "checkpoints" / "step-00000004")
+    train(recipe_of(based))
+    assert_same_bits(checkpoint(folder, 12), before)
+
+
+def test_frozen_weights_that_are_not_the_base_s_stay_in_the_checkpoints(based: Path) -> None:
+    folder = train(recipe_of(based)).output_dir
+    before, ended = checkpoint(folder, 12), load_file(folder / "model" / "model.safetensors")
+    forget(folder, 8)
+    with_whole_weights(folder / "checkpoints" / "step-00000004")
+    flip_one_bit(based / "base", "transformer.wpe.weight")
+    train(recipe_of(based))
+    after = checkpoint(folder, 12)
+    assert after.keys() > before.keys()
+    assert_same_bits({name: after[name] for name in before}, before)
+    assert_same_bits(load_file(folder / "model" / "model.safetensors"), ended)
+
+
+def test_other_frozen_weights_are_refused_even_where_changes_are_accepted(based: Path) -> None:
+    folder = train(recipe_of(based, freeze=["*.h.0.*"])).output_dir
+    forget(folder, 8)
+    sections = sections_in(based, freeze=["*.h.*"])
+    sections["checkpoint"] = {**sections["checkpoint"], "accept_changes": True}
+    with pytest.raises(ValueError, match=r"now others are frozen: transformer\.h\.1\..* \(of 12\)"):
+        prepare_run(Recipe.model_validate(recipe_dict(based, **sections)))
+
+
+def test_random_weights_stay_in_the_checkpoint_though_frozen(corpus: Path) -> None:
+    sections = {**SAVES, "model": {"lora": LORA}}
+    folder = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
+    path = folder / "checkpoints" / "step-00000012"
+    assert "transformer.wte.weight" in load_file(path / "model.safetensors")
+    assert "base" not in json.loads((path / "trainer.json").read_text())
+
+
+def test_weights_that_the_task_freezes_itself_stay_in_the_checkpoint(based: Path) -> None:
+    sections = {**sections_in(based), "task": "tests.support.tasks.frozen:TeacherTask"}
+    folder = train(Recipe.model_validate(recipe_dict(based, **sections))).output_dir
+    stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    assert [name for name in stored if "lora_" not in name] == ["teacher.weight"]
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_resumed_run_is_exported_and_evaluated(based: Path, merge: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_of(based, lora={**LORA, "merge": merge})
+    folder = train(recipe).output_dir
+    forget(folder, 8)
+    train(recipe)
+    loss = json.loads((folder / "evaluation.json").read_text())["metrics"]["loss"]
+    assert main(["evaluate", str(folder)]) == 0
+    assert f"{loss:.4f}" in capsys.readouterr().out
+    assert main(["generate", str(folder), "--prompt", "step"]) == 0
+    assert load_exported(export_run(folder).folder).num_parameters() > 0
+
+
+def test_a_rollback_keeps_the_base(based: Path) -> None:
+    sections = {
+        **sections_in(based),
+        "task": "tests.support.tasks.disk_faults:DiskTask",
+        "data": {"shuffle": False},
+        "schedule": {"type": "constant", "max_steps": 24, "warmup_steps": 2},
+        "guard": {"healthy_after_steps": 3, "max_consecutive_skips": 2, "rollback_skip_steps": 4, "lowered_steps": 2},
+        "options": {"poisoned": [14, 15, 16]},
+    }
+    folder = train(Recipe.model_validate(recipe_dict(based, **sections))).output_dir
+    assert [event["to_step"] for event in events(folder, "rollback")] == [8]
+    before, after = (load_file(path / "model.safetensors") for path in (based / "base", folder / "model"))
+    assert torch.equal(before["transformer.wte.weight"], after["transformer.wte.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed"])
+def test_checkpoints_without_a_base_resume_on_any_number_of_processes(
+    based: Path, strategy: str, layouts: tuple[int, int]
+) -> None:
+    sections = {**sections_in(based), "parallel": {"strategy": strategy}, "log": {"progress": False}}
+    path = write_recipe_file(based, **sections)
+    run(path, processes=layouts[0])
+    folder = based / "run"
+    before = losses(folder)
+    forget(folder, 8)
+    run(path, processes=layouts[1])
+    assert [event["step"] for event in events(folder, "resume")] == [4]
+    assert losses(folder) == pytest.approx(before, rel=1e-6)
+    assert all("lora_" in name for name in tensors(folder, 12, "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_every_process_refuses_the_other_base(based: Path, strategy: str) -> None:
+    path = write_recipe_file(based, **{**sections_in(based), "parallel": {"strategy": strategy}})
+    run(path, processes=2)
+    forget(based / "run", 8)
+    flip_one_bit(based / "base", "transformer.wte.weight")
+    assert "transformer.wte.weight has SHA-256" in run(path, processes=2, expect=2).stderr
+
+
+def test_digests_tell_types_and_shapes_apart() -> None:
+    module = nn.Module()
+    for name, tensor in {"a": torch.zeros(2, 3), "b": torch.zeros(3, 2), "c": torch.zeros(2, 3).bfloat16()}.items():
+        module.register_parameter(name, nn.Parameter(tensor))
+    found = digests_of_base(module, ["a", "b", "c"])
+    assert len(set(found.values())) == 3
