@@ -100,6 +100,7 @@ def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: pyt
     assert "(1 of 28 frozen weights differ)" in said
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_trained_weight_of_the_base_costs_nothing(based: Path) -> None:
     model = {"freeze": ["*.h.0.*"]}
     folder = train(recipe_of(based, **model)).output_dir
@@ -119,6 +120,7 @@ def test_a_checkpoint_of_all_weights_still_resumes(based: Path) -> None:
     assert_same_bits(checkpoint(folder, 12), before)
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_are_not_the_base_s_stay_in_the_checkpoints(based: Path) -> None:
     folder = train(recipe_of(based)).output_dir
     before, ended = checkpoint(folder, 12), load_file(folder / "model" / "model.safetensors")
@@ -156,7 +158,7 @@ def test_weights_that_the_task_freezes_itself_stay_in_the_checkpoint(based: Path
     assert [name for name in stored if "lora_" not in name] == ["teacher.weight"]
 
 
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("merge", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_resumed_run_is_exported_and_evaluated(based: Path, merge: bool, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of(based, lora={**LORA, "merge": merge})
     folder = train(recipe).output_dir

@@ -25,7 +25,7 @@ from accel_train.model.tensors import is_quantised, unpacked_numel
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import LoRA
 from tests.support.comparisons import assert_same_bits, tensors
-from tests.support.runs import LLAMA, losses, recipe_dict, run, write_base, write_recipe_file
+from tests.support.runs import LLAMA, TINY_MODEL, losses, recipe_dict, run, write_base, write_recipe_file
 
 BF16 = {"mixed_precision": "bf16"}
 NF4 = Choice("nf4", "as the recipe says")
@@ -143,7 +143,10 @@ def test_nf4_outputs_are_those_of_the_weights_that_it_stands_for_and_near_those_
     assert merged.state_dict().keys() == AutoModelForCausalLM.from_config(model.config).state_dict().keys()
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("bf16", BF16), ("nf4", {"mixed_precision": "no"}), ("nf4", BF16)])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [("bf16", BF16), ("nf4", {"mixed_precision": "no"}), pytest.param("nf4", BF16, marks=pytest.mark.slow)],
+)
 def test_ten_steps_with_narrow_frozen_weights_lower_the_loss_and_resume_to_the_bit(
     based: Path, dtype: str, precision: dict[str, Any]
 ) -> None:
@@ -195,6 +198,18 @@ def test_two_processes_train_as_one_with_narrow_frozen_weights(based: Path, dtyp
         assert all("lora_" in name for name in tensors(based / f"on-{processes}", 12, "model"))
         assert len(load_file(based / f"on-{processes}" / "model" / "model.safetensors")) == 21
     assert found[0] == pytest.approx(found[1], rel=2e-3 if dtype == "bf16" else 1e-6)
+
+
+def test_a_model_without_linear_layers_cannot_be_kept_in_4_bits() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_MODEL, vocab_size=320))
+    with pytest.raises(ValueError, match=r"model\.frozen_dtype=nf4 quantises frozen layers .* set it to auto"):
+        keep_frozen(model, [name for name, _ in model.named_parameters()], NF4, "no")
+
+
+def test_layers_that_are_trained_in_part_are_not_quantised() -> None:
+    model, names = adapted()
+    names -= {"model.layers.0.mlp.up_proj.base_layer.weight"}
+    assert "13 linear layers" in keep_frozen(model, names, NF4, "no")["model.frozen_dtype"].reason
 
 
 def test_a_plan_counts_the_bytes_of_narrow_weights(based: Path) -> None:
