@@ -25,7 +25,7 @@ from accel_train.model.tensors import is_quantised, unpacked_numel
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import LoRA
 from tests.support.comparisons import assert_same_bits, tensors
-from tests.support.runs import LLAMA, TINY_MODEL, losses, recipe_dict, run, write_base, write_recipe_file
+from tests.support.runs import LLAMA, TINY_MODEL, events, losses, recipe_dict, run, write_base, write_recipe_file
 
 BF16 = {"mixed_precision": "bf16"}
 NF4 = Choice("nf4", "as the recipe says")
@@ -228,3 +228,15 @@ def test_a_plan_counts_checkpoints_without_their_base(based: Path) -> None:
     adapters, whole = resolve_plan(recipe_with(based, lora={"rank": 4})), resolve_plan(recipe_with(based))
     assert adapters.checkpoint_bytes == 3 * 4 * adapters.num_trainable
     assert whole.checkpoint_bytes == 3 * 4 * whole.num_parameters
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_dtype_takes_the_same_adapters_and_says_so(based: Path) -> None:
+    settings: dict[str, Any] = {"lora": {"rank": 4}}
+    folder = train(recipe_with(based, **settings, frozen_dtype="nf4")).output_dir
+    for name in ("checkpoints/step-00000012", "model", "adapter"):
+        (folder / name).rename(folder.parent / name.replace("/", "-"))
+    (folder / "summary.json").unlink()
+    train(recipe_with(based, **settings))
+    assert [event["setting"] for event in events(folder, "settings_changed")] == ["model.frozen_dtype"]
+    assert list(losses(folder)) == list(range(1, 13))
