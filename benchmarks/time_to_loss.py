@@ -179,7 +179,8 @@ def main() -> None:
     parser.add_argument("--plain", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.plain:
-        print_result(train_plain(*arguments.plain, arguments.steps, arguments.plain_rate, arguments.threads))
+        train, validation = arguments.plain
+        print_result(train_plain(train, validation, arguments.steps, arguments.plain_rate, arguments.threads))
         return
     busy_before, own_before, began = busy_seconds(), own_seconds(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
