@@ -71,6 +71,8 @@ class TaskData:
     is seeded by (seed, epoch, index), so neither workers nor the number of processes change what is drawn."""
     lengths: "NDArray[np.int64] | None" = None
     """Tokens of each training sample, which `data.group_by_length` needs."""
+    lengths_vary: bool = False
+    """Micro-batches are of different lengths: `precision.compile` then compiles for any length from the start."""
     step_batches: "Callable[[int], Iterator[list[tuple[dict[str, Any], int]]]] | None" = None
     """For data with an order of its own (a stream, a loader of the user): from a 0-based step on, this process's micro-batches
     of each step with their number of targets. `train` is then used for its length only; finding the place of a resume is up to it."""

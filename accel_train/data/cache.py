@@ -31,9 +31,13 @@ _SETTLED_SECONDS = 2.0
 
 
 def cache_root(data: Data) -> Path:
-    """Return `data.cache_dir`, else $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; the folder may not be there yet."""
-    root = data.cache_dir or os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
-    return Path(root).expanduser().absolute()
+    """Return `data.cache_dir`, else the user's cache folder; it may not be there yet."""
+    return user_cache() if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
+
+
+def user_cache() -> Path:
+    """Return $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; the folder may not be there yet."""
+    return Path(os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train").expanduser().absolute()
 
 
 def cache_folder(data: Data) -> Path:

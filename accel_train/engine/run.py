@@ -21,6 +21,7 @@ from accel_train.engine.run_plan import Calendar, RunPlan
 from accel_train.engine.step import MicroBatch
 from accel_train.guard.guard import Guard, learning_rate_factor
 from accel_train.model.batch_norm import RunningStatistics
+from accel_train.model.compile import GraphCount
 from accel_train.observe.observer import Observer
 from accel_train.optim.optimizers import set_learning_rate
 from accel_train.parallel.strategy import Strategy
@@ -91,6 +92,8 @@ class RunContext:
     evaluation: EvaluationProgress = field(default_factory=EvaluationProgress)
     digest_check: DigestCheck | None = None
     """Compares large files with their digests while the run trains; on the first process of each machine."""
+    graphs: GraphCount = field(default_factory=GraphCount)
+    """Counts what torch.compile makes in this process."""
     out_of_memory: str = ""
     """The allocator's error, where this process ran out of memory in the last step and the others do not know it yet (DDP)."""
 

@@ -1,31 +1,69 @@
-"""torch.compile, block by block where a model repeats blocks: the same code is compiled once and used for all of them."""
+"""torch.compile, block by block where a model repeats blocks: the same code is compiled once and used for all of them.
 
+What is compiled is kept in a folder of the user, so that the next start loads it instead of compiling.
+"""
+
+import hashlib
+import os
+import platform
+import tempfile
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from stat import S_ISDIR
+from typing import Any
 
+import torch
 from torch import nn
 
 from accel_train.core.state import Choice
+from accel_train.data.cache import user_cache
 from accel_train.recipe.schema import MemoryBudget, Precision
 from accel_train.runtime.private import set_activation_memory_budget
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Read by torch (and by Triton's part of it) whenever it compiles or loads."""
 
-def compile_module(module: nn.Module, precision: Precision) -> Choice[str]:
-    """Compile in place, before the module is wrapped; parameter names stay as they were."""
+
+class GraphCount:
+    """The number of graphs that torch.compile has made in this process for the modules that were compiled with it."""
+
+    num_graphs = 0
+
+    def keep_all(self, guards: Sequence[Any]) -> list[bool]:
+        """Count a graph: torch asks once for each which of its guards to keep (`guard_filter_fn`), and all are kept."""
+        self.num_graphs += 1
+        return [True] * len(guards)
+
+
+def compile_module(
+    module: nn.Module, precision: Precision, graphs: GraphCount | None = None, *, lengths_vary: bool = False
+) -> dict[str, Choice[Any]]:
+    """Compile in place, before the module is wrapped; parameter names stay as they were. Returns what was chosen.
+
+    With `lengths_vary` the first graph is for any shape: else torch makes one for the first shape, and at the second shape
+    another one for all. (Two dimensions of the first batch that happen to be equal are taken for one, which costs a second graph.)
+    """
     requested, checkpointing = precision.compile, precision.gradient_checkpointing
     if requested is False:
-        return Choice("no", "as the recipe says")
+        return {"precision.compile": Choice("no", "as the recipe says")}
     set_activation_memory_budget(checkpointing.memory_budget if isinstance(checkpointing, MemoryBudget) else 1.0)
     # Dynamo looks for it where a graph continues after a loss that is computed outside of graphs (`chunked_loss.py`).
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
-    blocks = repeated_blocks(module)
+    blocks, count = repeated_blocks(module), graphs or GraphCount()
     if requested == "model" or not blocks:
-        module.compile()
-        return Choice("model", "as the recipe says" if requested == "model" else "the model repeats no block")
-    for block in blocks:
-        block.compile()
-    return Choice("blocks", f"{len(blocks)} x {type(blocks[0]).__name__} share one compiled block")
+        choice = Choice("model", "as the recipe says" if requested == "model" else "the model repeats no block")
+        compiled = [module]
+    else:
+        choice = Choice("blocks", f"{len(blocks)} x {type(blocks[0]).__name__} share one compiled block")
+        compiled = blocks
+    for each in compiled:
+        each.compile(dynamic=True if lengths_vary else None, options={"guard_filter_fn": count.keep_all})
+    if lengths_vary:
+        choice = Choice(choice.value, f"{choice.reason}; for any length from the start: those of this data vary")
+    return {"precision.compile": choice, "compile_cache": choose_cache()}
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
@@ -36,3 +74,55 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1
     ]
     return max(lists, key=len, default=[])
+
+
+def choose_cache() -> Choice[str]:
+    """Choose and set the folder that compiled code is kept in: by TORCHINDUCTOR_CACHE_DIR, else in the user's cache folder.
+
+    Its files are executed, so a folder that another user owns, or may write to, is not used: what is compiled then lies in a
+    temporary folder, for this start alone.
+    """
+    try:
+        folder = user_cache() / "compiled" / machine_kind()
+        given = os.environ.get(CACHE_VARIABLE)
+        if given and Path(given) != folder and not _is_torchs_own(Path(given)):
+            return Choice(given, f"as {CACHE_VARIABLE} says; compiled code is kept there")
+        problem = _make_private(folder.parent) or _make_private(folder)
+    except (OSError, RuntimeError) as error:  # no room, no permission, or no home folder
+        problem = str(error)
+    if problem:
+        folder = Path(tempfile.mkdtemp(prefix="accel-train-compiled-"))
+    os.environ[CACHE_VARIABLE] = str(folder)
+    if problem:
+        return Choice(str(folder), f"for this start alone: {problem}; or set {CACHE_VARIABLE}")
+    return Choice(str(folder), "compiled code is kept there, for the next start on a machine of this kind")
+
+
+def machine_kind() -> str:
+    """Return a name for torch's version and this CPU: its kernels use the CPU's own instructions, which torch's keys do not name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = sorted({line for line in lines if line.lower().startswith(("flags", "features"))})
+    digest = hashlib.sha256("\n".join([platform.machine(), *features]).encode()).hexdigest()
+    return f"torch-{torch.__version__}-{digest[:8]}"
+
+
+def _is_torchs_own(folder: Path) -> bool:
+    """Return whether this is the folder that torch chooses, and then sets in this process as if the user had."""
+    return folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("torchinductor_")
+
+
+def _make_private(folder: Path) -> str:
+    """Make a folder that this user alone can enter; return why it is not one, or nothing."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not S_ISDIR(found.st_mode):
+        return f"{folder} is a link, and compiled code is executed; make it a folder"
+    if found.st_uid != os.getuid():
+        return f"{folder} belongs to user {found.st_uid}, and compiled code is executed; remove it, or make it yours (chown)"
+    if found.st_mode & 0o022:
+        return f"other users may write to {folder}, and compiled code is executed; remove it"
+    folder.chmod(0o700)
+    return ""

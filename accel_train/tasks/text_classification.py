@@ -105,6 +105,7 @@ class TextClassification(Task):
             reading_is_free=True,
             source=Source(texts, tokenizer, config),
             lengths=lengths,
+            lengths_vary=True,
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:

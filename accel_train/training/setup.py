@@ -28,7 +28,7 @@ from accel_train.engine.run_plan import Calendar, RunPlan
 from accel_train.engine.run_plan import Extensions as Extensions
 from accel_train.engine.save import restore
 from accel_train.model.batch_norm import RunningStatistics
-from accel_train.model.compile import compile_module
+from accel_train.model.compile import GraphCount, compile_module
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
 from accel_train.model.training_module import TrainingModule
@@ -49,6 +49,7 @@ from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task
 from accel_train.training.announce import announce, device_peak, open_observer
+from accel_train.training.compile_watch import watch_compiler
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.plan_run import Choices, open_processes, plan_run, refuse_inputs_in_output
 
@@ -97,7 +98,8 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         run, changes = build_run(plan, strategy, stop, watchdog)
         check_metric_name(run)
         own = run.observer if folder is None else open_observer(run, folder)
-        run.observer = resources.enter_context(Observers((own, *extensions.observers)) if extensions.observers else own)
+        others = (*watch_compiler(run, own), *extensions.observers)
+        run.observer = resources.enter_context(Observers((own, *others)) if others else own)
         if folder is not None:
             announce(run, folder, changes)
         if run.digest_check is not None:
@@ -125,8 +127,8 @@ def build_run(
     """Build and wrap the model, restore the checkpoint, and make the run; also returns which settings have changed since."""
     recipe, accelerator = plan.recipe, strategy.accelerator
     inner, plan, batch_cache, digests = build_model(plan, strategy)
-    base = check_base(plan, strategy.accelerator, inner, digests)
-    plan = wrap_model(plan, strategy, inner)
+    base, graphs = check_base(plan, strategy.accelerator, inner, digests), GraphCount()
+    plan = wrap_model(plan, strategy, inner, graphs)
     own_rates = plan.extensions.group_learning_rates
     settings = training_settings(recipe, plan.choices, strategy.optimizer.param_groups if own_rates else None)
     peak_flops, mfu = device_peak(accelerator.device, plan.choices)
@@ -157,6 +159,7 @@ def build_run(
         watchdog=watchdog,
         batch_cache=batch_cache,
         digest_check=DigestCheck(large_files) if large_files and accelerator.is_local_main_process else None,
+        graphs=graphs,
     )
     return run, changes
 
@@ -240,10 +243,10 @@ def check_base(
     return digests
 
 
-def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule) -> RunPlan:
+def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs: GraphCount) -> RunPlan:
     """Compile and wrap the training module, and make its optimizer and the average of its weights."""
     recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
-    choices: Choices = {"precision.compile": compile_module(inner, recipe.precision)}
+    choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
     make_optimizer = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
     wrapped = strategy.wrap(
         inner,

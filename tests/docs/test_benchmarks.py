@@ -84,6 +84,16 @@ def test_model_path_compares_four_families_whose_outputs_are_the_librarys(tmp_pa
     assert len(json.loads((tmp_path / "model_path.json").read_text())["runs"]) == 4
 
 
+@pytest.mark.slow
+def test_compile_counts_one_graph_for_each_family_and_none_again_for_other_lengths(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "heads": 2, "width": 24, "block": 16, "batch": 2}
+    rows = parse_table(run("compile", "--sizes", json.dumps(sizes), "--backend", "eager", "--save", str(tmp_path)))
+    assert [row["model"] for row in rows] == ["gpt2", "llama", "qwen2", "mistral"]
+    assert {(row["graphs"], row["compiled again"]) for row in rows} == {("1", "0")}
+    assert all(float(row["cold s"]) > 0 and float(row["warm s"]) > 0 for row in rows)
+    assert set(json.loads((tmp_path / "compile.json").read_text())["runs"]["llama"]) == {"cold", "warm"}
+
+
 def test_overhead_prints_one_row_per_variant_and_judges_accel_train_alone() -> None:
     clocks = ("cpu_us", "wall_us", "cpu_us_quick", "cpu_us_mean")
     results = {"raw": [dict.fromkeys(clocks, 4000.0)] * 2, "accel_train": [dict.fromkeys(clocks, 4100.0)] * 2}

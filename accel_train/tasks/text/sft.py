@@ -47,6 +47,7 @@ def rows_as_samples(recipe: Recipe, corpus: RowCorpus, config: PreTrainedConfig)
         facts=corpus.facts | facts,
         reading_is_free=True,
         source=corpus,
+        lengths_vary=not packed.value,
     )
 
 

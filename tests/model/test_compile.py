@@ -1,0 +1,161 @@
+"""One graph serves all blocks and any length, nothing is compiled twice, and compiled code is kept where no other user can write."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_train import Recipe, train
+from accel_train.model import compile as compiling
+from accel_train.model.compile import GraphCount, choose_cache, compile_module, machine_kind
+from accel_train.recipe.schema import Precision
+from benchmarks.model_path import FAMILIES, SIZES, build, step_of
+from tests.support.processes import run_forked
+from tests.support.runs import TINY_MODEL, events, recipe_dict, write_corpus, write_recipe_file
+
+
+@pytest.fixture
+def traced_only() -> Iterator[None]:
+    """Graphs are made and counted as ever, and computed as they are: nothing waits for a C++ compiler."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compiler.set_default_backend("eager")
+    yield
+    torch.compiler.set_default_backend(None)
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(compiling.CACHE_VARIABLE, raising=False)
+    return tmp_path / "cache" / "compiled" / machine_kind()
+
+
+def compiled_run(folder: Path, **sections: Any) -> list[dict[str, Any]]:
+    """Train for a few steps; returns the events of the compiler."""
+    write_corpus(folder)
+    sections = {"precision": {"compile": True}, "schedule": {"max_steps": 6}, **sections}
+    train(Recipe.model_validate(recipe_dict(folder, **sections)))
+    return events(folder / "run", "compiled") + events(folder / "run", "recompiled")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths_vary", [False, True], ids=["one length", "varying lengths"])
+def test_all_blocks_share_one_graph_and_nothing_is_compiled_again(
+    traced_only: None, own_cache: Path, family: str, lengths_vary: bool
+) -> None:
+    sizes = {**SIZES, "layers": 3, "heads": 2, "width": 16, "block": 32, "batch": 2}
+    model, graphs = build(family, sizes, stock=False, compiled=False), GraphCount()
+    choices = compile_module(model, Precision(compile=True), graphs, lengths_vary=lengths_vary)
+    assert ("for any length from the start" in choices["precision.compile"].reason) == lengths_vary
+    for length in (24, 17, 32, 9) if lengths_vary else (24, 24, 24):
+        step_of(model, torch.randint(65, (2, length + 1)))()
+        assert graphs.num_graphs == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_run_says_what_compiling_cost_and_leaves_evaluations_out(
+    traced_only: None, own_cache: Path, tmp_path: Path
+) -> None:
+    [compiled] = compiled_run(tmp_path, evaluate={"every_steps": 4})
+    assert (compiled["step"], compiled["num_graphs"]) == (1, 1)
+    assert compiled["first_step_seconds"] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1, "an evaluation has graphs of its own"
+
+
+def test_fine_tuning_on_rows_of_varying_lengths_compiles_once(
+    traced_only: None, own_cache: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "ab " * (1 + i % 5), "completion": "cd " * (1 + i * i % 7)} for i in range(80)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(path), "format": "prompt_completion", "pad_to_multiple_of": 4}
+    apart = {"config": TINY_MODEL, "attn_implementation": "eager"}  # which does not keep apart rows of one window
+    [compiled] = compiled_run(tmp_path, task="causal-lm", data=data, model=apart)
+    assert compiled["num_graphs"] == 1
+
+
+def test_a_step_that_compiles_again_is_an_event(traced_only: None, own_cache: Path, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"data": {"last_batch": "short"}, "schedule": {"max_steps": None, "num_epochs": 1}}
+    compiled, recompiled = compiled_run(tmp_path, **sections)
+    assert (compiled["num_graphs"], recompiled["num_graphs"]) == (1, 1)
+    assert "1 graph compiled again: the inputs are of another shape" in recompiled["message"]
+
+
+def test_nothing_is_chosen_or_told_where_nothing_is_compiled(own_cache: Path, tmp_path: Path) -> None:
+    assert compiled_run(tmp_path, precision={"compile": False}) == []
+    assert "compile_cache" not in json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]
+    assert not own_cache.exists()
+
+
+def test_compiled_code_is_kept_in_a_folder_that_its_user_alone_can_enter(own_cache: Path) -> None:
+    own_cache.parent.mkdir(parents=True, mode=0o755)
+    for _ in range(2):  # the second time torch's variable is set, by the first
+        choice = choose_cache()
+        assert choice.value == str(own_cache) == os.environ[compiling.CACHE_VARIABLE]
+        assert "for the next start" in choice.reason
+    assert {folder.stat().st_mode & 0o777 for folder in (own_cache, own_cache.parent)} == {0o700}
+
+
+def test_the_folder_that_torch_sets_by_itself_counts_as_not_set(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, "/tmp/torchinductor_somebody")
+    monkeypatch.setattr(compiling.tempfile, "gettempdir", lambda: "/tmp")
+    assert choose_cache().value == str(own_cache)
+
+
+def test_the_users_own_folder_for_compiled_code_is_taken(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path / "mine"))
+    choice = choose_cache()
+    assert choice.value == os.environ[compiling.CACHE_VARIABLE] == str(tmp_path / "mine")
+    assert "as TORCHINDUCTOR_CACHE_DIR says" in choice.reason
+    assert not own_cache.exists()
+
+
+@pytest.mark.parametrize("trouble", ["another's", "open to others", "a link", "a file"])
+def test_compiled_code_that_others_could_have_written_is_not_executed(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    said = {"another's": "belongs to user", "open to others": "other users may write", "a link": "a link", "a file": ""}
+    if trouble in ("a link", "a file"):
+        own_cache.parent.mkdir(parents=True)
+        (tmp_path / "elsewhere").mkdir()
+        own_cache.symlink_to(tmp_path / "elsewhere") if trouble == "a link" else own_cache.write_text("")
+    else:
+        own_cache.mkdir(parents=True)
+    if trouble == "open to others":
+        own_cache.chmod(0o770)
+    if trouble == "another's":
+        monkeypatch.setattr(os, "getuid", lambda: own_cache.stat().st_uid + 1)
+    choice = choose_cache()
+    used = Path(choice.value)
+    assert used != own_cache
+    assert (used.stat().st_mode & 0o777, os.environ[compiling.CACHE_VARIABLE]) == (0o700, str(used))
+    assert choice.reason.startswith("for this start alone: ")
+    assert said[trouble] in choice.reason
+    used.rmdir()
+
+
+@pytest.mark.slow
+def test_a_second_start_loads_what_two_processes_have_compiled_at_once(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    compiled = []
+    for name in ("cold", "warm"):
+        sections = {"precision": {"compile": True}, "schedule": {"max_steps": 3}, "output_dir": str(tmp_path / name)}
+        recipe = write_recipe_file(tmp_path, **sections)
+        cache = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache")}
+        forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / f"{name} processes", **cache)
+        assert forked.wait(300) == [0, 0]
+        compiled += events(tmp_path / name, "compiled")
+    assert [event["warm"] for event in compiled] == [False, True]
+    assert [event["num_graphs"] for event in compiled] == [1, 1]
+    assert compiled[1]["first_step_seconds"] < 0.5 * compiled[0]["first_step_seconds"]  # other tests run beside it
