@@ -89,6 +89,11 @@ GPUS: Mapping[str, Gpu] = {
     "MI350X": Gpu((2306.9, 2306.9, None, 144.2), 287.9, 8000, "Infinity Fabric", 538),
     "MI355X": Gpu((2516.6, 2516.6, None, 157.3), 287.9, 8000, "Infinity Fabric", 538),
 }
+FLOAT8_GPUS = (
+    *("L4", "L20", "L40", "L40S", "RTX 6000 Ada", "RTX 4080", "RTX 4090", "RTX 5080", "RTX 5090", "H100", "H100 PCIe", "H100 NVL"),
+    *("H800", "H20", "H200", "H200 NVL", "GH200", "B200", "GB200", "B300", "GB300"),
+)  # fmt: skip
+"""Those that multiply float8 as torchao does: compute capability 8.9 and above."""
 # Another chip, or a part of one, under an otherwise equal name.
 _VARIANT_WORDS = frozenset({"ti", "super", "laptop", "mobile", "max", "d", "mig"})
 
@@ -113,6 +118,12 @@ def find_gpu(name: str) -> Gpu | None:
         known for known in GPUS if _words(known) <= words and _words(known) & _VARIANT_WORDS == words & _VARIANT_WORDS
     ]
     return GPUS[max(matching, key=len)] if matching else None
+
+
+def has_float8(name: str) -> bool:
+    """Return whether the GPU of this name multiplies float8; False where it is not known."""
+    gpu = find_gpu(name)
+    return any(gpu is GPUS[each] for each in FLOAT8_GPUS)
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

@@ -137,9 +137,13 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     # A tokenizer that was trained or loaded is saved with the weights; `bytes` is code, and as fast as it was.
     has_own = (weights / "tokenizer_config.json").is_file()
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
+    precision = recipe.precision
+    if precision.mixed_precision == "fp8":  # its weights are fp32, and no GPU with float8 has to be here
+        precision = precision.model_copy(update={"mixed_precision": "auto"})
     # Weights of classes are for training, and would ask this data for every class.
+    loss = Loss(chunked=recipe.loss.chunked)
     return recipe.model_copy(
-        update={"model": model, "data": section, "tokenizer": tokenizer, "loss": Loss(chunked=recipe.loss.chunked)}
+        update={"model": model, "data": section, "tokenizer": tokenizer, "loss": loss, "precision": precision}
     )
 
 

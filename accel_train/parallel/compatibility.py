@@ -16,6 +16,8 @@ UNDER_ZERO = "cannot be had with parallel.strategy deepspeed"
 ELSEWHERE = "parallel.strategy fsdp2 or ddp"
 UNDER_DEEPSPEED = ("adamw", "adam", "sgd")
 INSTALL = "install it: pip install 'accel-train[deepspeed]'"
+OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+"""Model types of transformers whose blocks multiply by its Conv1D."""
 
 
 class Asked(NamedTuple):
@@ -31,8 +33,8 @@ class Asked(NamedTuple):
         return self.recipe.task in TASKS and self.recipe.task != "causal-lm"
 
 
-# What `parallel.tp_size`, `parallel.sp_size` above 1, `parallel.strategy: deepspeed` or `model.frozen_dtype` (bf16, nf4, either) does
-# not go with: when, why, what to do.
+# What `parallel.tp_size`, `parallel.sp_size` above 1, `parallel.strategy: deepspeed`, `model.frozen_dtype` (bf16, nf4, either) or
+# `mixed_precision: fp8` does not go with: when, why, what to do.
 CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("tp_size", lambda asked: asked.recipe.model.lora is not None, "does not go with model.lora: adapters are plain tensors, which cannot be multiplied with layers that are split; leave one of them out"),
     ("tp_size", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: split layers swap their weights in each forward, and {UNTESTED}; leave one of them out"),
@@ -58,6 +60,13 @@ CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("deepspeed", lambda asked: asked.recipe.precision.compile is not False, f"precision.compile {UNDER_ZERO}: its hooks on weights and gradients break the compiled graph; use {ELSEWHERE}"),
     ("deepspeed", lambda asked: asked.recipe.optimizer.name not in UNDER_DEEPSPEED, f"optimizer.name {{recipe.optimizer.name}} {UNDER_ZERO}: each process holds parts of flattened weights there, and {UNTESTED}; use {', '.join(UNDER_DEEPSPEED)}, or {ELSEWHERE}"),
     ("deepspeed", lambda asked: asked.recipe.optimizer.ema_decay is not None and asked.recipe.parallel.zero_stage == 3, f"optimizer.ema_decay {UNDER_ZERO}: the average is of full weights, and in zero_stage 3 no process holds them; set parallel.zero_stage to 2, or use {ELSEWHERE}"),
+    ("fp8", lambda _: not _is_installed("torchao"), "needs the package torchao; install it: pip install 'accel-train[quantize]'"),
+    ("fp8", lambda asked: asked.recipe.model.lora is not None, "does not go with model.lora: the layers that it speeds up are frozen there, and adapters are too narrow; use bf16"),
+    ("fp8", lambda asked: asked.recipe.parallel.tp_size > 1, f"does not go with parallel.tp_size: layers that are split are scaled part by part, and {UNTESTED}; leave one of them out"),
+    ("fp8", lambda asked: asked.recipe.parallel.sp_size > 1, f"does not go with parallel.sp_size: slices are scaled one by one, and {UNTESTED}; leave one of them out"),
+    ("fp8", lambda asked: asked.recipe.parallel.strategy == "deepspeed", f"does not go with parallel.strategy deepspeed, which casts weights by itself; use bf16, or {ELSEWHERE}"),
+    ("fp8", lambda asked: asked.recipe.parallel.cpu_offload, f"does not go with parallel.cpu_offload: {UNTESTED}; leave one of them out"),
+    ("fp8", lambda asked: asked.recipe.task in TASKS and model_type(asked.recipe) in OF_CONV1D, "is for nn.Linear, and the blocks of {model_type} multiply by Conv1D, which torchao leaves alone; use bf16, or another architecture (llama, qwen2)"),
 )  # fmt: skip
 
 
@@ -73,18 +82,25 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
         "sp_size": section.sp_size > 1,
         "deepspeed": section.strategy == "deepspeed",
         "frozen_dtype": kept in ("bf16", "nf4"),
-        **dict.fromkeys(("bf16", "nf4"), False),
-        kept: True,
+        "bf16": kept == "bf16",
+        "nf4": kept == "nf4",
+        "fp8": recipe.precision.mixed_precision == "fp8",
+    }
+    settings = {
+        "tp_size": f"parallel.tp_size={section.tp_size} ",
+        "sp_size": f"parallel.sp_size={section.sp_size} ",
+        "deepspeed": "",
+        **dict.fromkeys(("frozen_dtype", "bf16", "nf4"), f"model.frozen_dtype={kept} "),
+        "fp8": "precision.mixed_precision=fp8 ",
     }
     asked = Asked(recipe, task, mixed_precision or recipe.precision.mixed_precision)
     shorter = length - length % section.sp_size
     lengths = " or ".join(str(each) for each in (shorter, shorter + section.sp_size) if each)
     for part, refuses, text in CONFLICTS:
         if is_on[part] and refuses(asked):
-            setting = "" if part == "deepspeed" else f"parallel.{part}={getattr(section, part, None)} "
-            if part in ("frozen_dtype", "bf16", "nf4"):
-                setting = f"model.frozen_dtype={kept} "
-            raise ValueError(setting + text.format(recipe=recipe, lengths=lengths, precision=asked.precision))
+            named = {"model_type": model_type(recipe)} if "{model_type}" in text else {}
+            named |= {"precision": asked.precision}
+            raise ValueError(settings[part] + text.format(recipe=recipe, lengths=lengths, **named))
     if recipe.task == "causal-lm" and section.num_sharing > 1:
         _check_language_model(recipe)
 
@@ -94,6 +110,12 @@ def _is_installed(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # a package around it is missing
         return False
+
+
+def model_type(recipe: Recipe) -> str:
+    """Return the name that transformers has for the recipe's kind of model."""
+    fields = recipe.model.config
+    return str(fields["model_type"] if fields is not None else pretrained_config(recipe).model_type)
 
 
 def is_by_position(task: Task) -> bool:

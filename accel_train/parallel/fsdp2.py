@@ -30,7 +30,8 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import flatten_mesh
 from accel_train.runtime.process_group import on_main
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+"""What weights are gathered in, by the precision."""
 
 
 class Fsdp2(Strategy):
@@ -68,7 +69,7 @@ class Fsdp2(Strategy):
         if self.choice.value == 1 or precision.value == "no":
             return precision
         cost = (
-            f"fsdp2 gathers weights in {precision.value}, half of what fp32 would send; embeddings and norms compute with them, which "
+            f"fsdp2 gathers weights in {'bf16' if precision.value == 'fp8' else precision.value}, half of what fp32 would send; embeddings and norms compute with them, which "
             "ddp keeps in fp32: losses are 3 to 9 times as far from those of fp32 (small GPT-2; a model with batch norm is gathered in fp32)"
         )
         return replace(precision, reason=f"{precision.reason}; {cost}")

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
+from accel_train.model.kernels.float8 import float8_config
 from accel_train.optim.update import FlooredGradScaler
 from accel_train.recipe.reliability import Guard
 from accel_train.recipe.schema import Precision
@@ -24,7 +25,8 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     """Return what `mixed_precision` comes to on this device, with the reason.
 
     Raises:
-        ValueError: fp16 without CUDA (Accelerate would compute fp32 and report fp16), or bf16 where a GPU only emulates it.
+        ValueError: fp16 without CUDA (Accelerate would compute fp32 and report fp16), bf16 where a GPU only emulates it, or fp8
+            where nothing multiplies float8 (torchao would compute it all the same, slowly).
     """
     asked = section.mixed_precision
     cuda = device.type == "cuda"
@@ -36,6 +38,8 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
         )
     if asked == "bf16" and cuda and not has_bf16:
         raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {name}; use fp16 or auto")
+    if asked == "fp8" and not has_float8(device):
+        raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(name)}")
     if asked != "auto":
         return Choice(asked, "as the recipe says")
     if has_bf16:
@@ -43,6 +47,17 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     if cuda:
         return Choice("fp16", f"{name} has no bf16")
     return Choice("no", f"{device.type}: fp32 is exact, and 16 bits gain little here")
+
+
+def has_float8(device: torch.device) -> bool:
+    """Return whether a device multiplies float8: NVIDIA's of compute capability 8.9 and above (Ada, Hopper, Blackwell)."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def float8_is_missing(name: str) -> str:
+    """Return the rest of a sentence that refuses fp8 on the device of this name."""
+    return f"needs an NVIDIA GPU that multiplies float8 (L4, RTX 40, H100 and later), and {name} does not; use bf16 or auto"
 
 
 def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> dict[str, Choice[Any]]:
@@ -89,6 +104,13 @@ def start_accelerator(
     os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     # Where DeepSpeed is installed, saving a model imports it, and on a CPU it warns that it had to find that out by itself.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    handlers = [
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+        InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)),
+    ]
+    if mixed_precision == "fp8":
+        # `convert_to_float8` has converted by then, so that it is the same under every strategy: nothing is left for `prepare`.
+        handlers.append(AORecipeKwargs(config=float8_config(), module_filter_func=lambda _, name: False))
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision=mixed_precision,
@@ -97,10 +119,7 @@ def start_accelerator(
             num_steps=sizes.gradient_accumulation_steps, adjust_scheduler=False, sync_with_dataloader=False
         ),
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compiling is ours: block by block, before wrapping
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)),
-        ],
+        kwargs_handlers=handlers,
         **(plugins or {}),
     )
     if mixed_precision == "fp16":

@@ -1,15 +1,15 @@
 """The place of a planned run: nodes, who shares a copy of the model with whom, and the device, here or only named."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from accel_train.core.format import did_you_mean
-from accel_train.core.hardware import GPUS, find_gpu, peak_flops
+from accel_train.core.hardware import GPUS, find_gpu, has_float8, peak_flops
 from accel_train.core.state import Choice
 from accel_train.parallel.dims import choose_sequences
-from accel_train.parallel.precision import choose_mixed_precision
+from accel_train.parallel.precision import choose_mixed_precision, float8_is_missing
 from accel_train.parallel.strategies import open_strategy
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.parallel import Parallel
@@ -125,7 +125,10 @@ def choose_place(recipe: Recipe, world_size: int, gpu: str | None, hardware: Har
     layout = choose_layout(recipe.parallel, world_size, device_type, hardware.gpus_per_node)
     precision = _precision_on(section, gpu) if gpu else choose_mixed_precision(section, torch.device(device_type))
     precision = layout.strategy.precision(precision)
-    dtype = precision.value if precision.value != "no" else "tf32" if section.tf32 is True else "fp32"
+    if precision.value == "fp8":
+        precision = replace(precision, reason=f"{precision.reason}; time and memory are planned as for bf16")
+    of_fp32 = "tf32" if section.tf32 is True else "fp32"
+    dtype = {"no": of_fp32, "fp8": "bf16"}.get(precision.value, precision.value)
     return Place(device, device_bytes, precision, peak_flops(device, dtype), layout, hardware)
 
 
@@ -148,6 +151,8 @@ def _precision_on(section: Precision, gpu: str) -> Choice[str]:
     has_bf16 = peak_flops(gpu, "bf16") is not None
     if asked == "bf16" and not has_bf16:
         raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {gpu}; use fp16 or auto")
+    if asked == "fp8" and not has_float8(gpu):
+        raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(gpu)}")
     if asked != "auto":
         return Choice(asked, "as the recipe says")
     return Choice("bf16", f"{gpu} computes bf16") if has_bf16 else Choice("fp16", f"{gpu} has no bf16")

@@ -26,6 +26,7 @@ OTHER_NAMES = {
     "grad_clip": "optimizer.max_grad_norm",
     "fp16": "precision.mixed_precision",
     "bf16": "precision.mixed_precision",
+    "fp8": "precision.mixed_precision",
     "block_size": "data.sequence_length",
     "load_best_model": "checkpoint.load_best_model_at_end",
     "label_smoothing_factor": "loss.label_smoothing",

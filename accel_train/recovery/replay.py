@@ -103,7 +103,8 @@ def replay_incident(
     check_settings(settings)
     recipe = read_recipe(run_folder, settings)
     device_here = start_processes().device
-    precision = record["precision"] if (record["precision"] != "fp16" or device_here.type == "cuda") else "no"
+    precision = "bf16" if record["precision"] == "fp8" else record["precision"]
+    precision = "no" if precision == "fp16" and device_here.type != "cuda" else precision
     set_backends(recipe.precision, precision, device_here)
     readers = record["world_size"] // record.get("num_sharing", 1)
     sizes = resolve_batch(recipe.batch, readers)

@@ -60,7 +60,8 @@ def device_peak(device: torch.device, choices: Mapping[str, Choice[Any]]) -> tup
     """Return the FLOP/s of one device in the run's precision, and whether the run reports its MFU, with the reason."""
     name, precision = device_name(device), choices["precision.mixed_precision"].value
     is_tf32 = "precision.tf32" in choices and choices["precision.tf32"].value
-    peak = peak_flops(name, precision if precision != "no" else "tf32" if is_tf32 else "fp32")
+    # In fp8 some products stay in bf16, whose peak is the known measure.
+    peak = peak_flops(name, {"no": "tf32" if is_tf32 else "fp32", "fp8": "bf16"}.get(precision, precision))
     if peak is None:
         return None, Choice("not reported", f"the peak of {name} is not known")
     return peak, Choice("reported", f"of {peak / 1e12:g} TFLOP/s, the dense peak of {name}")

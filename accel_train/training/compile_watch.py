@@ -48,7 +48,11 @@ class CompileWatch(Observer):
             num_files = max(0, count_files(self._folder) - self._num_files)
             found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was there"
             message = f"the first step took {seconds:.1f} s ({found}); {_graphs(num_new)}"
-            facts: dict[str, Any] = {"first_step_seconds": round(seconds, 3), "warm": not num_files, "num_graphs": num_new}
+            facts: dict[str, Any] = {
+                "first_step_seconds": round(seconds, 3),
+                "warm": not num_files,
+                "num_graphs": num_new,
+            }
             self._told.on_event("compiled", result.step, message, **facts)
         elif num_new:
             message = f"{_graphs(num_new)} compiled again: the inputs are of another shape or type than before"

@@ -29,6 +29,7 @@ from accel_train.engine.run_plan import Extensions as Extensions
 from accel_train.engine.save import restore
 from accel_train.model.batch_norm import RunningStatistics
 from accel_train.model.compile import GraphCount, compile_module
+from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
 from accel_train.model.training_module import TrainingModule
@@ -205,6 +206,8 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
     torch.manual_seed(recipe.seed)  # the same first weights on every process
     model = strategy.build(build, build_empty)
     inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
+    if strategy.accelerator.mixed_precision == "fp8":
+        choices["precision.float8"] = convert_to_float8(inner.model)
     trials = Trials(recipe, data, inner, strategy.accelerator)
     sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
     attend_over_slices(strategy.accelerator, inner.model)

@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from accel_train.cli.main import main
+from accel_train.parallel import compatibility
 
 GOOD: dict[str, Any] = {
     "output_dir": "out",
@@ -25,6 +26,11 @@ GOOD: dict[str, Any] = {
     "checkpoint": {"every_steps": 0},
     "log": {"progress": False},
 }
+
+LLAMA = (
+    "{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+    "num_key_value_heads: 2, max_position_embeddings: 32}"
+)
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -111,6 +117,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "4 bits under deepspeed": (both(setting("model.freeze", ["*.wte.*"]), setting("model.frozen_dtype", "nf4"), setting("parallel.strategy", "deepspeed")), ("model.frozen_dtype=nf4", "deepspeed", "set it to auto")),
     "4 bits, compiled": (both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4"), setting("precision.compile", True)), ("model.frozen_dtype=nf4", "precision.compile")),
     "unknown schedule": (setting("schedule.type", "cosin"), ("schedule.type=cosin", "did you mean cosine?")),
+    "fp8 as a setting": (setting("precision.fp8", True), ("precision.fp8", "did you mean precision.mixed_precision?")),
     "unknown precision": (setting("precision.mixed_precision", "fp61"), ("precision.mixed_precision=fp61", "did you mean fp16?")),
     "nothing to learn from": (both(setting("task", "text-classification"), setting("data.label_column", None)), ("data.label_column", "predict")),
     "unknown tracker": (setting("log.trackers", ["tensorbord"]), ("tensorbord", "tensorboard")),
@@ -396,11 +403,49 @@ def test_a_recipe_is_read_from_a_pipe_that_somebody_writes_into(capsys: pytest.C
     assert "gone.txt" in capsys.readouterr().err
 
 
-def test_fp16_without_cuda_is_one_line(
-    no_model: list[str], capsys: pytest.CaptureFixture[str], without_cuda: None
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [("fp16", ("CUDA", "use auto, bf16 or no")), ("fp8", ("H100 and later), and cpu does not; use bf16 or auto",))],
+)
+def test_precision_that_a_cpu_does_not_have_is_one_line(
+    no_model: list[str], capsys: pytest.CaptureFixture[str], without_cuda: None, precision: str, said: tuple[str, ...]
 ) -> None:
-    said = ("precision.mixed_precision=fp16", "CUDA", "use auto, bf16 or no")
-    assert_one_line(["run", "r.yaml", "--precision.mixed_precision", "fp16"], said, capsys)
+    flags = ["--model.config", LLAMA, "--precision.mixed_precision", precision]
+    assert_one_line(["run", "r.yaml", *flags], (f"precision.mixed_precision={precision}", *said), capsys)
+    assert no_model == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model.lora.rank", "4"], ("does not go with model.lora", "use bf16")),
+        (["--parallel.strategy", "fsdp2", "--parallel.tp_size", "2"], ("parallel.tp_size", "leave one of them out")),
+        (["--parallel.sp_size", "2"], ("parallel.sp_size", "leave one of them out")),
+        (["--parallel.strategy", "deepspeed"], ("deepspeed", "use bf16, or parallel.strategy fsdp2 or ddp")),
+        (["--parallel.strategy", "fsdp2", "--parallel.cpu_offload", "true"], ("cpu_offload", "leave one of them out")),
+        (["--model.config", "{model_type: gpt2}"], ("the blocks of gpt2 multiply by Conv1D", "use bf16, or another")),
+    ],
+    ids=["lora", "tp", "sp", "zero", "offload", "conv1d"],
+)
+def test_fp8_with_what_it_does_not_go_with_is_one_line(
+    no_model: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], said: tuple[str, ...]
+) -> None:
+    words = ["run", "r.yaml", "--model.config", LLAMA, "--precision.mixed_precision", "fp8", *flags]
+    assert_one_line(words, ("precision.mixed_precision=fp8", *said), capsys)
+    assert no_model == []
+
+
+def test_fp8_on_a_planned_gpu_without_it_is_one_line(no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "r.yaml", "--model.config", LLAMA, "--precision.mixed_precision", "fp8", "--gpu", "A100"]
+    assert_one_line(words, ("precision.mixed_precision=fp8 needs", "and A100 does not; use bf16 or auto"), capsys)
+
+
+def test_fp8_without_torchao_says_how_to_get_it(
+    no_model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compatibility, "_is_installed", lambda name: name != "torchao")
+    words = ["run", "r.yaml", "--model.config", LLAMA, "--precision.mixed_precision", "fp8"]
+    assert_one_line(words, ("needs the package torchao", "pip install 'accel-train[quantize]'"), capsys)
     assert no_model == []
 
 

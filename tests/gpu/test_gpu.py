@@ -22,11 +22,12 @@ from accel_train.model.kernels.documents import (
 )
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.optim.update import update_within
+from accel_train.parallel.precision import has_float8
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
-from tests.support.runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import LLAMA, TINY_MODEL, losses, metrics, recipe_dict, write_corpus, write_recipe_file
 from tests.support.runs import run as run_command
 
 pytestmark = pytest.mark.gpu
@@ -207,6 +208,21 @@ def test_compiled_blocks_train_like_eager_ones(tmp_path: Path) -> None:
         precision = {"mixed_precision": "bf16", "compile": compiled}
         traces.append(train_steps(folder, model={"config": TINY_MODEL}, precision=precision))
     assert traces[1] == pytest.approx(traces[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float8_trains_like_bf16(tmp_path: Path, compiled: bool) -> None:
+    if not has_float8(torch.device("cuda", 0)):
+        pytest.skip("this GPU does not multiply float8")
+    traces = []
+    for name in ("bf16", "fp8"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_corpus(folder)
+        precision = {"mixed_precision": name, "compile": compiled}
+        traces.append(train_steps(folder, model={"config": LLAMA}, precision=precision, schedule={"max_steps": 40}))
+    assert traces[1] == pytest.approx(traces[0], rel=5e-2)
+    assert traces[1] != traces[0], "the setting had no effect"
 
 
 @pytest.mark.parametrize("processes", [1, 2])

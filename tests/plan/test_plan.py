@@ -81,6 +81,19 @@ def test_precision_is_that_of_the_planned_gpu(gpu: str, asked: str, precision: s
     assert plan("--precision.mixed_precision", asked, gpu=gpu).precision.value == precision
 
 
+@pytest.mark.parametrize("gpu", ["H200", "L40S"])
+def test_fp8_is_planned_as_bf16(gpu: str) -> None:
+    llama = "{model_type: llama, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 128}"
+    fp8, bf16 = (
+        plan("--model.config", llama, "--precision.mixed_precision", precision, gpu=gpu)
+        for precision in ("fp8", "bf16")
+    )
+    assert fp8.precision.value == "fp8"
+    assert "planned as for bf16" in fp8.precision.reason
+    assert fp8.peak_flops == bf16.peak_flops is not None
+    assert [part.num_bytes for part in fp8.memory] == [part.num_bytes for part in bf16.memory]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
