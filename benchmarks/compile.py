@@ -4,10 +4,11 @@
 
 Models of four families, their repeated blocks compiled as `precision.compile: true` does. For each, two fresh processes on one
 thread after another share an empty folder for compiled code: the first finds nothing (cold), the second all of it (warm). A step
-is forward, loss, backward and fused AdamW. Steps go on with batches of other lengths, for which the model was compiled from the
-start, as in fine-tuning: what is compiled for them counts as compiled again.
+is forward, loss, backward and fused AdamW. A third process trains with batches of other lengths, for which the model is compiled
+from the start, as in fine-tuning; its graphs are made and not compiled further: those after the first step count as compiled again.
 """
 
+import argparse
 import json
 import tempfile
 import time
@@ -22,7 +23,7 @@ BAR_WARM = 0.2
 HEADERS = ("model", "cold s", "warm s", "warm / cold", "bar", "later step ms", "graphs", "compiled again")
 
 
-def measure(family: str, sizes: dict[str, int], backend: str) -> dict[str, Any]:
+def measure(family: str, sizes: dict[str, int], backend: str, *, varies: bool) -> dict[str, Any]:
     """Return wall seconds of each step, and the graphs after the first and after the last."""
     import torch
 
@@ -32,10 +33,10 @@ def measure(family: str, sizes: dict[str, int], backend: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.compiler.set_default_backend(backend)
     model, graphs = build(family, sizes, stock=False, compiled=False), GraphCount()
-    compile_module(model, Precision(compile=True), graphs, lengths_vary=True)
+    compile_module(model, Precision(compile=True), graphs, lengths_vary=varies)
     seconds, counts = [], []
     longest = sizes["block"]
-    for length in (longest, longest, longest // 2, longest // 2 + 3, longest - 1, longest):
+    for length in (longest, longest, *((longest // 2, longest // 2 + 3, longest - 1) if varies else ()), longest):
         step = step_of(model, torch.randint(sizes["vocab"], (sizes["batch"], length + 1)))
         began = time.perf_counter()
         step()
@@ -44,7 +45,7 @@ def measure(family: str, sizes: dict[str, int], backend: str) -> dict[str, Any]:
     return {"step_seconds": seconds, "graphs": counts[0], "compiled_again": counts[-1] - counts[0]}
 
 
-def row(family: str, cold: dict[str, Any], warm: dict[str, Any]) -> list[str]:
+def row(family: str, cold: dict[str, Any], warm: dict[str, Any], varying: dict[str, Any]) -> list[str]:
     """Return a row of the table."""
     first = [each["step_seconds"][0] for each in (cold, warm)]
     share = first[1] / first[0]
@@ -56,7 +57,7 @@ def row(family: str, cold: dict[str, Any], warm: dict[str, Any]) -> list[str]:
         f"<= {BAR_WARM} {'met' if share <= BAR_WARM else 'MISSED'}",
         f"{warm['step_seconds'][-1] * 1e3:.0f}",
         str(warm["graphs"]),
-        str(max(cold["compiled_again"], warm["compiled_again"])),
+        str(max(each["compiled_again"] for each in (cold, warm, varying))),
     ]
 
 
@@ -65,27 +66,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = arguments_of(__doc__)
     parser.add_argument("--sizes", type=json.loads, default={}, help="JSON; default: those of benchmarks.model_path")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; another one only tries the benchmark")
+    parser.add_argument("--varies", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=FAMILIES, help="measure this family in this process")
     given = parser.parse_args(arguments)
     sizes = SIZES | given.sizes
     if given.child is not None:
-        print_result(measure(given.child, sizes, given.backend))
+        print_result(measure(given.child, sizes, given.backend, varies=given.varies))
         return
     runs: dict[str, dict[str, Any]] = {}
     others = []
     for family in FAMILIES:
         runs[family] = {}
         with tempfile.TemporaryDirectory() as folder:
-            for state in ("cold", "warm"):
+            for state in ("cold", "warm", "varying"):
+                backend = ["--backend", "eager", "--varies"] if state == "varying" else ["--backend", given.backend]
                 child = run_child(
                     "benchmarks.compile",
-                    ["--child", family, "--sizes", json.dumps(given.sizes), "--backend", given.backend],
+                    ["--child", family, "--sizes", json.dumps(given.sizes), *backend],
                     environment={**child_environment(1), "TORCHINDUCTOR_CACHE_DIR": folder},
                     timeout_seconds=1800,
                 )
                 runs[family][state] = child.result
                 others.append(child.others_cores)
-    rows = [row(family, each["cold"], each["warm"]) for family, each in runs.items()]
+    rows = [row(family, **each) for family, each in runs.items()]
     shape = f"{sizes['layers']} layers, width {sizes['width']}, up to {sizes['batch']} x {sizes['block']} tokens"
     lines = [
         f"## The first step of a compiled model, cold and warm: {shape}; fp32, one thread, wall time",

@@ -91,7 +91,7 @@ def test_compile_counts_one_graph_for_each_family_and_none_again_for_other_lengt
     assert [row["model"] for row in rows] == ["gpt2", "llama", "qwen2", "mistral"]
     assert {(row["graphs"], row["compiled again"]) for row in rows} == {("1", "0")}
     assert all(float(row["cold s"]) > 0 and float(row["warm s"]) > 0 for row in rows)
-    assert set(json.loads((tmp_path / "compile.json").read_text())["runs"]["llama"]) == {"cold", "warm"}
+    assert set(json.loads((tmp_path / "compile.json").read_text())["runs"]["llama"]) == {"cold", "warm", "varying"}
 
 
 def test_overhead_prints_one_row_per_variant_and_judges_accel_train_alone() -> None:
