@@ -19,7 +19,7 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.store import TRAINER, Writer
 from accel_train.core.errors import CheckpointError
 from accel_train.model.tensors import is_quantised, local_part
-from accel_train.optim.ema import WeightAverage
+from accel_train.optim.ema import Average
 from accel_train.task import Task, TaskData
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
@@ -30,7 +30,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def tensor_writers(
-    weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], average: WeightAverage | None
+    weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], average: Average | None
 ) -> dict[str, Writer]:
     """Return writers for the files of whole tensors, by name; `weights` and `moments` are copies already."""
     writers: dict[str, Writer] = {
@@ -152,7 +152,7 @@ def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Pa
     ]
 
 
-def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | None) -> None:
+def restore_weights(folder: Path, model: nn.Module, average: Average | None) -> None:
     """Read the weights of a checkpoint into a model, and their average where one is kept: each process what it holds of them.
 
     What the checkpoint leaves out (its base) stays as it is: `base.base_problem` tells whether that is the same base.
@@ -168,7 +168,7 @@ def restore_weights(folder: Path, model: nn.Module, average: WeightAverage | Non
     restore_average(folder, average)
 
 
-def restore_average(folder: Path, average: WeightAverage | None) -> None:
+def restore_average(folder: Path, average: Average | None) -> None:
     """Read the averaged weights of a checkpoint, if it has some and the run keeps an average.
 
     Raises:

@@ -38,8 +38,8 @@ NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "ac
 OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
 """Settings that make two values of the best metric comparable."""
 USED_BY = {
-    "optimizer.betas": ("adamw", "adam", "muon", "lion"),
-    "optimizer.eps": ("adamw", "adam", "muon"),
+    "optimizer.betas": ("adamw", "adam", "muon", "lion", "adamw_8bit", "schedule_free_adamw"),
+    "optimizer.eps": ("adamw", "adam", "muon", "adamw_8bit", "schedule_free_adamw"),
     "optimizer.momentum": ("sgd", "muon"),
 }
 """The optimizers that a setting is for, where it is not for all."""

@@ -28,7 +28,7 @@ from accel_train.core.version import __version__
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.data.cache import cache_root
 from accel_train.model.isolation import isolated
-from accel_train.model.memory_estimate import largest_samples, state_numel
+from accel_train.model.memory_estimate import largest_samples, state_bytes
 from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.doctor import device_name
@@ -146,8 +146,8 @@ class Trials:
         """
         trained, section = [p for p in self.inner.parameters() if p.requires_grad], self.recipe.optimizer
         gradients, weight_bytes = [p.grad for p in trained], sum(p.numel() * p.element_size() for p in trained)
-        num_bytes = 4 * state_numel(self.inner.model, section) + headroom_bytes
-        num_bytes += weight_bytes if section.ema_decay is not None else 0
+        num_bytes = state_bytes(self.inner.model, section) + headroom_bytes
+        num_bytes += weight_bytes if section.averages else 0
         with isolated(self.inner, self.accelerator.device):
             try:
                 for parameter in trained:

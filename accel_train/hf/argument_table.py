@@ -66,7 +66,13 @@ def _plain_accelerator_config(config: Any) -> bool:
     return all(value == usual[name] if name in usual else not value for name, value in settings.items())
 
 
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "sgd": "sgd",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+}
 """`optim` -> `optimizer.name`."""
 KEEP_ALL = 1_000_000
 """`save_total_limit=None`: more checkpoints than a run writes."""
@@ -101,7 +107,7 @@ FIELDS: dict[str, Rule] = {
     "optim": leaf(
         "optimizer.name",
         lambda value: OPTIMIZERS[_name(value)],
-        note="adamw_torch and adamw_torch_fused (both fused), sgd",
+        note="adamw_torch and adamw_torch_fused (both fused), sgd, adamw_8bit and adamw_bnb_8bit (the same)",
         allowed=lambda value: _name(value) in OPTIMIZERS,
         remedy=f"use {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(class, kwargs) or optimizers=(optimizer, None)",
     ),

@@ -22,7 +22,7 @@ from accel_train.model.kernels import chunked_loss
 from accel_train.model.pretrained import pretrained_config
 from accel_train.model.tensors import tensors_in
 from accel_train.model.training_module import checked_loss
-from accel_train.model.weights import hidden_matrices
+from accel_train.model.weights import embeddings, hidden_matrices
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.private import fake_tensors, watch_operators
@@ -30,6 +30,11 @@ from accel_train.task import TASKS, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """CUDA context, kernels and cuBLAS workspaces of one process: 0.5 to 0.7 GiB with recent drivers."""
+
+LEAST_IN_8_BITS = 4096
+"""Numbers of the smallest tensor whose moments bitsandbytes keeps in 8 bits."""
+BLOCK_OF_8_BITS = 256
+"""Numbers that share a scale there."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,27 @@ def num_moments(section: Optimizer) -> int:
     return {"muon": 1, "lion": 1, "adafactor": 0}.get(section.name, 2)
 
 
-def state_numel(model: nn.Module, section: Optimizer) -> int:
-    """Return the numbers (fp32) that the optimizer keeps beside the weights; of a class of somebody else's, as of AdamW."""
+def state_bytes(model: nn.Module, section: Optimizer) -> int:
+    """Return the bytes that the optimizer keeps beside the weights; of a class of somebody else's, as of AdamW."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained = sum(weight.numel() for weight in weights)
     if section.name == "adafactor":  # a row and a column of each matrix
         matrices = [weight for weight in weights if weight.dim() > 1]
         factors = sum(matrix.numel() // matrix.shape[dim] for matrix in matrices for dim in (-1, -2))
-        return trained - sum(matrix.numel() for matrix in matrices) + factors
+        return 4 * (trained - sum(matrix.numel() for matrix in matrices) + factors)
     if section.name == "muon":  # AdamW's two for all that is no matrix
-        return 2 * trained - sum(matrix.numel() for matrix in hidden_matrices(model))
-    return num_moments(section) * trained
+        return 4 * (2 * trained - sum(matrix.numel() for matrix in hidden_matrices(model)))
+    if section.name == "adamw_8bit":
+        whole = {id(weight) for weight in embeddings(model)}
+        return sum(_bytes_in_8_bits(weight, whole=id(weight) in whole) for weight in weights)
+    return 4 * num_moments(section) * trained
+
+
+def _bytes_in_8_bits(weight: Tensor, *, whole: bool) -> int:
+    """Return the bytes of two moments: 1 for each number, 4 for each block, and the table of codes; or all in fp32."""
+    if whole or weight.numel() < LEAST_IN_8_BITS:
+        return 8 * weight.numel()
+    return 2 * (weight.numel() + 4 * -(-weight.numel() // BLOCK_OF_8_BITS) + 4 * 256)
 
 
 def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
@@ -110,12 +125,14 @@ def estimate_memory(
     held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    section, state = recipe.optimizer, state_numel(model, recipe.optimizer)
+    section, state = recipe.optimizer, state_bytes(model, recipe.optimizer)
     kept = f"{section.name}: {num_moments(section)} x 4 bytes each"
     if section.name == "muon":
         kept += " for the matrices in blocks, 2 x 4 bytes for the rest (AdamW)"
     if section.name == "adafactor":
         kept = "adafactor: 4 bytes for each row, column and vector element"
+    if section.name == "adamw_8bit":
+        kept = f"adamw_8bit: 2 x 1 byte each, and scales; 2 x 4 for embeddings and tensors of fewer than {LEAST_IN_8_BITS:,} numbers"
     if ":" in section.name:
         kept = f"{section.name}: as of AdamW, {kept.partition(': ')[2]}; its own is not known"
     shape = " x ".join(map(str, next(iter(batch.values())).shape))
@@ -129,10 +146,11 @@ def estimate_memory(
     parts = [
         MemoryPart("parameters", held_bytes, "arithmetic", "4 bytes each (fp32)" if is_fp32 else "2 bytes each (bf16) of frozen matrices, 4 of the others"),
         MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
-        MemoryPart("optimizer", 4 * state, "estimate" if ":" in section.name else "arithmetic", kept),
+        MemoryPart("optimizer", state, "estimate" if ":" in section.name else "arithmetic", kept),
     ]  # fmt: skip
-    if section.ema_decay is not None:
-        parts.append(MemoryPart("averaged weights", 4 * trainable, "arithmetic", "ema_decay: 4 bytes each (fp32)"))
+    if section.averages:
+        why = "ema_decay" if section.ema_decay is not None else f"{section.name}, while it is evaluated"
+        parts.append(MemoryPart("averaged weights", 4 * trainable, "arithmetic", f"{why}: 4 bytes each (fp32)"))
     try:
         like_cuda = device_type == "cuda"
         peak = simulate_step(task, model, batch, mixed_precision, like_cuda=like_cuda, gathered=gathered)

@@ -108,6 +108,12 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
     return ModelWeights(every, root, tuple(blocks), in_fp32=has_batch_norm(model))
 
 
+def embeddings(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained weights of embeddings, tied output weights included."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return [weight for table in tables for weight in table.parameters(recurse=False) if weight.requires_grad]
+
+
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained weights with two dimensions in the repeated blocks, embeddings left out: what Muon makes orthogonal.
 

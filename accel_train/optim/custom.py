@@ -1,10 +1,12 @@
-"""Optimizers by the name of their class: found, given their options, and tried out before a model is built.
+"""Optimizers of other packages, by a name of ours or that of their class: found, given their options, and tried out before a
+model is built.
 
 They know nothing of the flag that skips a step, so `update.update_within` reads the gradient norm on the host before each step.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,8 +17,14 @@ from accel_train.optim.update import update_within
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 from accel_train.task import load_class
 
-CLASSES = {"adafactor": "torch.optim:Adafactor"}
+CLASSES = {
+    "adafactor": "torch.optim:Adafactor",
+    "adamw_8bit": "bitsandbytes.optim:AdamW8bit",
+    "schedule_free_adamw": "accel_train.optim.schedule_free:ScheduleFreeAdamW",
+}
 """Classes that the recipe has a name for."""
+PACKAGES = {"adamw_8bit": "bitsandbytes", "schedule_free_adamw": "schedulefree"}
+"""What else they need: the package, and the extra that brings it."""
 BY_HOST = "it cannot skip a bad step by itself: the host reads the gradient norm before each update, one wait for the device a step"
 TRIAL_SHAPES = ((64, 64), (64,))
 """Of weights to try an optimizer on: 8-bit ones keep states of fewer than 4,096 numbers in fp32."""
@@ -34,13 +42,17 @@ def build_custom(groups: Sequence[Mapping[str, Any]], section: OptimizerSection)
         ValueError: no such class, it is no optimizer, refuses its options, or has no learning rate or weight decay to set.
     """
     setting = f"optimizer.name={section.name}"
+    package = PACKAGES.get(section.name)
+    if package is not None and find_spec(package) is None:
+        raise ValueError(f"{setting} needs the package {package}; install it: pip install 'accel-train[{package}]'")
     found: Any = load_class("optimizer.name", CLASSES.get(section.name, section.name), "torch.optim.Optimizer")
     if not issubclass(found, torch.optim.Optimizer):
         raise ValueError(f"{setting}: {found.__name__} is not derived from torch.optim.Optimizer; name a class that is")
     optimizer: torch.optim.Optimizer
+    of_adam = {} if package is None else {"betas": section.betas, "eps": section.eps}
     try:
         # Without names: those who look into the groups themselves expect tensors.
-        optimizer = found(_unnamed(groups), lr=section.learning_rate, **section.options)
+        optimizer = found(_unnamed(groups), lr=section.learning_rate, **of_adam, **section.options)
     except Exception as error:  # of a class that we do not know
         raise ValueError(
             f"{setting}: {found.__name__}(groups, lr={section.learning_rate:g}, **optimizer.options) raised "

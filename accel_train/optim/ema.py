@@ -1,7 +1,8 @@
 """An exponential moving average of the weights: often better than the last ones, and what is then evaluated and saved."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,26 @@ from accel_train.model.tensors import like, local_part
 from accel_train.runtime.private import move_towards
 
 
-class WeightAverage:
+class Average(ABC):
+    """Weights that are evaluated, and saved as the model, in place of those that are trained."""
+
+    names: list[str]
+    """Of the parameters."""
+
+    @abstractmethod
+    def update(self, step: int, skipped: Tensor) -> None:
+        """Take in the weights after a step; `skipped` (0-dim, 1.0 where it was) stays on the device."""
+
+    @abstractmethod
+    def in_place(self) -> AbstractContextManager[None]:
+        """Inside, the model has the average for its weights."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averages by the names of their parameters: for the checkpoint."""
+
+
+class WeightAverage(Average):
     """The average of the trained weights, one tensor for each, on their device.
 
     After step t (0-based): average = d average + (1 - d) weights with d = min(decay, (1 + t) / (10 + t)), so that the first

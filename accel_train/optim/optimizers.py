@@ -10,12 +10,17 @@ from torch.distributed.tensor import DTensor
 from accel_train.core.state import Choice
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.freeze import matching
-from accel_train.model.weights import hidden_matrices
+from accel_train.model.weights import embeddings, hidden_matrices
 from accel_train.optim.custom import BY_HOST, build_custom, is_custom
 from accel_train.optim.lion import Lion
 from accel_train.optim.muon import Muon
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 from accel_train.recipe.optimizer import ParameterGroup
+
+KEPT = {
+    "adamw_8bit": "moments in 8 bits, but for embeddings and tensors of fewer than 4,096 numbers",
+    "schedule_free_adamw": "an average of the weights is evaluated, and what model/ will hold",
+}
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -112,7 +117,10 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
         adamw = {"betas": section.betas, "eps": section.eps}
         return Muon(matrix_groups(groups, model), lr=section.learning_rate, momentum=section.momentum, **adamw)
     if is_custom(section.name):
-        return build_custom(groups, section)
+        optimizer = build_custom(groups, section)
+        if section.name == "adamw_8bit":
+            keep_whole(optimizer, embeddings(model))
+        return optimizer
     if section.name == "lion":
         return Lion(groups, lr=section.learning_rate, betas=section.betas)
     if section.name == "sgd":
@@ -129,6 +137,17 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
     return adam(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=fused)
 
 
+def keep_whole(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
+    """Let bitsandbytes keep the moments of these weights in fp32, as transformers does for embeddings, by state that is there already.
+
+    Its own way is a list that all optimizers of the process share.
+    """
+    for weight in weights:
+        optimizer.state[weight] = {
+            "step": 0, "state1": torch.zeros_like(weight, dtype=torch.float32), "state2": torch.zeros_like(weight, dtype=torch.float32)
+        }  # fmt: skip
+
+
 def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[str] | None:
     """Return what an optimizer does to which weights, or what it costs, where its name does not say it."""
     if isinstance(optimizer, Muon):
@@ -141,7 +160,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[st
             "muon", f"{where}; every process makes all matrices orthogonal, in fp32 (TF32 where precision.tf32 is on)"
         )
     if is_custom(name):
-        return Choice(name, BY_HOST)
+        return Choice(name, f"{KEPT[name]}; {BY_HOST}" if name in KEPT else BY_HOST)
     return None
 
 

@@ -28,7 +28,8 @@ from accel_train.checkpoint.store import Writer
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule
-from accel_train.optim.ema import WeightAverage
+from accel_train.optim.ema import Average, WeightAverage
+from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
 from accel_train.optim.update import Update, update_within
 from accel_train.parallel.dims import ParallelDims, parallel_dims
 from accel_train.recipe.parallel import Parallel
@@ -79,7 +80,7 @@ class Strategy(ABC):
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
     """Those that the optimizer was made with."""
-    average: WeightAverage | None = None
+    average: Average | None = None
 
     def __init__(self, section: Parallel, choice: Choice[int]) -> None:
         self.section, self.choice = section, choice
@@ -254,7 +255,10 @@ class Strategy(ABC):
         """
         restore_optimizer(folder, self.optimizer)
 
-    def make_average(self, decay: float) -> None:
-        """Keep an average of the trained weights from now on."""
+    def make_average(self, decay: float | None) -> None:
+        """Keep an average of the trained weights from now on: with this decay, or that of a schedule-free optimizer."""
         trained = [(name, each) for name, each in self.inner.model.named_parameters() if each.requires_grad]
-        self.average = WeightAverage(trained, decay)
+        if decay is not None:
+            self.average = WeightAverage(trained, decay)
+        elif isinstance(self.optimizer, ScheduleFreeAdamW):
+            self.average = ScheduleFreeAverage(trained, self.optimizer)

@@ -17,7 +17,7 @@ from accel_train.model.memory_estimate import (
     build_without_weights,
     estimate_memory,
     largest_samples,
-    state_numel,
+    state_bytes,
     vocabulary_rows,
 )
 from accel_train.model.weights import ModelWeights, group_weights
@@ -228,8 +228,8 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
     of_neighbours = neighbour_collectives(
         model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed
     )
-    averaged = weights.trainable_numel if recipe.optimizer.ema_decay is not None else 0
-    checkpoint_bytes = stored + 4 * (state_numel(model, recipe.optimizer) + averaged)
+    averaged = weights.trainable_numel if recipe.optimizer.averages else 0
+    checkpoint_bytes = stored + 4 * averaged + state_bytes(model, recipe.optimizer)
     return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, of_neighbours)
 
 

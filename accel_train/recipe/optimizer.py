@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from accel_train.recipe.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+SCHEDULE_FREE = "schedule_free_adamw"
+
 
 class LRScaling(Section):
     rule: Literal["none", "linear", "sqrt"] = "none"
@@ -24,21 +26,27 @@ class ParameterGroup(Section):
 
 
 class Optimizer(Section):
-    name: Literal["adamw", "adam", "sgd", "muon", "lion", "adafactor"] | Annotated[str, Field(pattern=".:.")] = "adamw"
+    name: (
+        Literal["adamw", "adam", "sgd", "muon", "lion", "adafactor", "adamw_8bit", "schedule_free_adamw"]
+        | Annotated[str, Field(pattern=".:.")]
+    ) = "adamw"
     """muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with learning rates as for AdamW;
     lion: half of AdamW's state, with a learning rate 3 to 10 times lower and a weight decay as many times higher;
-    adafactor (torch's) and `module:Class`, another class of optimizers: the host reads each step's gradient norm before it is made."""
+    adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer than 4,096 numbers keep all of theirs;
+    schedule_free_adamw (schedulefree): no schedule but constant; an average of the weights is evaluated, and what `model/` holds;
+    these two, adafactor (torch's) and `module:Class`, another class of optimizers: the host reads each step's gradient norm before
+    it is made."""
     learning_rate: PositiveFloat = 3e-4
     """The peak learning rate, before `lr_scaling`."""
     weight_decay: NonNegativeFloat = 0.1
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """For adamw, adam, muon and lion, whose authors use [0.9, 0.99]."""
+    """For all kinds of adam, muon, and lion, whose authors use [0.9, 0.99]."""
     eps: PositiveFloat = 1e-8
-    """For adamw, adam and muon."""
+    """For all kinds of adam, and muon."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """For sgd and muon, whose authors use 0.95."""
     options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    """Arguments of the class, for adafactor and `module:Class`, which get learning rate and weight decay from this section."""
+    """More arguments of the class, for adafactor, schedule_free_adamw (warmup_steps) and `module:Class`."""
     no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias")
     """Parameters without weight decay."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -53,11 +61,30 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def options_are_for_a_class(self) -> "Optimizer":
-        if self.options and self.name != "adafactor" and ":" not in self.name:
+        if self.options and self.name not in ("adafactor", SCHEDULE_FREE) and ":" not in self.name:
             raise ValueError(
-                f"optimizer.options are for adafactor and module:Class, and optimizer.name is {self.name}; leave them out"
+                f"optimizer.options are for adafactor, {SCHEDULE_FREE} and module:Class, and optimizer.name is {self.name}; "
+                "leave them out"
             )
         return self
+
+    @model_validator(mode="after")
+    def schedule_free_averages_by_itself(self) -> "Optimizer":
+        if self.name == SCHEDULE_FREE and self.ema_decay is not None:
+            raise ValueError(
+                f"optimizer.ema_decay={self.ema_decay:g}: {self.name} keeps an average of the weights already; leave it out"
+            )
+        if self.name == SCHEDULE_FREE and self.betas[0] == 0:
+            raise ValueError(
+                f"optimizer.betas={list(self.betas)}: {self.name} divides by the first, which is how much of the average gradients "
+                "are taken at; use 0.9"
+            )
+        return self
+
+    @property
+    def averages(self) -> bool:
+        """Return whether an average of the weights is evaluated and saved."""
+        return self.ema_decay is not None or self.name == SCHEDULE_FREE
 
 
 class Schedule(Section):

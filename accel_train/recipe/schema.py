@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from accel_train.core.files import path_problem
 from accel_train.recipe.data import Data, TrainedTokenizer
-from accel_train.recipe.optimizer import Optimizer, Schedule
+from accel_train.recipe.optimizer import SCHEDULE_FREE, Optimizer, Schedule
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.reliability import Checkpoint, Guard
 from accel_train.recipe.values import (
@@ -248,6 +248,21 @@ class Recipe(Section):
         problem = path_problem(self.output_dir)
         if problem is not None:
             raise ValueError(f"output_dir {problem}")
+        return self
+
+    @model_validator(mode="after")
+    def schedule_free_has_no_schedule(self) -> "Recipe":
+        if self.optimizer.name == SCHEDULE_FREE:
+            section, remedy = self.schedule, "set schedule.type to constant"
+            warmup = [name for name in ("warmup_steps", "warmup_ratio") if getattr(section, name)]
+            if section.type == "constant" and warmup:
+                steps = section.warmup_steps or "N"
+                remedy = f"leave it out, and set optimizer.options to {{warmup_steps: {steps}}}"
+            if section.type != "constant" or warmup:
+                name = warmup[0] if section.type == "constant" else "type"
+                raise ValueError(
+                    f"schedule.{name}={getattr(section, name)}: {SCHEDULE_FREE} has its own warm-up and no other schedule; {remedy}"
+                )
         return self
 
     def __eq__(self, other: object) -> bool:

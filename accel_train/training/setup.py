@@ -263,8 +263,7 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
         and (chosen := describe_optimizer(strategy.optimizer, recipe.optimizer.name)) is not None
     ):
         choices["optimizer"] = chosen
-    if recipe.optimizer.ema_decay is not None:
-        strategy.make_average(recipe.optimizer.ema_decay)
+    strategy.make_average(recipe.optimizer.ema_decay)
     return plan.with_choices(choices)
 
 

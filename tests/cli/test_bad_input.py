@@ -55,6 +55,10 @@ def both(*edits: Edit) -> Edit:
     return lambda recipe: [edit(recipe) for edit in edits]
 
 
+def free() -> Edit:
+    return both(setting("optimizer.name", "schedule_free_adamw"), setting("schedule.type", "constant"))
+
+
 # What is wrong, and what the one line must say: the name of the thing, and what to do.
 RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "typo in a section": (setting("optimzer.eps", 1), ("optimzer", "did you mean optimizer?")),
@@ -116,6 +120,17 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "4 bits under fsdp2": (both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4"), setting("parallel.strategy", "fsdp2")), ("model.frozen_dtype=nf4", "use ddp")),
     "4 bits under deepspeed": (both(setting("model.freeze", ["*.wte.*"]), setting("model.frozen_dtype", "nf4"), setting("parallel.strategy", "deepspeed")), ("model.frozen_dtype=nf4", "deepspeed", "set it to auto")),
     "4 bits, compiled": (both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4"), setting("precision.compile", True)), ("model.frozen_dtype=nf4", "precision.compile")),
+    "8 bits under deepspeed": (both(setting("optimizer.name", "adamw_8bit"), setting("parallel", {"strategy": "deepspeed"})), ("optimizer.name adamw_8bit", "use adamw, adam, sgd")),
+    "options of 8 bits": (setting("optimizer", {"name": "adamw_8bit", "options": {"is_paged": True}}), ("optimizer.options are for", "is adamw_8bit; leave them out")),
+    "typo in 8 bits": (setting("optimizer.name", "adam_8bit"), ("optimizer.name=adam_8bit", "did you mean adamw_8bit?")),
+    "schedule-free with a schedule": (setting("optimizer.name", "schedule_free_adamw"), ("schedule.type=warmup_cosine: schedule_free_adamw has its own warm-up", "set schedule.type to constant")),
+    "schedule-free with two warm-ups": (both(free(), setting("schedule.warmup_steps", 2)), ("schedule.warmup_steps=2: schedule_free_adamw", "set optimizer.options to {warmup_steps: 2}")),
+    "schedule-free with a warm-up by ratio": (both(free(), setting("schedule.warmup_ratio", 0.1)), ("schedule.warmup_ratio=0.1", "set optimizer.options to {warmup_steps: N}")),
+    "two averages": (both(free(), setting("optimizer.ema_decay", 0.9)), ("optimizer.ema_decay=0.9: schedule_free_adamw keeps an average", "leave it out")),
+    "schedule-free without a first beta": (both(free(), setting("optimizer.betas", [0, 0.9])), ("optimizer.betas=[0.0, 0.9]", "use 0.9")),
+    "warm-up that is no number of steps": (both(free(), setting("optimizer.options", {"warmup_steps": -1})), ("warmup_steps=-1 is no number of steps", "correct optimizer.options")),
+    "unknown option of schedule-free": (both(free(), setting("optimizer.options", {"warmup": 2})), ("schedule_free_adamw", "'warmup'", "correct optimizer.options")),
+    "schedule-free under deepspeed": (both(free(), setting("parallel", {"strategy": "deepspeed"})), ("optimizer.name schedule_free_adamw", "use adamw, adam, sgd")),
     "unknown schedule": (setting("schedule.type", "cosin"), ("schedule.type=cosin", "did you mean cosine?")),
     "fp8 as a setting": (setting("precision.fp8", True), ("precision.fp8", "did you mean precision.mixed_precision?")),
     "unknown precision": (setting("precision.mixed_precision", "fp61"), ("precision.mixed_precision=fp61", "did you mean fp16?")),

@@ -66,6 +66,8 @@ TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
     ({"warmup_steps": 3}, "schedule.warmup_steps", 3),
     ({"warmup_steps": 0.25}, "schedule.warmup_steps", 3),
     ({"optim": "sgd"}, "optimizer.name", "sgd"),
+    ({"optim": "adamw_bnb_8bit"}, "optimizer.name", "adamw_8bit"),
+    ({"optim": "adamw_8bit"}, "optimizer.name", "adamw_8bit"),
     ({"optim": "sgd", "optim_args": "momentum=0.8"}, "optimizer.momentum", 0.8),
     ({"weight_decay": 0.05}, "optimizer.weight_decay", 0.05),
     ({"adam_beta1": 0.8}, "optimizer.betas", (0.8, 0.999)),

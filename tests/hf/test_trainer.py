@@ -71,6 +71,7 @@ def test_the_package_exports_the_trainer() -> None:
         {"gradient_accumulation_steps": 3, "warmup_steps": 2, "lr_scheduler_type": "cosine"},
         {"max_steps": 7, "weight_decay": 0.1, "warmup_steps": 0.3, "max_grad_norm": 0.05},
         {"num_train_epochs": 2.5, "optim": "sgd", "learning_rate": 0.1, "logging_strategy": "epoch", "data_seed": 5},
+        {"optim": "adamw_bnb_8bit", "warmup_steps": 2, "weight_decay": 0.1},
         {"dataloader_drop_last": True, "train_sampling_strategy": "sequential", "logging_first_step": True},
         {"optim": "sgd", "optim_args": "momentum=0.9", "max_grad_norm": 0.0, "logging_steps": 0.3, "seed": 3},
     ],

@@ -1,35 +1,39 @@
 """Optimizers: the formulas of their authors, and steps that NaN and Inf cannot reach, in any tensor that they keep."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from accel_train.checkpoint.contents import optimizer_tensors, restore_optimizer
+from accel_train.checkpoint.contents import copy_to_host, optimizer_tensors, restore_optimizer
 from accel_train.guard.guard import Limits
-from accel_train.model.memory_estimate import state_numel
+from accel_train.model.memory_estimate import state_bytes
 from accel_train.model.weights import hidden_matrices
 from accel_train.optim.custom import try_custom
 from accel_train.optim.muon import orthogonalise
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters, set_learning_rate
+from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
 from accel_train.optim.update import FlooredGradScaler, update_within
 from accel_train.recipe.optimizer import Optimizer, ParameterGroup
 
 CPU = torch.device("cpu")
 OWN = ("muon", "lion")
-NAMES = (*OWN, "adafactor", "tests.support.optimizers:Momentum")
+PACKAGED = ("adamw_8bit", "schedule_free_adamw")
+NAMES = (*OWN, *PACKAGED, "adafactor", "tests.support.optimizers:Momentum")
 TOKENS = torch.randint(64, (40, 4, 16), generator=torch.Generator().manual_seed(0))
 
 
-def gpt2() -> nn.Module:
+def gpt2(width: int = 16) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "gpt2", n_layer=2, n_head=2, n_embd=16, n_positions=16, vocab_size=64, bos_token_id=0, eos_token_id=0,
+        "gpt2", n_layer=2, n_head=2, n_embd=width, n_positions=16, vocab_size=64, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model: nn.Module = AutoModelForCausalLM.from_config(config)
@@ -40,7 +44,7 @@ class Trained:
     """A small GPT-2 and its optimizer, a step at a time."""
 
     def __init__(self, section: Optimizer, scale: float | None = None) -> None:
-        self.model = gpt2()
+        self.model = gpt2(32 if section.name == "adamw_8bit" else 16)  # no matrix of 16 columns has 4,096 numbers
         self.optimizer = name_parameters(build_optimizer(self.model, section, CPU), self.model)
         self.scaler = scale and FlooredGradScaler("cpu", init_scale=scale, growth_interval=2000, floor=scale)
         self.limits = Limits(section.max_grad_norm)
@@ -68,11 +72,12 @@ class Trained:
         return {name: tensor.detach().clone() for name, tensor in held.items()}
 
 
-def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+def differing(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors that are not the same in every byte, or not in both."""
 
     def same(name: str) -> bool:
-        return left[name].contiguous().numpy().tobytes() == right[name].contiguous().numpy().tobytes()
+        ours, theirs = (each[name].detach().contiguous().numpy().tobytes() for each in (left, right))
+        return ours == theirs
 
     return [name for name in {**left, **right} if name not in left or name not in right or not same(name)]
 
@@ -99,7 +104,10 @@ def test_a_bad_step_changes_no_byte_and_the_next_one_is_as_if_it_had_not_been(
         assert not trained.step(number)
         assert not clean.step(number)
     assert differing(trained.tensors(), clean.tensors()) == []
-    assert len(differing(before, trained.tensors())) >= len(before)
+    moving = [
+        name for name in before if not name.startswith(("qmap", "lr_max"))
+    ]  # a table, and the highest rate so far
+    assert len(differing(before, trained.tensors())) >= len(moving)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -130,25 +138,24 @@ def test_loss_scale_does_not_change_the_update(name: str) -> None:
 def test_learning_rates_of_groups_reach_their_weights(name: str) -> None:
     still = (ParameterGroup(match=("transformer.h.0.*", "*wte*"), lr_scale=0.0),)
     trained = Trained(Optimizer.model_validate({"name": name, "groups": still, "learning_rate": 0.1}))
-    before = trained.tensors()
+    before = {name: weight.detach().clone() for name, weight in trained.model.named_parameters()}
     trained.step(0)
-    after = {name: tensor for name, tensor in trained.tensors().items() if name in before}
-    moved = differing(before, after)
+    moved = differing(before, dict(trained.model.named_parameters()))
     assert moved == [name for name in before if not name.startswith("transformer.h.0.") and "wte" not in name]
 
 
-@pytest.mark.parametrize("name", [*OWN, "adafactor", "adamw", "sgd"])
-def test_the_estimate_of_memory_counts_the_numbers_that_are_kept(name: str) -> None:
+@pytest.mark.parametrize("name", [*OWN, *PACKAGED, "adafactor", "adamw", "sgd"])
+def test_the_estimate_of_memory_counts_the_bytes_that_are_kept(name: str) -> None:
     section = Optimizer.model_validate({"name": name})
     trained = Trained(section)
     trained.step(0)
-    kept = {key: tensor for key, tensor in optimizer_tensors(trained.optimizer).items() if not key.startswith("step.")}
-    assert sum(tensor.numel() for tensor in kept.values()) == state_numel(trained.model, section)
+    kept = {key: tensor for key, tensor in optimizer_tensors(trained.optimizer).items() if tensor.dim()}
+    assert sum(tensor.nbytes for tensor in kept.values()) == state_bytes(trained.model, section)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns(name: str) -> None:
-    rate = 0.01 if name in OWN else 0.3
+    rate = 0.01 if name in (*OWN, *PACKAGED) else 0.3
     trained = Trained(Optimizer.model_validate({"name": name, "learning_rate": rate}))
 
     def loss() -> float:
@@ -178,6 +185,122 @@ def test_lion_moves_each_weight_by_the_learning_rate_and_keeps_the_momentum_of_i
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-7)
         kept = 0.99 * kept + 0.01 * gradient
         torch.testing.assert_close(optimizer_tensors(trained.optimizer)[f"exp_avg.{name}"], kept)
+
+
+# --- 8 bits --------------------------------------------------------------------------------------------------------
+
+
+def test_moments_are_kept_in_8_bits_but_for_embeddings_and_small_tensors() -> None:
+    trained = Trained(Optimizer(name="adamw_8bit"))
+    for number in range(3):
+        trained.step(number)
+    kept = {name.removeprefix("state1."): each.dtype for name, each in trained.tensors().items() if "state1." in name}
+    large = {name for name, weight in trained.model.named_parameters() if weight.numel() >= 4096}
+    assert large
+    assert {name for name, dtype in kept.items() if dtype == torch.uint8} == large
+    assert kept.keys() == dict(trained.model.named_parameters()).keys()
+    embedding = nn.Sequential(nn.Embedding(128, 32), nn.Linear(32, 128))
+    optimizer = build_optimizer(embedding, Optimizer(name="adamw_8bit"), CPU)
+    embedding(torch.arange(9)).sum().backward()
+    update_within(Limits(1.0), optimizer, list(embedding.parameters()), None)
+    assert [optimizer.state[layer.weight]["state1"].dtype for layer in embedding] == [torch.float32, torch.uint8]  # type: ignore[index]
+
+
+def test_8_bits_train_as_fp32_does_but_for_the_rounding_of_moments() -> None:
+    def losses(name: str) -> list[float]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        section = Optimizer.model_validate({"name": name, "learning_rate": 3e-3})
+        optimizer, inputs = build_optimizer(layers, section, CPU), torch.randn(32, 64)
+        found = []
+        for _ in range(30):
+            loss = (layers(inputs) - inputs.roll(1, 1)).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            update_within(Limits(1.0), optimizer, list(layers.parameters()), None)
+        return found
+
+    ours, whole = losses("adamw_8bit"), losses("adamw")
+    assert whole[-1] < whole[0] / 3
+    assert ours != whole
+    assert ours == pytest.approx(whole, rel=0.02)
+
+
+# --- schedule-free -------------------------------------------------------------------------------------------------
+
+
+def free(**settings: Any) -> Trained:
+    return Trained(Optimizer.model_validate({"name": "schedule_free_adamw", "learning_rate": 0.01, **settings}))
+
+
+def average_of(trained: Trained) -> ScheduleFreeAverage:
+    assert isinstance(trained.optimizer, ScheduleFreeAdamW)
+    return ScheduleFreeAverage(list(trained.model.named_parameters()), trained.optimizer)
+
+
+def test_steps_and_average_are_those_of_the_package() -> None:
+    trained, model = free(max_grad_norm=0, options={"warmup_steps": 3}), gpt2()
+    groups = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in build_optimizer(model, Optimizer(), CPU).param_groups
+    ]
+    theirs = AdamWScheduleFree(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, warmup_steps=3)
+    theirs.train()
+    for number in range(6):
+        trained.step(number)
+        model(input_ids=TOKENS[number], labels=TOKENS[number]).loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    weights = dict(trained.model.named_parameters())
+    assert differing(dict(model.named_parameters()), weights) == []
+    theirs.eval()
+    assert differing(dict(model.named_parameters()), average_of(trained).tensors()) == []
+
+
+def test_an_evaluation_leaves_every_bit_of_weights_and_state() -> None:
+    trained = free()
+    for number in range(3):
+        trained.step(number)
+    before, average = trained.tensors(), average_of(trained)
+    with average.in_place():
+        inside = {name: weight.detach().clone() for name, weight in trained.model.named_parameters()}
+    assert differing(before, trained.tensors()) == []
+    assert differing(inside, average.tensors()) == []
+    assert set(differing(inside, {name: before[name] for name in inside})) == set(inside)
+
+
+def test_before_the_first_step_the_average_is_the_weights() -> None:
+    trained = free()
+    average = average_of(trained).tensors()
+    assert differing(average, dict(trained.model.named_parameters())) == []
+    assert not {each.data_ptr() for each in average.values()} & {each.data_ptr() for each in trained.model.parameters()}
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_state_of_packages_is_restored_to_the_bit(name: str, tmp_path: Path) -> None:
+    section = Optimizer.model_validate({"name": name, "learning_rate": 0.01})
+    trained, other = Trained(section), Trained(section)
+    for number in range(3):
+        trained.step(number)
+    save_file(copy_to_host(optimizer_tensors(trained.optimizer)), tmp_path / "optimizer.safetensors")
+    restore_optimizer(tmp_path, other.optimizer)
+    other.model.load_state_dict(trained.model.state_dict())
+    for number in (3, 4):
+        trained.step(number)
+        other.step(number)
+    assert differing(trained.tensors(), other.tensors()) == []
+    kinds = [
+        [{key: type(value) for key, value in held.optimizer.state[each].items()} for each in held.model.parameters()]
+        for held in (trained, other)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.optim.custom.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=rf"^optimizer\.name={name} needs the package (\w+); .*'accel-train\[\1\]'$"):
+        try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=False)
 
 
 # --- classes by name -----------------------------------------------------------------------------------------------
@@ -232,7 +355,7 @@ def test_options_reach_the_class_and_are_refused_for_others() -> None:
     )
     assert trained.optimizer.defaults["memory"] == 0.3
     with pytest.raises(
-        ValueError, match=r"optimizer\.options are for adafactor and module:Class.* is muon; leave them out"
+        ValueError, match=r"optimizer\.options are for adafactor, .* and module:Class.* is muon; leave them out"
     ):
         Optimizer.model_validate({"name": "muon", "options": {"ns_steps": 3}})
 

@@ -150,6 +150,29 @@ def test_an_optimizer_that_the_host_steps_says_what_that_costs() -> None:
         plan("--optimizer.name", "adafactor", "--parallel.strategy", "fsdp2", world_size=2)
 
 
+def test_8_bits_are_planned_as_they_are_kept_and_refused_where_weights_are_sharded() -> None:
+    resolved, whole = plan("--optimizer.name", "adamw_8bit"), plan("--optimizer.name", "adamw")
+    model = resolved.recipe.model.config
+    assert model is not None
+    in_blocks = 12 * model["n_embd"] ** 2 * model["n_layer"]
+    small = whole.checkpoint_bytes - resolved.checkpoint_bytes
+    assert small == parts(whole)["optimizer"] - parts(resolved)["optimizer"]
+    assert 5.8 * in_blocks < small < 6 * in_blocks
+    assert any("one wait for the device a step" in note for note in resolved.notes)
+    with pytest.raises(
+        ValueError, match=r"adamw_8bit keeps .* cannot be sharded as the weight is; use parallel\.strategy ddp"
+    ):
+        plan("--optimizer.name", "adamw_8bit", "--parallel.strategy", "fsdp2", world_size=2)
+
+
+def test_schedule_free_keeps_an_average_in_its_checkpoints_and_while_it_evaluates() -> None:
+    free = plan(
+        "--optimizer.name", "schedule_free_adamw", "--schedule.type", "constant", "--schedule.warmup_ratio", "0"
+    )
+    assert free.checkpoint_bytes == 4 * 4 * free.num_parameters
+    assert parts(free)["averaged weights"] == 4 * free.num_parameters
+
+
 def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
     """Bytes beyond parameters and gradients that torch's own profiler saw at the worst moment of a real step."""
     recipe = load_recipe("r.yaml", arguments=recipe_flags)

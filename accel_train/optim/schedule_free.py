@@ -1,0 +1,89 @@
+"""Schedule-free AdamW: an average of the weights in place of a schedule (Defazio et al. 2024, arXiv 2405.15682; package schedulefree)."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_train.model.tensors import like, local_part
+from accel_train.optim.ema import Average
+
+COUNTERS = ("k", "weight_sum", "lr_max")
+"""What the package keeps in its groups, and a checkpoint as numbers of each weight."""
+
+
+class ScheduleFreeAdamW(torch.optim.Optimizer):
+    """`schedulefree.AdamWScheduleFree`, always in its training mode: the weights are y, where gradients are taken.
+
+    `ScheduleFreeAverage` puts x, the weights to evaluate, in their place. The package's own `eval()` and `train()` round, so that
+    a run would depend on when it was evaluated.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, **options: Any
+    ) -> None:
+        from schedulefree import AdamWScheduleFree
+
+        warmup = options.get("warmup_steps", 0)
+        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+            raise ValueError(f"warmup_steps={warmup!r} is no number of steps")
+        self._inner = AdamWScheduleFree(groups, lr=lr, betas=betas, eps=eps, **options)
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient, and forget the gradients, whose memory it uses."""
+        assert closure is None, "gradients are there before the step"
+        inner = self._inner
+        inner.state = self.state  # of this moment: `load_state_dict` makes new ones
+        inner.param_groups = [{**group, "train_mode": True, **self._counters(group)} for group in self.param_groups]
+        inner.step()
+        for group in inner.param_groups:
+            for state in self._states(group):
+                state.update({name: group[name] for name in COUNTERS})
+
+    def _counters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the counters of a group after its last step, which all its weights have alike; none before the first one."""
+        state = next(self._states(group), {})
+        return {name: state[name] for name in COUNTERS if name in state}
+
+    def _states(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        return (state for each in group["params"] if "z" in (state := self.state.get(each, {})))
+
+
+class ScheduleFreeAverage(Average):
+    """The average of the weights that schedule-free AdamW finds, x = y + (1 - 1 / beta1) (z - y): computed when it is asked for."""
+
+    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], optimizer: ScheduleFreeAdamW) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._optimizer = optimizer
+
+    def update(self, step: int, skipped: Tensor) -> None:
+        """Do nothing: the optimizer's own step keeps what the average follows from."""
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model has the average for its weights; after it, every bit of those it had."""
+        weights, kept = [local_part(parameter.detach()) for parameter in self._parameters], list[Tensor]()
+        for weight, parameter in zip(weights, self._parameters, strict=True):
+            kept.append(weight.clone())
+            weight.copy_(self._average_of(parameter))
+        try:
+            yield
+        finally:
+            for weight, before in zip(weights, kept, strict=True):
+                weight.copy_(before)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averages by the names of their parameters, in new memory: for the checkpoint, from which none is needed back."""
+        found = zip(self.names, self._parameters, strict=True)
+        return {name: like(self._average_of(parameter), parameter.detach()) for name, parameter in found}
+
+    def _average_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the average of what this process holds of a weight; that itself, copied, where no step has changed it."""
+        weight, state = local_part(parameter.detach()), self._optimizer.state.get(parameter, {})
+        beta1, _ = self._optimizer.defaults["betas"]
+        return weight.lerp(local_part(state["z"]), 1 - 1 / beta1) if "z" in state else weight.clone()
