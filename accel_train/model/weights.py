@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
 
 FP32_BYTES = 4
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,12 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
     root = group(model)
     every = root.weights + tuple(weight for block in blocks for weight in block.weights)
     return ModelWeights(every, root, tuple(blocks), in_fp32=has_batch_norm(model))
+
+
+def in_rounds(weights: Sequence[Each], numels: Sequence[int], size: int) -> list[list[Each]]:
+    """Return the weights, the largest first, in rounds of at most `size`: one for each process, about as large as the others."""
+    order = sorted(range(len(weights)), key=lambda number: -numels[number])
+    return [[weights[number] for number in order[first : first + size]] for first in range(0, len(order), size)]
 
 
 def embeddings(model: nn.Module) -> list[nn.Parameter]:

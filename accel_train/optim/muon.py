@@ -1,12 +1,15 @@
 """Muon: momentum whose matrices are made orthogonal before they are added (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982)."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_train.model.tensors import like, part_of, whole_of
+from accel_train.model.weights import in_rounds
 from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -22,9 +25,12 @@ class Muon(SkippableOptimizer):
     M = momentum M + (1 - momentum) G;  U = momentum M + (1 - momentum) G (Nesterov);  O = the orthogonal matrix nearest to U;
     W = (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) O.
 
-    O is computed in fp32 (its products in TF32 where `precision.tf32` is on), by every process for all matrices: under FSDP2
-    the update of each matrix is gathered once.
+    O is computed in fp32 (its products in TF32 where `precision.tf32` is on): where every process has all of U, each for its share
+    of the matrices (`group`), else by every process for all; under FSDP2 the update of each matrix is gathered once.
     """
+
+    group: dist.ProcessGroup | None = None
+    """The processes that have the same gradients and share the matrices; None: each makes all of them orthogonal."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float, **adamw: Any) -> None:
         rest = [group for group in groups if not group["is_matrix"]]
@@ -33,9 +39,15 @@ class Muon(SkippableOptimizer):
 
     def update(self, skip: Tensor | None) -> None:
         """Update all weights that have a gradient."""
-        for group in self.param_groups:
-            for parameter, gradient in self.gradients(group) if group["is_matrix"] else ():
-                self._update_matrix(parameter, gradient, group, skip)
+        matrices = [
+            (parameter, gradient, group)
+            for group in self.param_groups
+            if group["is_matrix"]
+            for parameter, gradient in self.gradients(group)
+        ]
+        size = 1 if self.group is None else self.group.size()
+        for some in in_rounds(matrices, [gradient.numel() for _, gradient, _ in matrices], size):
+            self._update_matrices(some, skip)
         if self._adamw is not None:
             # Of this moment: `load_state_dict` makes new ones.
             self._adamw.state = self.state
@@ -43,15 +55,30 @@ class Muon(SkippableOptimizer):
             self._adamw.found_inf, self._adamw.grad_scale = self.found_inf, self.grad_scale  # type: ignore[attr-defined]
             self._adamw.step()
 
-    def _update_matrix(
-        self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], skip: Tensor | None
+    def _update_matrices(
+        self, some: Sequence[tuple[nn.Parameter, Tensor, dict[str, Any]]], skip: Tensor | None
     ) -> None:
-        momentum, kept = group["momentum"], self.state_of(parameter, "momentum_buffer")
-        moved = torch.lerp(gradient, kept, momentum)
-        direction = orthogonalise(whole_of(like(torch.lerp(gradient, moved, momentum), parameter)))
-        factor = UPDATE_RMS * math.sqrt(max(parameter.shape))
-        decay_and_add(parameter, part_of(direction, parameter), group, factor, skip)
-        replace(kept, moved, skip)
+        moved, updates = [], []
+        for parameter, gradient, group in some:
+            moved.append(torch.lerp(gradient, self.state_of(parameter, "momentum_buffer"), group["momentum"]))
+            updates.append(whole_of(like(torch.lerp(gradient, moved[-1], group["momentum"]), parameter)))
+        found = [orthogonalise(each) for each in updates] if self.group is None else share(updates, self.group)
+        for (parameter, _, group), kept, direction in zip(some, moved, found, strict=True):
+            factor = UPDATE_RMS * math.sqrt(max(parameter.shape))
+            decay_and_add(parameter, part_of(direction, parameter), group, factor, skip)
+            replace(self.state_of(parameter, "momentum_buffer"), kept, skip)
+
+
+def share(matrices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """* Return matrices made orthogonal, the n-th by the n-th process, at most one for each: gathered, fp32, as wide as the largest."""
+    rank, width = group.rank(), max(matrix.numel() for matrix in matrices)
+    own = matrices[0].new_zeros(width, dtype=torch.float32)
+    if rank < len(matrices):
+        own[: matrices[rank].numel()] = orthogonalise(matrices[rank]).reshape(-1)
+    found = own.new_empty(group.size() * width)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(found, own, group)
+    return [row[: matrix.numel()].view(matrix.shape) for row, matrix in zip(found.split(width), matrices, strict=False)]
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:

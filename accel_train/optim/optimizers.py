@@ -156,9 +156,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[st
             for is_matrix in (True, False)
         )
         where = f"muon for {len(matrices)} matrices of the blocks, adamw for the other {len(rest)} tensors"
-        return Choice(
-            "muon", f"{where}; every process makes all matrices orthogonal, in fp32 (TF32 where precision.tf32 is on)"
-        )
+        who = "every process makes all matrices orthogonal"
+        if optimizer.group is not None:
+            who = f"each of {optimizer.group.size()} processes makes its share of the matrices orthogonal"
+        return Choice("muon", f"{where}; {who}, in fp32 (TF32 where precision.tf32 is on)")
     if is_custom(name):
         return Choice(name, f"{KEPT[name]}; {BY_HOST}" if name in KEPT else BY_HOST)
     return None

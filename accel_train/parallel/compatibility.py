@@ -33,8 +33,8 @@ class Asked(NamedTuple):
         return self.recipe.task in TASKS and self.recipe.task != "causal-lm"
 
 
-# What `parallel.tp_size`, `parallel.sp_size` above 1, `parallel.strategy: deepspeed`, `model.frozen_dtype` (bf16, nf4, either) or
-# `mixed_precision: fp8` does not go with: when, why, what to do.
+# What `parallel.tp_size`, `parallel.sp_size` above 1, `cpu_offload`, `strategy: deepspeed`, `model.frozen_dtype` (bf16, nf4, either)
+# or `mixed_precision: fp8` does not go with: when, why, what to do.
 CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("tp_size", lambda asked: asked.recipe.model.lora is not None, "does not go with model.lora: adapters are plain tensors, which cannot be multiplied with layers that are split; leave one of them out"),
     ("tp_size", lambda asked: asked.recipe.precision.compile is not False, f"does not go with precision.compile: split layers swap their weights in each forward, and {UNTESTED}; leave one of them out"),
@@ -42,6 +42,7 @@ CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("tp_size", lambda _: not _is_installed("transformers.distributed.tensor_parallel"), "needs a newer transformers; it is known to work with 5.23"),
     ("tp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
     ("tp_size", lambda asked: asked.recipe.loss.chunked is True, "does not go with loss.chunked: the output layer is split over processes; set that to auto, or parallel.tp_size to 1"),
+    ("cpu_offload", lambda asked: asked.recipe.optimizer.name == "muon", "does not go with optimizer.name muon: the CPU would make the matrices orthogonal, many times the arithmetic of all else it does in a step; use adamw, or set parallel.cpu_offload to false"),
     ("sp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
     ("sp_size", lambda asked: not is_by_position(asked.task), f"needs a loss that is a sum over positions, which {{recipe.task}} does not say of its own; set {BY_POSITION} = True in the class that defines it where that is so, {SP_OFF}"),
     ("sp_size", lambda asked: asked.recipe.data.sequence_length % asked.recipe.parallel.sp_size != 0, f"does not divide data.sequence_length={{recipe.data.sequence_length}}; use {{lengths}} tokens, {SP_OFF}"),
@@ -79,6 +80,7 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
     section, length, kept = recipe.parallel, recipe.data.sequence_length, recipe.model.frozen_dtype
     is_on = {
         "tp_size": section.tp_size > 1,
+        "cpu_offload": section.cpu_offload,
         "sp_size": section.sp_size > 1,
         "deepspeed": section.strategy == "deepspeed",
         "frozen_dtype": kept in ("bf16", "nf4"),
@@ -88,6 +90,7 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
     }
     settings = {
         "tp_size": f"parallel.tp_size={section.tp_size} ",
+        "cpu_offload": f"parallel.cpu_offload={section.cpu_offload} ",
         "sp_size": f"parallel.sp_size={section.sp_size} ",
         "deepspeed": "",
         **dict.fromkeys(("frozen_dtype", "bf16", "nf4"), f"model.frozen_dtype={kept} "),

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_train.core.state import Choice
 from accel_train.model.batch_norm import is_batch_norm
 from accel_train.model.training_module import TrainingModule
+from accel_train.optim.muon import Muon
+from accel_train.parallel.dims import processes_on_machine
 from accel_train.parallel.strategy import MakeOptimizer, Strategy
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import end_failed_backward
@@ -92,6 +94,10 @@ class Ddp(Strategy):
         self.module, prepared = self.accelerator.prepare(inner, self.optimizer)
         self.optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
         self.note_gradients()
+        # Between machines the gather, 4 bytes a weight, may cost more than it saves.
+        on_one_machine = processes_on_machine(self.accelerator.num_processes) == self.accelerator.num_processes
+        if isinstance(self.optimizer, Muon) and isinstance(self.module, DistributedDataParallel) and on_one_machine:
+            self.optimizer.group = self.module.process_group
         return None
 
     def look_for_unused(self) -> None:

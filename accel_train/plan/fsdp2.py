@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from accel_train.model.memory_estimate import MemoryPart
-from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup
+from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_rounds
 from accel_train.plan.place import Layout
 from accel_train.plan.traffic import Collective, Phase, Ring
 
@@ -34,14 +34,20 @@ def memory(
 
 
 def matrix_gathers(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
-    """Yield Muon's gathers, one for the update of each matrix in a block; nothing runs beside them."""
-    size = layout.shard_size
-    ring = Ring(size, layout.tp_size, layout.gpus_per_node)
-    for block in weights.blocks if size > 1 else ():
-        for each in block.weights:
-            if each.trainable and each.row_numel > 1:
-                num_bytes = FP32_BYTES * size * each.part_numel(size)
-                yield Collective("all-gather", num_bytes, ring, "backward", True, False, "updates of matrices, fp32")
+    """Yield Muon's gathers, one for the update of each matrix in a block, or for one of each process (DDP on one machine); nothing
+    runs beside them."""
+    size, sharing = (
+        layout.shard_size,
+        layout.world_size if layout.strategy.name == "ddp" and layout.num_nodes == 1 else 1,
+    )
+    ring = Ring(max(size, sharing), layout.tp_size, layout.gpus_per_node)
+    matrices = [each for block in weights.blocks for each in block.weights if each.trainable and each.row_numel > 1]
+    sizes = [size * each.part_numel(size) for each in matrices] if size > 1 else []
+    if sharing > 1:
+        rounds = in_rounds(matrices, [each.numel for each in matrices], sharing)
+        sizes = [sharing * max(each.numel for each in some) for some in rounds]
+    for numel in sizes:
+        yield Collective("all-gather", FP32_BYTES * numel, ring, "backward", True, False, "updates of matrices, fp32")
 
 
 def _gathered(layout: Layout, weights: ModelWeights, compute_bytes: int) -> Iterator[MemoryPart]:

@@ -249,7 +249,7 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
     if is_custom(recipe.optimizer.name):
         yield f"optimizer {recipe.optimizer.name}: {BY_HOST}"
     if recipe.optimizer.name == "muon":
-        yield "the time of a step leaves out what muon takes to make matrices orthogonal, on every process for all of them"
+        yield "the time of a step leaves out what muon takes to make matrices orthogonal"
     if is_open(recipe.batch) and place.device_type == "cuda" and sizes.per_device_batch_size > 1:
         is_searched = place.layout.shard_size * place.layout.tp_size == 1
         of = f"the largest of {', '.join(map(str, divisors(sizes.per_device_batch_size)))}"

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from accel_train.recipe.loader import Recipe
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
@@ -57,10 +59,11 @@ def test_losses_are_those_of_one_process(train: Train, name: str, processes: int
     text = {**TEXT, **sections(name)}
     if "tp_size" in parallel:
         text["model"] = {"config": {**LLAMA, "vocab_size": 259}}
-    alone = train("one", 1, **text)
-    assert_same_run(train("run", processes, parallel=parallel, **text), alone, 1e-5)
-    said = (alone.parent / "processes" / "rank-0.out").read_text()
+    alone, run = train("one", 1, **text), train("run", processes, parallel=parallel, **text)
+    assert_same_run(run, alone, 1e-5)
+    said = (run.parent / "processes" / "rank-0.out").read_text()
     assert ("one wait for the device a step" in said) == (name in BY_HOST)
+    assert (f"each of {processes} processes makes its share" in said) == (name == "muon" and not parallel)
     assert ("8 matrices of the blocks" in said or "14 matrices of the blocks" in said) == (name == "muon")
 
 
@@ -131,3 +134,12 @@ def test_what_is_not_made_for_zero_is_refused_in_one_line(tmp_path: Path) -> Non
     assert "optimizer.name muon cannot be had with parallel.strategy deepspeed" in line
     assert "use adamw, adam, sgd" in line
     assert Recipe.from_yaml(str(recipe)).optimizer.name == "muon"
+
+
+@pytest.mark.parametrize("parallel", [{}, pytest.param(FSDP2, marks=pytest.mark.slow)])
+def test_the_model_of_a_schedule_free_run_is_its_average(train: Train, parallel: dict[str, Any]) -> None:
+    run = train("run", 2, **{**TEXT, **sections("schedule_free_adamw"), "parallel": parallel})
+    average, weights = (tensors(run, 8, kind) for kind in ("average", "model"))
+    saved = load_file(run / "model" / "model.safetensors")
+    assert_same_bits({name: saved[name] for name in average}, average)
+    assert not any(torch.equal(weights[name], average[name]) for name in average)

@@ -54,6 +54,7 @@ def run_and_plan(
         (2, {"strategy": "fsdp2"}),
         (2, {"strategy": "fsdp2", "optimizer": "muon"}),
         (2, {"optimizer": "muon"}),
+        (4, {"optimizer": "muon"}),
         (4, {"strategy": "fsdp2"}),
         (4, {"strategy": "fsdp2", "dp_shard_size": 2, "reshard_after_forward": False}),
         (2, {"strategy": "fsdp2", "tp_size": 2}),

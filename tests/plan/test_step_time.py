@@ -89,6 +89,7 @@ def test_parts_of_frozen_weights_have_no_gradients() -> None:
     [
         ((*FSDP2, "--parallel.dp_shard_size", "3"), 8, "H100", {}, "dp_shard_size=3 does not divide the 8 processes of this run; use 1, 2, 4, 8 or auto"),
         ((*FSDP2, "--parallel.cpu_offload", "true"), 2, None, {}, "cpu_offload=True: the run is on the CPU already"),
+        ((*FSDP2, "--parallel.cpu_offload", "true", "--optimizer.name", "muon"), 2, "H100", {}, "parallel.cpu_offload=True does not go with optimizer.name muon: "),
         ((), 12, "H100", {"gpus_per_node": 8}, "--gpus-per-node=8: 12 processes do not fill such nodes; use 6, 4, 3, 2, 1"),
         ((), 16, "H100", {"gpus_per_node": 0}, "--gpus-per-node=0: must be at least 1"),
         ((), 16, "H100", {"interconnect": "infiniband"}, "--interconnect=infiniband is not known; did you mean infiniband-"),
@@ -111,6 +112,19 @@ def test_processes_fill_their_nodes_unless_it_is_said_otherwise() -> None:
     sizes = {n: choose_layout(Parallel(), n, "cuda").gpus_per_node for n in (1, 4, 7, 12, 1024)}
     assert sizes == {1: 1, 4: 4, 7: 7, 12: 6, 1024: 8}
     assert choose_layout(Parallel(), 64, "cuda", 4).num_nodes == 16
+
+
+def test_muon_shares_its_matrices_among_processes_of_one_machine_alone() -> None:
+    gathers = {
+        size: [
+            each
+            for each in plan("--optimizer.name", "muon", world_size=size).scale.traffic
+            if each.kind == "all-gather"
+        ]
+        for size in (8, 16)
+    }
+    assert [each.purpose for each in gathers[8]] == ["updates of matrices, fp32"]
+    assert gathers[16] == []
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
