@@ -24,6 +24,7 @@ from accel_train.data.sft.corpus import prepare_rows
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokens import collate_windows
 from accel_train.model.kernels.attention import (
+    attention_window,
     choose_attention,
     describe_document_attention,
     document_mask,
@@ -287,6 +288,12 @@ def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, s
         raise ValueError(
             "data.mask_documents needs an attention that takes a mask of true and false, and model.attn_implementation=eager adds "
             "it up as numbers; use sdpa or auto"
+        )
+    window = attention_window(config)
+    if recipe.data.mask_documents and window is not None and window < recipe.data.sequence_length:
+        raise ValueError(
+            f"data.mask_documents would take the place of the mask by which this model attends within {window} tokens; use "
+            f"data.sequence_length up to {window}, or leave data.mask_documents out"
         )
     return {} if choice.value == "library default" else {"attn_implementation": choice.value}
 

@@ -191,3 +191,16 @@ def test_class_weights_are_refused_for_tokens_where_they_had_no_effect(tmp_path:
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", loss={"class_weights": weights}))
     with pytest.raises(ValueError, match=r"loss\.class_weights is for classes, and causal-lm predicts tokens"):
         check_recipe(recipe)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2"])
+def test_documents_are_not_masked_where_that_would_switch_off_a_window_of_attention(
+    tmp_path: Path, model_type: str
+) -> None:
+    config = {"model_type": model_type, **SIZES, "vocab_size": 320, "sliding_window": 8, "use_sliding_window": True}
+    sections: dict[str, Any] = {"data": {"mask_documents": True, "sequence_length": 16}, "model": {"config": config}}
+    write_corpus(tmp_path)
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections))
+    task = CausalLM()
+    with pytest.raises(ValueError, match=r"attends within 8 tokens; use data.sequence_length up to 8"):
+        task.build_model(recipe, task.load_data(recipe, progress=False))

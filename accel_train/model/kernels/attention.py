@@ -73,8 +73,7 @@ def choose_attention(
     text = config.get_text_config()
     if not (model_class._supports_sdpa and model_class._supports_attention_backend):
         return Choice("library default", f"{model_class.__name__} has no exchangeable attention")
-    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    window = min((window for window in windows if window), default=None)
+    window = attention_window(config)
     if window is not None and window < sequence_length:
         return Choice("library default", f"{text.model_type} attends within {window} tokens, which needs a mask")
     if getattr(text, "is_encoder_decoder", False) or getattr(text, "attn_logit_softcapping", None):
@@ -85,6 +84,12 @@ def choose_attention(
     return Choice(
         CAUSAL_SDPA, "causal SDPA without a mask: no host read per forward, and the flash kernel stays possible"
     )
+
+
+def attention_window(config: PreTrainedConfig) -> int | None:
+    """Return within how many tokens a model attends; None where it has no such limit."""
+    names, text = ("sliding_window", "attention_chunk_size"), config.get_text_config()
+    return min((window for name in names if (window := getattr(text, name, None))), default=None)
 
 
 def describe_attention(model: PreTrainedModel, requested: str, sequence_length: int) -> Choice[str]:
