@@ -1,9 +1,9 @@
-"""Muon reaches AdamW's final loss in fewer steps and less time: the demo recipe with each of them, several seeds.
+"""Muon reaches AdamW's final loss in fewer steps and less time: the demo's model and data with each of them, several seeds.
 
     python -m benchmarks.optimizers --save
     python -m benchmarks.optimizers --seeds 1 --steps 300
 
-AdamW trains `recipes/gpt_tiny.yaml` as it is, with its schedule over all its steps. Muon trains with a schedule over `--share`
+AdamW trains the model of `recipes/gpt_tiny.yaml` with a schedule over all its steps. Muon trains with a schedule over `--share`
 of these steps, and is evaluated as it goes: the first evaluation that is no higher than AdamW's last one says how many steps
 and how much training time (evaluation and checkpoints left out) it needed. Each run is a process of its own, one at a time, the two
 optimizers of a seed one after the other.
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of AdamW")
     parser.add_argument("--share", type=float, default=MOST_STEPS, help="Muon's steps, as a share of AdamW's")
     parser.add_argument("--every", type=int, default=20, metavar="STEPS", help="steps between two evaluations")
-    parser.add_argument("--adamw-rate", type=float, default=4e-3, help="the recipe's")
+    parser.add_argument("--adamw-rate", type=float, default=4e-3, help="of AdamW")
     parser.add_argument("--muon-rate", type=float, default=1.6e-2)
     parser.add_argument("--settings", default="", metavar="FLAGS", help="settings of the recipe for both, as one text")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
