@@ -136,6 +136,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[tuple[Run, Run]
         steps = round(arguments.share * arguments.steps)
         ours = train_ours(place, train, validation, steps, arguments.rate, arguments.threads)
         found.append((plain, ours))
+        print(f"round {number + 1}: plain {plain}, ours {ours}", flush=True)
     return found
 
 
