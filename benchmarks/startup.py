@@ -86,6 +86,7 @@ def demo(output_dir: Path, cache_dir: Path, num_steps: int, layers: int) -> list
         "output_dir": output_dir,
         "data.cache_dir": cache_dir,
         "model.config.n_layer": layers,
+        "optimizer.name": "adamw",  # as the bare script
         "schedule.max_steps": num_steps,
         "schedule.warmup_ratio": 0,
         "checkpoint.every_steps": 2,

@@ -119,7 +119,8 @@ def report(error: BaseException) -> None:
         text = f"out of memory: {text}"
     elif exit_code(error) == 6 and not is_peer_error(error):
         text = f"out of memory: {text.splitlines()[0]}; {OUT_OF_MEMORY_REMEDY}"
-    kind = "preempted" if isinstance(error, Preempted) and cause is None else "error"
+    is_stop = isinstance(error, Preempted) if cause is None else cause.event == "preempted"
+    kind = "preempted" if is_stop else "error"
     try:
         for line in text.splitlines():
             print(f"{kind}: {who}{line}", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP
 from accel_train.runtime.stacks import within
 
 STORE_SECONDS = 5.0
@@ -180,7 +181,10 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
             cause = "killed (has the host run out of memory?), or it ended itself"
             return Failure(rank, f"{who} is gone without an error: {cause}{last_seen(status)}")
         if is_stuck:
-            return Failure(rank, f"{who} has ended, and this process waits for it: {status.ended or 'no error'}")
+            text = f"{who} has ended, and this process waits for it: {status.ended or 'no error'}"
+            # One that was still preparing the run when it was asked to stop: without it no step was done, so nothing is lost.
+            is_stop = status.ended == BEFORE_THE_FIRST_STEP
+            return Failure(rank, text, "preempted", 75) if is_stop else Failure(rank, text)
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
         return Failure(0, f"{store.describe(0)} does not answer: it may host the store of this run, which is lost")
     return None

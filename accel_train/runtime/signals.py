@@ -68,8 +68,7 @@ class StopRequest:
         Raises:
             Preempted: a signal came.
         """
-        if self.requested:
-            raise Preempted(BEFORE_THE_FIRST_STEP)
+        self.raise_if_requested()
         self.is_preparing = True
         try:
             yield
@@ -79,7 +78,11 @@ class StopRequest:
             raise
         finally:
             self.is_preparing = False
-        if self.requested:  # raised where it was caught: libraries try one thing after another
+        self.raise_if_requested()
+
+    def raise_if_requested(self) -> None:
+        """Raise Preempted where a signal came: what its handler raised may have been caught, for libraries try one thing after another."""
+        if self.requested:
             raise Preempted(BEFORE_THE_FIRST_STEP)
 
     def __exit__(self, *_: object) -> None:

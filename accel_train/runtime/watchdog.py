@@ -120,7 +120,10 @@ class Watchdog:
             self.rank, heartbeats.describe(self.rank) + text, *FOR_ALL.get(type(error), ())
         )
         if is_peer_error(error):
-            failure = find_cause(heartbeats, 2 * GRACE_SECONDS)
+            # Where a peer was asked to stop while it still prepared the run, no step was done: nobody has failed.
+            is_stop = self.stop.requested and self._progress.is_first_step
+            stop = Failure(self.rank, BEFORE_THE_FIRST_STEP, "preempted", 75)
+            failure = stop if is_stop else find_cause(heartbeats, 2 * GRACE_SECONDS)
         if failure is None:
             return
         first = within(1.0, lambda: heartbeats.report_failure(failure)) or failure

@@ -108,6 +108,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         if watchdog is not None:
             watchdog.record = None if folder is None else folder.append_event
             resources.push(watchdog.note_end)  # called first: what is closed after it may take its time
+        stop.raise_if_requested()  # here, where the watchdog closes and the other processes learn of it
         run.resources = resources.pop_all()
         return run
 

@@ -1,19 +1,21 @@
 """A process that dies, hangs or cannot stop ends the whole run soon; each process prints which rank it was, and why."""
 
+import math
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from accel_train.runtime.heartbeat import Failure, HeartbeatStore, ProcessStatus, find_hung
-from accel_train.runtime.signals import StopRequest
+from accel_train.runtime.heartbeat import Failure, HeartbeatStore, ProcessStatus, find_hung, lost_peer
+from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP, StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from tests.support.processes import Forked, run_forked
 from tests.support.runs import environment, events, losses, write_recipe_file
@@ -53,7 +55,7 @@ ENDS_WHILE_THE_LOOP_FAILS = """
 import os, threading, time
 from pathlib import Path
 from accel_train.runtime.heartbeat import Failure
-from accel_train.runtime.signals import StopRequest
+from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP, StopRequest
 from accel_train.runtime.watchdog import Watchdog
 
 def record(event):
@@ -226,6 +228,24 @@ def test_a_process_that_dies_within_the_first_second_was_known_to_its_peers_befo
     assert [f"(process {os.getpid()} on " in second.describe(rank) for rank in range(3)] == [True, True, True]
     late.join()
     assert "process" not in first.describe(2)
+
+
+@pytest.mark.parametrize(
+    ("ended", "event", "exit_code"), [(BEFORE_THE_FIRST_STEP, "preempted", 75), ("saved", "peer_failed", 5)]
+)
+def test_a_peer_that_was_asked_to_stop_while_it_prepared_the_run_is_a_preemption_for_those_that_wait_for_it(
+    ended: str, event: str, exit_code: int
+) -> None:
+    first, second = stores(2)
+    with subprocess.Popen([sys.executable, "-c", ""]) as peer:
+        peer.wait()
+    second._status = replace(second._status, pid=peer.pid)
+    second.exchange(is_stopping=True, ended=ended)
+    first.exchange()
+    cause = lost_peer(first, math.inf)
+    assert cause is not None
+    assert (cause.rank, cause.event, cause.exit_code) == (1, event, exit_code)
+    assert cause.message.endswith(f"has ended, and this process waits for it: {ended}")
 
 
 @pytest.mark.parametrize(("message", "is_reported"), [("no such tensor", True), ("another", False)])
