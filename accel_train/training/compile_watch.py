@@ -11,10 +11,10 @@ from accel_train.engine.run import RunContext
 from accel_train.observe.observer import Observer
 
 
-def watch_compiler(run: RunContext, told: Observer) -> tuple[Observer, ...]:
+def watch_compiler(run: RunContext, observer: Observer) -> tuple[Observer, ...]:
     """Return an observer that tells another one what compiling costs: where the run compiles, on the main process."""
     is_on = "compile_cache" in run.plan.choices and run.accelerator.is_main_process
-    return (CompileWatch(run, told),) if is_on else ()
+    return (CompileWatch(run, observer),) if is_on else ()
 
 
 class CompileWatch(Observer):
@@ -24,8 +24,8 @@ class CompileWatch(Observer):
     evaluations are not counted: an evaluation computes without gradients, which takes graphs of its own.
     """
 
-    def __init__(self, run: RunContext, told: Observer) -> None:
-        self._graphs, self._told = run.graphs, told
+    def __init__(self, run: RunContext, observer: Observer) -> None:
+        self._graphs, self._observer = run.graphs, observer
         self._folder = Path(run.plan.choices["compile_cache"].value)
         self._begin, self._num_files, self._num_graphs = perf_counter(), count_files(self._folder), 0
         self._is_first = True
@@ -53,10 +53,10 @@ class CompileWatch(Observer):
                 "warm": not num_files,
                 "num_graphs": num_new,
             }
-            self._told.on_event("compiled", result.step, message, **facts)
+            self._observer.on_event("compiled", result.step, message, **facts)
         elif num_new:
             message = f"{_graphs(num_new)} compiled again: the inputs are of another shape or type than before"
-            self._told.on_event("recompiled", result.step, message, num_graphs=num_new)
+            self._observer.on_event("recompiled", result.step, message, num_graphs=num_new)
 
 
 def count_files(folder: Path) -> int:

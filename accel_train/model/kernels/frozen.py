@@ -123,9 +123,8 @@ def _in_4_bits(layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
     )
     new.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
     new.bias = layer.bias
-    new.support_avx512bf16_for_cpu = (
-        False  # it packs the weights anew in the first evaluation, and training goes on with that
-    )
+    # It would pack the weights anew in the first evaluation, and training would continue with that.
+    new.support_avx512bf16_for_cpu = False
     new.train(layer.training)
     quantised: nn.Module = new
     return quantised
