@@ -102,6 +102,8 @@ class Watchdog:
         self._ending, heartbeats = True, self.heartbeats
         if heartbeats is None:
             return
+        if error is not None and self.stop.requested and self.stop.is_preparing and not self.stop.insisted:
+            error = Preempted(BEFORE_THE_FIRST_STEP)  # whatever a library made of it, as `StopRequest.preparing` does
         if is_peer_error(error) and self.stop.is_preparing and within(1.0, heartbeats.exchange):
             self.stop.requested = True  # then `StopRequest.preparing` makes the error Preempted
         elif error is None or isinstance(error, AGREED):

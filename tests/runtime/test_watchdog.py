@@ -248,6 +248,21 @@ def test_a_peer_that_was_asked_to_stop_while_it_prepared_the_run_is_a_preemption
     assert cause.message.endswith(f"has ended, and this process waits for it: {ended}")
 
 
+def test_a_stop_that_a_library_turns_into_an_error_of_its_own_is_no_failure_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    (first, second), stop = stores(2), StopRequest()
+    stop.requested = stop.is_preparing = True
+    error = RuntimeError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
+    Watchdog(stop, tmp_path, 60.0, first).note_end(RuntimeError, error, None)
+    assert second.exchange()
+    assert second.known_failure is None
+    status = second.status(0)
+    assert status is not None
+    assert status.ended == BEFORE_THE_FIRST_STEP
+
+
 @pytest.mark.parametrize(("message", "is_reported"), [("no such tensor", True), ("another", False)])
 def test_the_same_error_on_several_processes_is_printed_by_the_first(
     message: str, is_reported: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
