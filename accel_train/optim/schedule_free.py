@@ -54,7 +54,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
 
 class ScheduleFreeAverage(Average):
-    """The average of the weights that schedule-free AdamW finds, x = y + (1 - 1 / beta1) (z - y): computed when it is asked for."""
+    """The average of the weights that schedule-free AdamW finds, x = y + (1 - 1 / beta1) (z - y): computed when it is read."""
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], optimizer: ScheduleFreeAdamW) -> None:
         self.names = [name for name, _ in named_parameters]
