@@ -29,6 +29,8 @@ class StopRequest:
         self.requested = False
         self.insisted = False  # Ctrl-C came twice
         self.is_preparing = False
+        self.has_failed = False
+        """True once an error has ended the run: what comes later, a SIGTERM of the launcher say, does not change why."""
         self._previous: dict[int, Any] = {}
         self._times_open = 0
         self._pid = os.getpid()
@@ -54,6 +56,8 @@ class StopRequest:
             self.insisted = True
             raise KeyboardInterrupt
         self.requested = True
+        if self.has_failed and number != signal.SIGINT:
+            return
         if number == signal.SIGINT and not self.is_preparing:
             # write(2) alone is safe here: the interrupted code may hold a lock of the buffered streams.
             with suppress(OSError):
@@ -73,7 +77,7 @@ class StopRequest:
         try:
             yield
         except BaseException as error:
-            if self.requested and not self.insisted and not isinstance(error, Preempted):
+            if self.requested and not (self.insisted or self.has_failed or isinstance(error, Preempted)):
                 raise Preempted(BEFORE_THE_FIRST_STEP) from error
             raise
         finally:

@@ -104,6 +104,8 @@ class Watchdog:
             return
         if error is not None and self.stop.requested and self.stop.is_preparing and not self.stop.insisted:
             error = Preempted(BEFORE_THE_FIRST_STEP)  # whatever a library made of it, as `StopRequest.preparing` does
+        # The others end as soon as they have read this failure, and then a launcher asks this process to stop.
+        self.stop.has_failed = not (error is None or isinstance(error, Preempted) or is_peer_error(error))
         if is_peer_error(error) and self.stop.is_preparing and within(1.0, heartbeats.exchange):
             self.stop.requested = True  # then `StopRequest.preparing` makes the error Preempted
         elif error is None or isinstance(error, AGREED):

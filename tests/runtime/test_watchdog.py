@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -261,6 +262,23 @@ def test_a_stop_that_a_library_turns_into_an_error_of_its_own_is_no_failure_of_t
     status = second.status(0)
     assert status is not None
     assert status.ended == BEFORE_THE_FIRST_STEP
+
+
+def test_a_launcher_that_stops_a_process_while_it_reports_an_error_does_not_hide_the_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    (first, _), stop = stores(2), StopRequest()
+    error = ValueError("no such tensor")
+
+    def fail() -> None:
+        with stop, stop.preparing():
+            Watchdog(stop, tmp_path, 60.0, first).note_end(ValueError, error, None)
+            signal.raise_signal(signal.SIGTERM)  # as when a peer that read it has ended before
+            raise error
+
+    with pytest.raises(ValueError, match="no such tensor"):
+        fail()
 
 
 @pytest.mark.parametrize(("message", "is_reported"), [("no such tensor", True), ("another", False)])

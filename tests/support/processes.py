@@ -83,6 +83,11 @@ class Forked:
             + "\n".join(self.stderr(rank)[-3000:] for rank in range(len(self.pids)))
         )
 
+    def first_failure(self) -> int:
+        """The exit code of the process that failed first, which is what torchrun says; 0 where none did."""
+        ended = sorted(self.folder.glob("rank-*.exit"), key=lambda path: path.stat().st_mtime_ns)
+        return next(filter(None, (int(path.read_text()) for path in ended)), 0)
+
     def end(self) -> None:
         """Kill what is left."""
         self.kill(None, signal.SIGKILL)

@@ -115,12 +115,13 @@ def run(recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0) -
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         forked = run_forked(command_line, processes, folder=folder, cwd=os.getcwd())
-        codes = forked.wait(500.0, stop_at_failure=True)
+        forked.wait(500.0, stop_at_failure=True)
+        code = forked.first_failure()
         out, error = (
             "".join((folder / f"rank-{rank}.{kind}").read_text() for rank in range(processes))
             for kind in ("out", "err")
         )
-    done = subprocess.CompletedProcess(command_line, next((code for code in codes if code), 0), out, error)
+    done = subprocess.CompletedProcess(command_line, code, out, error)
     assert expect is None or done.returncode == expect, (
         f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     )
