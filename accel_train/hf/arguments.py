@@ -4,13 +4,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from pydantic import ValidationError
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from accel_train.hf.argument_table import FIELDS
 from accel_train.optim.optimizers import parameter_groups
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
+TRANSFORMERS_FIELDS = frozenset(
+    field.name for kind in (TrainingArguments, Seq2SeqTrainingArguments) for field in dataclasses.fields(kind)
+)
 REMEDIES = {
     "training_step": "override compute_loss: the loop owns backward, accumulation and the clip",
     "evaluation_loop": "override evaluate or prediction_step, or use compute_metrics",
@@ -44,8 +47,8 @@ def check_arguments(args: TrainingArguments) -> None:
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         rule = FIELDS.get(field.name)
-        if rule is None:  # a field of a subclass, or of another transformers
-            if value != field.default and field.default_factory is dataclasses.MISSING:
+        if rule is None:  # a field of the script's own subclass, or of another transformers
+            if field.name in TRANSFORMERS_FIELDS and field.default_factory is MISSING and value != field.default:
                 problems.append(f"{field.name}={value!r}: accel_train.Trainer does not know this field; leave it out")
         elif rule.allowed is not None and not rule.allowed(value):
             problems.append(f"{field.name}={getattr(value, 'value', value)!r}: {rule.remedy or rule.text}")
@@ -187,6 +190,7 @@ def to_recipe(
         "checkpoint.every_steps": 0 if by_callbacks else _every(args, "save", length),
         "checkpoint.keep_best": args.load_best_model_at_end or args.save_strategy == "best",
         "checkpoint.resume": resume,
+        "checkpoint.accept_changes": True,  # as transformers; each is a line and an event
         "checkpoint.in_background": False,  # `on_save` comes once the folder is there
         **{"guard.on_spike": "off", "guard.max_rollbacks": 0},  # transformers has neither
         "evaluate.every_steps": _every(args, "eval", length) if has_eval and not by_callbacks else 0,

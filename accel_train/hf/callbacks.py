@@ -57,6 +57,29 @@ def may_ask(callbacks: list[TrainerCallback]) -> bool:
     return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
 
 
+def link_checkpoints(output_dir: Path) -> list[Path]:
+    """Make each `checkpoint-N` a link to `checkpoints/step-N`, and remove our links that lead nowhere.
+
+    Returns:
+        Names of checkpoints that something else has: they stay as they are.
+
+    Raises:
+        OSError: a link cannot be made.
+    """
+    targets = {f"checkpoint-{step_of(folder)}": folder for folder in checkpoint_folders(output_dir / "checkpoints")}
+    for path in output_dir.glob("checkpoint-*"):
+        if path.is_symlink() and path.readlink().parts[0] == "checkpoints" and path.name not in targets:
+            path.unlink()
+    in_the_way = []
+    for name, folder in targets.items():
+        path = output_dir / name
+        if not path.is_symlink() and not path.exists():
+            path.symlink_to(folder.relative_to(output_dir), target_is_directory=True)
+        elif not path.is_symlink():
+            in_the_way.append(path)
+    return in_the_way
+
+
 class Flow(Observer):
     """An observer on every process that keeps `trainer.state`, calls the callbacks, and writes the log."""
 
@@ -68,7 +91,7 @@ class Flow(Observer):
         """Operations since this process started; over all processes after `end`."""
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
-        self._is_best_loaded = False
+        self._is_best_loaded, self._has_links = False, True
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied = 0.0, 0
         self._num_skipped = 0
@@ -96,6 +119,7 @@ class Flow(Observer):
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
         trainer.state = state
+        self._link_checkpoints()  # the folder may hold those of a run that was killed, or archived
         handler = trainer.callback_handler
         handler.model, handler.optimizer = trainer.model, run.strategy.optimizer
         handler.lr_scheduler = trainer.lr_scheduler
@@ -195,6 +219,7 @@ class Flow(Observer):
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Call on_save on the process that saved; note loaded best weights; forget evaluations that a rollback undoes."""
         if kind == "checkpoint":
+            self._link_checkpoints()
             self._call("on_save")
             push_checkpoint(self.trainer, Path(self._folder(step)))
         if kind == "rollback":
@@ -218,6 +243,7 @@ class Flow(Observer):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Note the end of training; the report is not training time."""
         self.ended = time.time()
+        self._link_checkpoints()  # without those that a rotation has removed since
 
     def count(self, inputs: dict[str, Any]) -> None:
         """Add the operations of a micro-batch; a compiled graph counts none."""
@@ -243,8 +269,22 @@ class Flow(Observer):
         return self.length.epoch_at(step, self.trainer.args.gradient_accumulation_steps)
 
     def _folder(self, step: int) -> str:
+        """Return the folder of a checkpoint by transformers' name, or by ours where the file system has no links."""
         assert self.run is not None
-        return str(self.run.plan.output_dir / "checkpoints" / f"step-{step:08d}")
+        output_dir = self.run.plan.output_dir
+        return str(output_dir / (f"checkpoint-{step}" if self._has_links else f"checkpoints/step-{step:08d}"))
+
+    def _link_checkpoints(self) -> None:
+        """Let `checkpoint-N` in the run folder name each published checkpoint: scripts look for them there."""
+        assert self.run is not None
+        if self.trainer.is_world_process_zero():
+            try:
+                in_the_way = link_checkpoints(self.run.plan.output_dir)
+            except OSError as error:
+                self._has_links, in_the_way = False, []
+                self.run.observer.note(f"checkpoint-N: no links to checkpoints/ can be made here ({error})")
+            for path in in_the_way:
+                self.run.observer.note(f"{path} was there before and is left alone; this run's is in checkpoints/")
 
     def _note_best(self) -> None:
         """Copy the best metric so far, and its step, from the loop."""

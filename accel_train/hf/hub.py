@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 ONLY_FOR_RESUMING = [OPTIMIZER, TRAINER, "manifest.json"]
-NOT_PUSHED = ["_*", "checkpoints/*", "previous-*/*", ".*"]
+NOT_PUSHED = ["_*", "checkpoints/*", "checkpoint-*/*", "previous-*/*", ".*"]
 
 
 def init_hf_repo(trainer: "Trainer", token: str | None = None, private: bool | None = None) -> None:

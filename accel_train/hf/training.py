@@ -167,6 +167,8 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     theirs = re.fullmatch(r"checkpoint-(\d+)", path.name)
     if not path.exists() and theirs:
         path = path.parent / "checkpoints" / f"step-{int(theirs.group(1)):08d}"
+    if path.is_symlink():  # `checkpoint-N`, as callbacks.link_checkpoints names it
+        path = path.parent / path.readlink()
     if not path.exists():
         raise ValueError(f"resume_from_checkpoint={requested}: there is no such folder; checkpoints are in {root}")
     return str(path)

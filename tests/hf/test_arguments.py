@@ -144,14 +144,21 @@ def test_a_refused_field_stops_the_trainer_at_once_and_all_are_named(tmp_path: P
         Trainer(Plain(), args)
 
 
-def test_fields_of_a_subclass_are_refused_once_they_are_set(tmp_path: Path) -> None:
+def test_own_fields_of_a_subclass_belong_to_the_script(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class More(TrainingArguments):
-        predict_with_generate: bool = False
+        labels_from: str = "file"
 
-    check_arguments(More(str(tmp_path), use_cpu=True))
-    with pytest.raises(ValueError, match=r"predict_with_generate=True: accel_train\.Trainer does not know this field"):
-        check_arguments(More(str(tmp_path), use_cpu=True, predict_with_generate=True))
+    check_arguments(More(str(tmp_path), use_cpu=True, labels_from="folder"))
+
+
+def test_a_field_of_another_transformers_is_refused_once_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FIELDS, "seed")
+    check_arguments(TrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(ValueError, match=r"seed=7: accel_train\.Trainer does not know this field"):
+        check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, seed=7))
 
 
 @pytest.mark.parametrize(("given", "leaf", "expected"), TRANSLATED, ids=lambda value: str(value))

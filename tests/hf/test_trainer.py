@@ -112,7 +112,7 @@ def test_evaluations_and_best_model_are_those_of_transformers(tmp_path: Path) ->
     assert ours.state.best_global_step == theirs.state.best_global_step
     assert difference(theirs.model, ours.model) < CLOSE  # both went back to the best
     best = ours.state.best_model_checkpoint
-    assert Path(best).name == f"step-{ours.state.best_global_step:08d}"
+    assert Path(best) == tmp_path / "ours" / f"checkpoint-{ours.state.best_global_step}"
     assert difference(AutoModelForSequenceClassification.from_pretrained(best), ours.model) == 0
     assert ours.evaluate()["eval_accuracy"] == ours.state.best_metric
 
@@ -205,15 +205,88 @@ def test_a_resume_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     whole = Trainer(bert(), arguments(tmp_path, **args), **setup)
     whole.train()
     again = Trainer(bert(), arguments(tmp_path, **args), **setup)
-    result = again.train(
-        resume_from_checkpoint=str(tmp_path / "checkpoint-8")
-    )  # transformers' name of checkpoints/step-00000008
+    result = again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))  # a link to checkpoints/step-00000008
     assert difference(whole.model, again.model) == 0
     assert result.global_step == whole.state.global_step == 12
     assert result.metrics["train_samples_per_second"] > 0
     assert history(again)[:-1] == history(whole)[:-1]  # the last line is the mean loss of each call
     last = Trainer(bert(), arguments(tmp_path, **args), **setup)
     assert last.train(resume_from_checkpoint=True).global_step == 12  # nothing left to do
+
+
+def test_checkpoints_are_where_transformers_looks_for_them(tmp_path: Path) -> None:
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((Path(args.output_dir) / f"checkpoint-{state.global_step}" / "model.safetensors").exists())
+
+    def trainer(steps: int, **more: Any) -> Trainer:
+        args = {"save_strategy": "steps", "save_steps": 2, "max_steps": steps, "save_total_limit": 2, **more}
+        return Trainer(bert(), arguments(tmp_path, **args), train_dataset=rows(32), callbacks=[Look()])
+
+    first = trainer(6)
+    first.train()
+    assert seen == [True, True, True]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    newest = transformers.trainer_utils.get_last_checkpoint(str(tmp_path))
+    assert newest == str(tmp_path / "checkpoint-6")
+    assert difference(AutoModelForSequenceClassification.from_pretrained(newest), first.model) == 0
+    longer = trainer(8)
+    assert longer.train(resume_from_checkpoint=newest).global_step == 8
+    assert [line["step"] for line in history(longer) if "loss" in line][-1] == 8
+    trainer(2, save_strategy="no").train()  # anew: what was there is archived
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_what_has_the_name_of_a_checkpoint_already_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "checkpoint-2"
+    theirs.mkdir()
+    (theirs / "weights").write_text("of another program")
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    Trainer(Plain(), args, train_dataset=plain_rows(16)).train()
+    assert (theirs / "weights").read_text() == "of another program"
+    assert (tmp_path / "checkpoint-4").resolve() == (tmp_path / "checkpoints" / "step-00000004").resolve()
+    assert f"{theirs} was there before and is left alone" in capsys.readouterr().out
+
+
+def test_a_run_that_a_callback_stopped_is_trained_to_its_end_without_the_callback(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    data, args = plain_rows(45), {"learning_rate": 1e-2}
+    whole = Trainer(Plain(), arguments(tmp_path / "whole", **args), train_dataset=data)
+    whole.train()
+    folder = tmp_path / "stopped"
+    stopped = Trainer(Plain(), arguments(folder, **args), train_dataset=data, callbacks=[Stop()])
+    assert stopped.train().global_step == 3
+    again = Trainer(Plain(), arguments(folder, **args), train_dataset=data)
+    assert again.train(resume_from_checkpoint=True).global_step == whole.state.global_step
+    assert difference(again.model, whole.model) == 0
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_finished_run_is_resumed_for_more_epochs(tmp_path: Path, schedule: str) -> None:
+    def trained(kind: Any, epochs: int) -> Any:
+        args = {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "save_strategy": "epoch"}
+        folder = tmp_path / kind.__module__.partition(".")[0]
+        trainer = kind(Plain(), arguments(folder, num_train_epochs=epochs, **args), train_dataset=plain_rows(45))
+        trainer.train(resume_from_checkpoint=epochs > 1)
+        return trainer
+
+    for kind in (transformers.Trainer, Trainer):
+        trained(kind, 1)
+    theirs, ours = (trained(kind, 2) for kind in (transformers.Trainer, Trainer))
+    assert ours.state.global_step == theirs.state.global_step == 12
+    rates = [[line["learning_rate"] for line in history(one) if "learning_rate" in line] for one in (theirs, ours)]
+    assert rates[1] == pytest.approx(rates[0], rel=1e-9)
+    if (
+        schedule == "constant"
+    ):  # else theirs takes the first step with the rate at which the first run ended, which is 0
+        assert difference(ours.model, theirs.model) < CLOSE
 
 
 def test_going_on_without_a_checkpoint_is_refused_and_starting_anew_keeps_what_was_there(tmp_path: Path) -> None:
@@ -778,7 +851,7 @@ def test_pushing_without_a_hub_says_what_to_do_and_keeps_what_was_trained(tmp_pa
         ("end", [None]),
         ("every_save", [None, None, None]),
         ("checkpoint", [None, "last-checkpoint", None, "last-checkpoint", None]),
-        ("all_checkpoints", [None, "step-00000002", None, "step-00000004", None]),
+        ("all_checkpoints", [None, "checkpoint-2", None, "checkpoint-4", None]),
     ],
 )
 def test_saves_are_pushed_as_the_strategy_says(
