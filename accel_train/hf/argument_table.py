@@ -4,9 +4,12 @@ A field is translated into recipe fields, honoured by the Trainer itself, or ref
 are accepted, and any other is a ValueError that names the field, its value, and what to do instead.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from transformers import TrainingArguments
 
 Allowed = Callable[[Any], bool]
 
@@ -74,6 +77,19 @@ OPTIMIZERS = {
     "adamw_bnb_8bit": "adamw_8bit",
 }
 """`optim` -> `optimizer.name`."""
+
+
+def is_momentum(optim_args: str | None) -> bool:
+    """Return whether `optim_args` is `momentum=NUMBER` alone."""
+    return re.fullmatch(r"\s*momentum\s*=\s*[\d.eE+-]+\s*", optim_args or "") is not None
+
+
+def has_recipe_optimizer(args: TrainingArguments) -> bool:
+    """Return whether the recipe makes the optimizer that `optim` names; else transformers does."""
+    takes_args = not args.optim_args or (args.optim == "sgd" and is_momentum(args.optim_args))
+    return _name(args.optim) in OPTIMIZERS and takes_args
+
+
 KEEP_ALL = 1_000_000
 """`save_total_limit=None`: more checkpoints than a run writes."""
 
@@ -106,21 +122,17 @@ FIELDS: dict[str, Rule] = {
     "warmup_steps": computed("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
     "optim": leaf(
         "optimizer.name",
-        lambda value: OPTIMIZERS[_name(value)],
-        note="adamw_torch and adamw_torch_fused (both fused), sgd, adamw_8bit and adamw_bnb_8bit (the same)",
-        allowed=lambda value: _name(value) in OPTIMIZERS,
-        remedy=f"use {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(class, kwargs) or optimizers=(optimizer, None)",
+        lambda value: OPTIMIZERS.get(_name(value), "adamw"),
+        note=f"{', '.join(OPTIMIZERS)}; any other is made by transformers, whose scheduler then gives the rates",
+        allowed=lambda value: "layerwise" not in _name(value) and "lomo" not in _name(value),
+        remedy="it updates weights within the backward pass, before a bad step can be skipped; use another, without layerwise",
     ),
     "optim_args": leaf(
         "optimizer.momentum",
-        lambda value: float((value or "momentum=0").split("=")[1]),
-        text="`optimizer.momentum`, for sgd",
-        allowed=lambda value: not value or (value.replace(" ", "").startswith("momentum=") and "," not in value),
-        remedy="only sgd's momentum=NUMBER is a recipe field; pass optimizer_cls_and_kwargs=(class, kwargs)",
+        lambda value: float(value.split("=")[1]) if is_momentum(value) else 0.0,
+        text="`optimizer.momentum` for sgd; any other goes to the optimizer that transformers makes",
     ),
-    "optim_target_modules": refused(
-        "it belongs to GaLore and APOLLO; pass such an optimizer as optimizer_cls_and_kwargs"
-    ),
+    "optim_target_modules": honoured("by the optimizer that transformers makes (GaLore, APOLLO)"),
     "weight_decay": leaf("optimizer.weight_decay", note="on the parameters that transformers decays"),
     "adam_beta1": computed("optimizer.betas"),
     "adam_beta2": computed("optimizer.betas"),
@@ -132,8 +144,10 @@ FIELDS: dict[str, Rule] = {
     # Precision and speed
     "bf16": computed("precision.mixed_precision"),
     "fp16": computed("precision.mixed_precision", note="with a loss scale that starts at 2^14 and has a floor"),
-    "bf16_full_eval": refused("evaluate under autocast with bf16=True, or hand over model.to(torch.bfloat16)"),
-    "fp16_full_eval": refused("evaluate under autocast with fp16=True, or hand over model.half()"),
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        honoured("evaluate and predict outside train() cast the model to it, for good, as in transformers"),
+    ),
     "tf32": leaf("precision.tf32", _or_auto),
     "activation_checkpointing": leaf("precision.gradient_checkpointing", bool),
     "activation_checkpointing_kwargs": honoured("handed to the model's activation_checkpointing_enable"),
@@ -147,7 +161,7 @@ FIELDS: dict[str, Rule] = {
     ),
     "liger_kernel_config": refused("as use_liger_kernel"),
     "use_cache": honoured("set on model.config, as transformers does"),
-    "neftune_noise_alpha": refused("add the noise in a forward hook on the model's embedding, and hand over the model"),
+    "neftune_noise_alpha": honoured("by transformers' hook on the embedding, while train() runs"),
     "torch_empty_cache_steps": refused("leave it out: freed memory is kept for the next step, which is faster"),
     "full_determinism": leaf("precision.deterministic"),
     "use_cpu": honoured("TrainingArguments itself chooses the device, and the run follows it"),
@@ -252,8 +266,12 @@ FIELDS: dict[str, Rule] = {
     "fsdp": refused("this trains data-parallel only; use transformers.Trainer"),
     "fsdp_config": refused("as fsdp", allowed=lambda value: True),
     "deepspeed": refused("this trains data-parallel only; use transformers.Trainer"),
-    "debug": refused("a bad step is skipped and named in events.jsonl; leave it out"),
-    "skip_memory_metrics": refused("summary.json has the peak memory; leave it True", allowed=bool),
+    "debug": honoured(
+        "underflow_overflow: transformers' DebugUnderflowOverflow watches the model",
+        allowed=lambda value: "tpu" not in str(value).lower(),
+        remedy="XLA is not here; leave it out",
+    ),
+    "skip_memory_metrics": honoured("False: transformers' TrainerMemoryTracker adds its metrics"),
     **dict.fromkeys(
         ("do_train", "do_eval", "do_predict"),
         honoured("not read by transformers' Trainer either: it is for your script"),

@@ -20,6 +20,7 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import ExportableState
 
+from accel_train.checkpoint.contents import optimizer_tensors
 from accel_train.checkpoint.store import checkpoint_folders, step_of
 from accel_train.core.state import Requests, StepResult
 from accel_train.hf.arguments import Length
@@ -91,7 +92,7 @@ class Flow(Observer):
         """Operations since this process started; over all processes after `end`."""
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
-        self._is_best_loaded, self._has_links = False, True
+        self._is_best_loaded, self._has_links, self._is_optimizer_checked = False, True, False
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied = 0.0, 0
         self._num_skipped = 0
@@ -145,6 +146,11 @@ class Flow(Observer):
         trainer, state = self.trainer, self.trainer.state
         state.global_step, state.epoch = result.step, self._epoch(result.step)
         self._note_best()
+        if not self._is_optimizer_checked and self.run is not None:
+            optimizer_tensors(
+                self.run.strategy.optimizer
+            )  # what a checkpoint cannot hold is said now, not at the first save
+            self._is_optimizer_checked = True
         self._since_log.append(result)
         if result.skipped:
             self._num_skipped += 1

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.utils import convert_to_fp32, send_to_device
+from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, speed_metrics
@@ -54,7 +55,9 @@ def evaluate(
             chosen = name if eval_dataset is None else part
             metrics |= trainer.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}")
         return metrics
+    trainer._memory_tracker.start()
     found = run_evaluation(trainer, data, ignore_keys, metric_key_prefix)
+    trainer._memory_tracker.stop_and_update_metrics(found.metrics)
     trainer.log(found.metrics)
     trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, found.metrics)
     return found.metrics
@@ -64,7 +67,9 @@ def predict(
     trainer: "Trainer", test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
 ) -> PredictionOutput:
     """Return predictions and labels in the order of the data set, and the metrics where there are labels."""
+    trainer._memory_tracker.start()
     found = run_evaluation(trainer, test_dataset, ignore_keys, metric_key_prefix, predicts=True)
+    trainer._memory_tracker.stop_and_update_metrics(found.metrics)
     trainer.control = trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, found.metrics)
     return PredictionOutput(found.predictions, found.label_ids, found.metrics)
 
@@ -77,19 +82,59 @@ def run_evaluation(
     Raises:
         ValueError: there is no data, or the override's loader was already prepared for several processes.
     """
-    args, accelerator, began = trainer.args, trainer.accelerator, time.time()
-    trainer.model.to(accelerator.device)
+    args, began = trainer.args, time.time()
     loader_method = "get_test_dataloader" if predicts else "get_eval_dataloader"
-    loader = getattr(trainer, loader_method)(data) if trainer.overrides(loader_method) else None
+    has_own_loop = trainer.overrides("evaluation_loop")
+    loader: Any = getattr(trainer, loader_method)(data) if has_own_loop or trainer.overrides(loader_method) else None
     if loader is None and data is None:
         raise ValueError("evaluation needs an eval_dataset: give one to the Trainer or to evaluate()")
-    batches = _own_batches(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data, loader)
-    loss_only = args.prediction_loss_only or (not predicts and trainer.compute_metrics is None)
+    loss_only = None if predicts or trainer.compute_metrics is not None else True
+    if has_own_loop:
+        what = "Prediction" if predicts else "Evaluation"
+        found = trainer.evaluation_loop(loader, what, loss_only, ignore_keys, prefix)
+    else:
+        batches = _own_batches(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data, loader)
+        found = _evaluate_batches(trainer, batches, loss_only, ignore_keys, prefix, keep=predicts)
+    num_steps = math.ceil((found.num_samples or 0) / (args.per_device_eval_batch_size * args.world_size))
+    found.metrics.update(speed_metrics(prefix, began, num_samples=found.num_samples, num_steps=num_steps))
+    return found
+
+
+def evaluation_loop(
+    trainer: "Trainer",
+    dataloader: DataLoader[Any],
+    description: str,
+    prediction_loss_only: bool | None = None,
+    ignore_keys: list[str] | None = None,
+    metric_key_prefix: str = "eval",
+) -> EvalLoopOutput:
+    """Return predictions, labels and metrics of a loader, which every process reads whole: each forwards its share of the batches.
+
+    An override is used in evaluate and predict.
+    """
+    batches, keep = _own_batches(trainer, None, dataloader), description != "Evaluation"
+    return _evaluate_batches(trainer, batches, prediction_loss_only, ignore_keys, metric_key_prefix, keep=keep)
+
+
+def _evaluate_batches(
+    trainer: "Trainer",
+    batches: Iterator[MicroBatch],
+    loss_only: bool | None,
+    ignore_keys: list[str] | None,
+    prefix: str,
+    *,
+    keep: bool,
+) -> EvalLoopOutput:
+    args, accelerator = trainer.args, trainer.accelerator
+    trainer.model.to(accelerator.device)
+    if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+        trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)  # for good, as in transformers
+    loss_only = args.prediction_loss_only if loss_only is None else loss_only
     by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
     with evaluation_mode(trainer.model), accelerator.autocast():
         own = (_forward(trainer, dict(inputs), targets, loss_only, ignore_keys) for inputs, targets in batches)
         if by_batch:
-            outputs, scores = _score_by_batch(trainer, own, keep=predicts)
+            outputs, scores = _score_by_batch(trainer, own, keep=keep)
         else:
             outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
     predictions, labels, inputs = (
@@ -104,10 +149,7 @@ def run_evaluation(
         metrics["loss"] = total / max(sum(one.num_targets for one in outputs), 1)
     metrics |= denumpify_detensorize(dict(scores))
     metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
-    num_samples = sum(one.num_samples for one in outputs)
-    num_steps = math.ceil(num_samples / (args.per_device_eval_batch_size * args.world_size))
-    metrics |= speed_metrics(prefix, began, num_samples=num_samples, num_steps=num_steps)
-    return EvalLoopOutput(predictions, labels, metrics, num_samples)
+    return EvalLoopOutput(predictions, labels, metrics, sum(one.num_samples for one in outputs))
 
 
 def _own_batches(trainer: "Trainer", dataset: Any, loader: Any) -> Iterator[MicroBatch]:

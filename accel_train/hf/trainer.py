@@ -32,6 +32,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import (
+    TrainerMemoryTracker,
     TrainOutput,
     align_special_tokens,
     enable_full_determinism,
@@ -43,10 +44,11 @@ from transformers.utils import can_return_loss, logging
 
 from accel_train.checkpoint.store import newest_valid
 from accel_train.hf import evaluation, hub, loss
-from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides
+from accel_train.hf.argument_table import has_recipe_optimizer
+from accel_train.hf.arguments import check_arguments, check_combinations, check_optimizer, check_overrides
 from accel_train.hf.inputs import Signature, loader_over
 from accel_train.hf.task import save_pretrained
-from accel_train.hf.training import evaluation_accelerator, run_training
+from accel_train.hf.training import evaluation_accelerator, model_hooks, run_training
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
 
@@ -89,11 +91,14 @@ class Trainer:
     is_world_process_zero = transformers.Trainer.is_world_process_zero
     log = transformers.Trainer.log
     num_examples = transformers.Trainer.num_examples
+    create_optimizer_and_scheduler = transformers.Trainer.create_optimizer_and_scheduler
     create_scheduler = transformers.Trainer.create_scheduler
+    get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
 
     # Methods that other modules here define.
     compute_loss = loss.compute_loss
     evaluate = evaluation.evaluate
+    evaluation_loop = evaluation.evaluation_loop
     predict = evaluation.predict
     prediction_step = evaluation.prediction_step
     init_hf_repo = hub.init_hf_repo
@@ -121,6 +126,10 @@ class Trainer:
         check_overrides(type(self), Trainer)
         self.args = args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
+        self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
+        self._memory_tracker.start()
+        self.is_in_train = False
+        """True while train() runs, its evaluations included."""
         logging.set_verbosity(args.get_process_log_level())
         if (model is None) == (model_init is None):
             raise ValueError("give exactly one of model and model_init")
@@ -138,12 +147,14 @@ class Trainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         check_combinations(self)
+        self._trained_optimizer = self.optimizer
         self.recipe: Recipe | None = None
         """The translated arguments, once train() has begun."""
         self.hub_model_id: str | None = None
         self.pushes: list[Any] = []
         self._seed()
         self._adopt(self.call_model_init() if model is None else model)
+        check_optimizer(self)
         reporting = get_reporting_integration_callbacks(args.report_to)
         printing = [transformers.PrinterCallback] if args.disable_tqdm else []
         self.callback_handler = CallbackHandler(
@@ -159,6 +170,7 @@ class Trainer:
         if args.push_to_hub:
             self.init_hf_repo()
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+        self._memory_tracker.stop_and_update_metrics()
 
     def overrides(self, name: str) -> bool:
         """Return whether a subclass, or the object itself, brings its own method of this name."""
@@ -206,6 +218,7 @@ class Trainer:
             Preempted: the job was asked to stop (SIGTERM, Ctrl-C), and saved; train(resume_from_checkpoint=True) resumes.
             RestartNeeded: a process of a sharded model ran out of memory; train(resume_from_checkpoint=True) uses smaller micro-batches.
         """
+        self._memory_tracker.start()
         if trial is not None:
             raise ValueError(
                 "train(trial=...) belongs to hyperparameter_search, which is not here; call train() for each trial"
@@ -216,8 +229,16 @@ class Trainer:
         knows_tokens = isinstance(self.processing_class, PreTrainedTokenizerBase | transformers.ProcessorMixin)
         if knows_tokens and isinstance(self.model, PreTrainedModel):
             align_special_tokens(self.model, self.processing_class)
+        if self.optimizer is not self._trained_optimizer:  # create_optimizer() was called, or the attribute was set
+            is_made_anew = getattr(self, "_created_lr_scheduler", False)  # by create_scheduler, for a number of steps
+            self.given_optimizers = (self.optimizer, None if is_made_anew else self.lr_scheduler)
         self.optimizer, self.lr_scheduler = self.given_optimizers
-        flow, num_steps = run_training(self, resume_from_checkpoint or None, ignore_keys_for_eval)
+        self.is_in_train = True
+        try:
+            with model_hooks(self):
+                flow, num_steps = run_training(self, resume_from_checkpoint or None, ignore_keys_for_eval)
+        finally:
+            self.is_in_train, self._trained_optimizer = False, self.optimizer
         loss, num_skipped = flow.training_loss()
         share = num_steps / max(self.state.max_steps, 1)
         began = time.time() - (flow.ended - flow.began)
@@ -228,6 +249,7 @@ class Trainer:
         metrics |= {"total_flos": self.state.total_flos, "train_loss": loss}
         if num_skipped:
             metrics["train_skipped_steps"] = num_skipped
+        self._memory_tracker.stop_and_update_metrics(metrics)
         self.log(metrics)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         hub.finish_pushes(self)
@@ -239,14 +261,22 @@ class Trainer:
         return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the given optimizer, one of `optimizer_cls_and_kwargs`, or the recipe's."""
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+        """Set and return the optimizer: the one that is there, one of `optimizer_cls_and_kwargs`, or what `optim` names.
+
+        One that was made before train() is the one that train() uses.
+        """
+        if self.recipe is None or self.optimizer is not None or self.makes_optimizer:
             return transformers.Trainer.create_optimizer(self, model)
-        assert self.recipe is not None, "train() translates the arguments first"
         self.optimizer = build_optimizer(
             self.model if model is None else model, self.recipe.optimizer, self.accelerator.device
         )
         return self.optimizer
+
+    @property
+    def makes_optimizer(self) -> bool:
+        """True where the optimizer's class comes from transformers or from the user, and not from the recipe."""
+        own = self.optimizer_cls_and_kwargs is not None or self.overrides("get_optimizer_cls_and_kwargs")
+        return own or not has_recipe_optimizer(self.args)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a new model of `model_init`."""

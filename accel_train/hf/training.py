@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
+from transformers.integrations import activate_neftune, deactivate_neftune
 
 from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Requests
@@ -93,6 +97,31 @@ def run_training(
     return flow, run.state.step - first_step
 
 
+@contextmanager
+def model_hooks(trainer: "Trainer") -> Iterator[None]:
+    """Inside, the model has the hooks that the arguments ask for.
+
+    Raises:
+        ValueError: neftune_noise_alpha is given, and the model has no input embeddings.
+    """
+    args, handle = trainer.args, None
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        DebugUnderflowOverflow(trainer.model)
+    if args.neftune_noise_alpha is not None:
+        if not hasattr(trainer.model, "get_input_embeddings"):
+            kind = type(trainer.model).__name__
+            raise ValueError(f"neftune_noise_alpha={args.neftune_noise_alpha}: {kind} has no get_input_embeddings")
+        handle = activate_neftune(trainer.model, args.neftune_noise_alpha)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            deactivate_neftune(trainer.model, handle)
+
+
+MAKERS = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
+
+
 class ScheduledRates:
     """The optimizer of `create_optimizer`, and the rates of its torch scheduler as a function of the step.
 
@@ -103,12 +132,13 @@ class ScheduledRates:
         self._trainer, self._max_steps = trainer, max_steps
         self.are_used = (
             trainer.given_optimizers[0] is not None
-            or trainer.optimizer_cls_and_kwargs is not None
-            or trainer.overrides("create_optimizer")
-            or trainer.overrides("create_scheduler")
+            or trainer.makes_optimizer
+            or any(map(trainer.overrides, MAKERS))
             or schedule_of(trainer.args) is None
         )
         """Optimizer or schedule are the user's own; else the recipe has the rates."""
+
+    _optimizer: torch.optim.Optimizer
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer, and begin its rates.
@@ -116,16 +146,21 @@ class ScheduledRates:
         Raises:
             ValueError: the scheduler follows a metric, so its rates are no function of the step.
         """
-        self._optimizer = self._trainer.create_optimizer()
+        trainer = self._trainer
         if self.are_used:
-            scheduler = self._trainer.create_scheduler(self._max_steps, self._optimizer)
+            trainer.create_optimizer_and_scheduler(self._max_steps)
+            scheduler = trainer.lr_scheduler
+            if trainer.optimizer is None:
+                raise ValueError("create_optimizer_and_scheduler has set no optimizer: it has to set self.optimizer")
+            self._optimizer = trainer.optimizer
             if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
                 raise ValueError(
                     f"the scheduler is a {type(scheduler).__name__}, whose rates follow a metric: here a rate is a function of the "
                     "step, so that a resume repeats it; use a scheduler of torch.optim.lr_scheduler whose step() takes nothing"
                 )
             self._scheduler, self._rates = scheduler, [self._current()]
-        return self._optimizer
+            return self._optimizer
+        return trainer.create_optimizer()
 
     def __call__(self, step: int) -> list[float]:
         in_use = self._current()

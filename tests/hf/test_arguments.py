@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import TrainingArguments
-from transformers.training_args import OptimizerNames
 
 from accel_train.hf import Trainer
-from accel_train.hf.argument_table import FIELDS, OPTIMIZERS, table
+from accel_train.hf.argument_table import FIELDS, table
 from accel_train.hf.arguments import Length, check_arguments, length_of, to_recipe, with_decay_of
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.names import recipe_names
@@ -26,16 +25,11 @@ REFUSED: dict[str, Any] = {
     "average_tokens_across_devices": False,
     "auto_find_batch_size": True,
     "lr_scheduler_type": "reduce_lr_on_plateau",
-    "optim": "adafactor",
-    "optim_args": "beta=0.5",
-    "optim_target_modules": ["q"],
-    "bf16_full_eval": True,
-    "fp16_full_eval": True,
+    "optim": "galore_adamw_layerwise",
     "torch_compile_backend": "eager",
     "torch_compile_mode": "max-autotune",
     "use_liger_kernel": True,
     "liger_kernel_config": {"rope": True},
-    "neftune_noise_alpha": 5.0,
     "torch_empty_cache_steps": 3,
     "include_num_input_tokens_seen": "all",
     "save_only_model": True,
@@ -52,8 +46,7 @@ REFUSED: dict[str, Any] = {
     "ddp_static_graph": True,
     "fsdp": "full_shard",
     "deepspeed": {"zero_optimization": {"stage": 2}},
-    "debug": "underflow_overflow",
-    "skip_memory_metrics": False,
+    "debug": "tpu_metrics_debug",
 }
 TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
     ({"per_device_train_batch_size": 4}, "batch.per_device_batch_size", 4),
@@ -139,8 +132,8 @@ def test_every_refused_field_is_refused_by_name_with_its_value_and_a_remedy(tmp_
 
 
 def test_a_refused_field_stops_the_trainer_at_once_and_all_are_named(tmp_path: Path) -> None:
-    args = arguments(tmp_path, neftune_noise_alpha=5.0, optim="adafactor")
-    with pytest.raises(ValueError, match=r"optim='adafactor': use .*; neftune_noise_alpha=5.0"):
+    args = arguments(tmp_path, save_only_model=True, optim="galore_adamw_layerwise")
+    with pytest.raises(ValueError, match=r"optim='galore_adamw_layerwise': it updates .*; save_only_model=True"):
         Trainer(Plain(), args)
 
 
@@ -258,14 +251,12 @@ def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path:
     assert "blocks.0.weight" in ours
 
 
-def test_other_optimizers_are_refused_with_what_to_use() -> None:
-    for name in OptimizerNames:
-        allowed = FIELDS["optim"].allowed
-        assert allowed is not None
-        assert allowed(name) == (name.value in OPTIMIZERS)
+def test_an_optimizer_whose_package_is_missing_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"optim=galore_adamw: .*galore_torch"):
+        Trainer(Plain(), arguments(tmp_path, optim="galore_adamw", optim_target_modules=["layer"]))
 
 
-def test_a_class_of_optimizer_takes_the_place_of_a_refused_one(tmp_path: Path) -> None:
+def test_a_class_of_optimizer_takes_the_place_of_what_optim_names(tmp_path: Path) -> None:
     setup = {"train_dataset": plain_rows(16), "optimizer_cls_and_kwargs": (torch.optim.Adagrad, {"lr": 1e-3})}
     trainer = Trainer(Plain(), arguments(tmp_path, max_steps=2), **setup)
     trainer.train()

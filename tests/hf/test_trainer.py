@@ -524,6 +524,152 @@ def test_an_optimizer_class_gets_transformers_groups_and_schedule(tmp_path: Path
     same_log(theirs, ours)
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"optim": "adafactor", "warmup_steps": 2},
+        {"optim": "adamw_torch", "optim_args": "amsgrad=True"},
+        {"optim": "rmsprop"},
+        {"optim": "adagrad", "lr_scheduler_type": "cosine"},
+        {"optim": "lion_32bit", "weight_decay": 0.1},
+    ],
+    ids=lambda args: args["optim"],
+)
+def test_optimizers_that_transformers_makes_learn_the_same_and_are_resumed_to_the_bit(
+    tmp_path: Path, args: dict[str, Any]
+) -> None:
+    args = {"learning_rate": 1e-3, **args}
+    theirs, ours, *_ = both(tmp_path, train_dataset=rows(24), args=args)
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+    folder, saving = tmp_path / "resumed", {"save_strategy": "steps", "save_steps": 2, **args}
+    whole = Trainer(bert(), arguments(folder, **saving), train_dataset=rows(24))
+    whole.train()
+    again = Trainer(bert(), arguments(folder, **saving), train_dataset=rows(24))
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    assert difference(again.model, whole.model) == 0
+
+
+@pytest.mark.parametrize("by", ["calls", "attributes", "both at once"])
+def test_what_was_made_before_train_is_what_train_uses(tmp_path: Path, by: str) -> None:
+    trained = []
+    for kind in (transformers.Trainer, Trainer):
+        folder = tmp_path / kind.__module__.partition(".")[0]
+        trainer = kind(Plain(), arguments(folder, logging_steps=1), train_dataset=plain_rows(45))
+        if by == "attributes":
+            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
+        elif by == "calls":
+            trainer.create_optimizer()
+            trainer.create_scheduler(100)
+        else:
+            trainer.create_optimizer_and_scheduler(100)
+        assert trainer.get_num_trainable_parameters() == 27
+        made = trainer.optimizer
+        trainer.train()
+        assert by == "attributes" or kind is transformers.Trainer or trainer.optimizer is made
+        trained.append(trainer)
+    theirs, ours = trained
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
+
+
+def test_an_override_of_both_makers_at_once_is_used(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=num_training_steps // 2)
+
+    trainer = Own(Plain(), arguments(tmp_path, max_steps=4, logging_steps=1), train_dataset=plain_rows(45))
+    trainer.train()
+    rates = [line["learning_rate"] for line in history(trainer) if "learning_rate" in line]
+    assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05])
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_said_at_the_first_step(tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["notes"] = ["a list"]
+
+    model, steps = Plain(), []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.append(state.global_step)
+
+    given = (Odd(model.parameters(), lr=0.1), None)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=plain_rows(45), optimizers=given, callbacks=[Count()])
+    with pytest.raises(accel_train.core.errors.CheckpointError, match="keeps notes for layer"):
+        trainer.train()
+    assert steps == []
+
+
+def test_noise_on_embeddings_is_that_of_transformers_and_ends_with_train(tmp_path: Path) -> None:
+    trainer = Trainer(bert(), arguments(tmp_path, neftune_noise_alpha=5.0, max_steps=2), train_dataset=rows(24))
+    embeddings = trainer.model.get_input_embeddings()
+    seen = []
+    embeddings.register_forward_hook(lambda *_: seen.append(len(embeddings._forward_hooks)))
+    plain = Trainer(bert(), arguments(tmp_path / "plain", max_steps=2), train_dataset=rows(24))
+    plain.train()
+    trainer.train()
+    assert set(seen) == {2}
+    assert len(embeddings._forward_hooks) == 1
+    assert difference(trainer.model, plain.model) > 0
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha=5\.0: Plain has no get_input_embeddings"):
+        Trainer(Plain(), arguments(tmp_path, neftune_noise_alpha=5.0), train_dataset=plain_rows(8)).train()
+
+
+def test_full_evaluations_in_bf16_and_metrics_of_memory_are_those_of_transformers(tmp_path: Path) -> None:
+    setup = {"eval_dataset": rows(16), "compute_metrics": accuracy}
+    args = {"bf16_full_eval": True, "skip_memory_metrics": False}
+    expected = transformers.Trainer(bert(), arguments(tmp_path, **args), **setup).evaluate()
+    ours = Trainer(bert(), arguments(tmp_path, **args), **setup)
+    found = ours.evaluate()
+    assert found.keys() == expected.keys() - {"eval_model_preparation_time"} >= {"eval_mem_cpu_alloc_delta"}
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-2)
+    assert next(ours.model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_model_that_overflows_is_named_module_by_module_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = bert()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(float("inf"))
+    trainer = Trainer(model, arguments(tmp_path, debug="underflow_overflow"), train_dataset=rows(24))
+    with pytest.raises(ValueError, match="DebugUnderflowOverflow"):
+        trainer.train()
+    assert "Detected inf/nan" in capsys.readouterr().out
+
+
+def test_the_evaluation_loop_is_called_as_in_run_qa_and_an_override_is_used(tmp_path: Path) -> None:
+    class Answers(Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            compute_metrics, self.compute_metrics = self.compute_metrics, None
+            loader = self.get_eval_dataloader(self.eval_dataset)
+            output = self.evaluation_loop(loader, description="Questions", prediction_loss_only=None)
+            self.compute_metrics = compute_metrics
+            found = EvalPrediction(predictions=output.predictions, label_ids=output.label_ids)
+            return {**output.metrics, **compute_metrics(found)}
+
+    class Marked(Trainer):
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().evaluation_loop(*args, **kwargs)
+            return output._replace(metrics={**output.metrics, "eval_marked": 1.0})
+
+    setup = {"eval_dataset": rows(21), "compute_metrics": accuracy}
+    expected = transformers.Trainer(bert(), arguments(tmp_path), **setup).evaluate()
+    found = Answers(bert(), arguments(tmp_path), **setup).evaluate()
+    assert found["accuracy"] == expected["eval_accuracy"]
+    assert found["count"] == 21
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-3)
+    marked = Marked(bert(), arguments(tmp_path), **setup)
+    assert marked.evaluate().keys() >= {"eval_marked", "eval_accuracy", "eval_runtime"}
+    assert marked.predict(rows(7)).metrics["test_loss"] > 0
+
+
 def test_a_schedule_that_follows_a_metric_is_refused(tmp_path: Path) -> None:
     model = Plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
