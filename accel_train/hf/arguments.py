@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from accel_train.hf.argument_table import FIELDS, has_recipe_optimizer
+from accel_train.hf.argument_table import FIELDS
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
 from accel_train.recipe.schema import Recipe
@@ -94,21 +94,6 @@ def check_combinations(trainer: "Trainer") -> None:
         raise ValueError(
             f"data_collator={trainer.data_collator!r} cannot be called; give a function of a list of samples"
         )
-
-
-def check_optimizer(trainer: "Trainer") -> None:
-    """Refuse an `optim` that transformers cannot make here.
-
-    Raises:
-        ValueError: its package is missing, say, or `optim_args` are wrong.
-    """
-    args = trainer.args
-    is_given = trainer.given_optimizers[0] is not None or trainer.optimizer_cls_and_kwargs is not None
-    if not (is_given or has_recipe_optimizer(args) or trainer.overrides("create_optimizer")):
-        try:
-            trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-        except Exception as error:  # each of its handlers raises another
-            raise ValueError(f"optim={args.optim.value}: {error}") from error
 
 
 @dataclass(frozen=True)

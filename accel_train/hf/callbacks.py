@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
-from transformers.integrations import INTEGRATION_TO_CALLBACK
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from accel_train.checkpoint.contents import optimizer_tensors
 from accel_train.checkpoint.store import checkpoint_folders, step_of
 from accel_train.core.state import Requests, StepResult
 from accel_train.hf.arguments import Length
+from accel_train.hf.checkpoints import link_checkpoints
 from accel_train.hf.hub import push_checkpoint
 from accel_train.observe.observer import Observer
 
@@ -34,51 +34,6 @@ if TYPE_CHECKING:
 TRAINER_STATE = "trainer_state.json"
 CLOCKS = ("runtime", "_per_second", "epoch")
 """Values that `Trainer.evaluate` returns next to metrics, by the end of its names."""
-INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
-ASKS_NOTHING = (DefaultFlowCallback, PrinterCallback, ProgressCallback, *INTEGRATION_TO_CALLBACK.values())
-
-
-def check_callbacks(callbacks: list[TrainerCallback]) -> None:
-    """Refuse callbacks that look into a step: gradients are clipped and used there in one go, on the device.
-
-    Raises:
-        ValueError: naming the callback and its method.
-    """
-    for callback in callbacks:
-        for event in INSIDE_A_STEP:
-            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                raise ValueError(
-                    f"{type(callback).__name__}.{event} would never be called: no event is sent inside a step; use on_step_end "
-                    "(the gradient norm is in state.log_history and metrics.jsonl)"
-                )
-
-
-def may_ask(callbacks: list[TrainerCallback]) -> bool:
-    """Return whether a callback can request something, so that the host has to wait for each step."""
-    return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
-
-
-def link_checkpoints(output_dir: Path) -> list[Path]:
-    """Make each `checkpoint-N` a link to `checkpoints/step-N`, and remove our links that lead nowhere.
-
-    Returns:
-        Names of checkpoints that something else has: they stay as they are.
-
-    Raises:
-        OSError: a link cannot be made.
-    """
-    targets = {f"checkpoint-{step_of(folder)}": folder for folder in checkpoint_folders(output_dir / "checkpoints")}
-    for path in output_dir.glob("checkpoint-*"):
-        if path.is_symlink() and path.readlink().parts[0] == "checkpoints" and path.name not in targets:
-            path.unlink()
-    in_the_way = []
-    for name, folder in targets.items():
-        path = output_dir / name
-        if not path.is_symlink() and not path.exists():
-            path.symlink_to(folder.relative_to(output_dir), target_is_directory=True)
-        elif not path.is_symlink():
-            in_the_way.append(path)
-    return in_the_way
 
 
 class Flow(Observer):

@@ -151,6 +151,27 @@ def targets_in(inputs: Mapping[str, Any], signature: Signature) -> Tensor | int:
     return labels.ne(-100).sum()
 
 
+def get_train_dataloader(trainer: "Trainer") -> DataLoader[Any]:
+    """Return the first epoch's micro-batches, to look at. Override it to train on your own loader, which is read in order."""
+    if trainer.train_dataset is None:
+        raise ValueError("training needs a train_dataset")
+    return loader_over(trainer, trainer.train_dataset, trainer.args.per_device_train_batch_size, is_training=True)
+
+
+def get_eval_dataloader(trainer: "Trainer", eval_dataset: Any = None) -> DataLoader[Any]:
+    """Return the evaluation's batches, to look at. Override it to evaluate on your own loader; every process reads all of it."""
+    data = trainer.eval_dataset if eval_dataset is None else eval_dataset
+    data = trainer.eval_dataset[data] if isinstance(data, str) else data
+    if data is None:
+        raise ValueError("evaluation needs an eval_dataset")
+    return loader_over(trainer, data, trainer.args.per_device_eval_batch_size)
+
+
+def get_test_dataloader(trainer: "Trainer", test_dataset: Any) -> DataLoader[Any]:
+    """Return the batches of predict, to look at. Override it as get_eval_dataloader."""
+    return loader_over(trainer, test_dataset, trainer.args.per_device_eval_batch_size)
+
+
 def loader_over(trainer: "Trainer", data: Any, batch_size: int, *, is_training: bool = False) -> DataLoader[Any]:
     """Return a plain DataLoader with the batches of one process; in training those of the first epoch."""
     args, rows = trainer.args, readable(trainer, data)

@@ -19,7 +19,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -42,27 +41,17 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import can_return_loss, logging
 
-from accel_train.checkpoint.store import newest_valid
-from accel_train.hf import evaluation, hub, loss
+from accel_train.hf import evaluation, hub, inputs, loss
 from accel_train.hf.argument_table import has_recipe_optimizer
-from accel_train.hf.arguments import check_arguments, check_combinations, check_optimizer, check_overrides
-from accel_train.hf.inputs import Signature, loader_over
+from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides
+from accel_train.hf.checkpoints import get_last_checkpoint
+from accel_train.hf.inputs import Signature
 from accel_train.hf.task import save_pretrained
-from accel_train.hf.training import evaluation_accelerator, model_hooks, run_training
+from accel_train.hf.training import check_optimizer, evaluation_accelerator, model_hooks, run_training
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
 
 __all__ = ["Trainer", "get_last_checkpoint"]
-
-
-def get_last_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the newest verified checkpoint of a run folder, or None; half-written and broken ones are skipped.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none is valid.
-    """
-    path, _ = newest_valid(Path(output_dir) / "checkpoints")
-    return None if path is None else str(path)
 
 
 class Trainer:
@@ -97,6 +86,9 @@ class Trainer:
 
     # Methods that other modules here define.
     compute_loss = loss.compute_loss
+    get_train_dataloader = inputs.get_train_dataloader
+    get_eval_dataloader = inputs.get_eval_dataloader
+    get_test_dataloader = inputs.get_test_dataloader
     evaluate = evaluation.evaluate
     evaluation_loop = evaluation.evaluation_loop
     predict = evaluation.predict
@@ -284,26 +276,6 @@ class Trainer:
         if model is None:
             raise ValueError("model_init returned None; it has to return a model")
         return model
-
-    # Data
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the first epoch's micro-batches, to look at. Override it to train on your own loader, which is read in order."""
-        if self.train_dataset is None:
-            raise ValueError("training needs a train_dataset")
-        return loader_over(self, self.train_dataset, self.args.per_device_train_batch_size, is_training=True)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return the evaluation's batches, to look at. Override it to evaluate on your own loader; every process reads all of it."""
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        data = self.eval_dataset[data] if isinstance(data, str) else data
-        if data is None:
-            raise ValueError("evaluation needs an eval_dataset")
-        return loader_over(self, data, self.args.per_device_eval_batch_size)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the batches of predict, to look at. Override it as get_eval_dataloader."""
-        return loader_over(self, test_dataset, self.args.per_device_eval_batch_size)
 
     # Save and push
 

@@ -1,27 +1,33 @@
 """One call of Trainer.train(): translate, prepare, run the loop, and leave the state that transformers' users expect."""
 
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import length_hint
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import (
+    DefaultFlowCallback,
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
-from transformers.integrations import activate_neftune, deactivate_neftune
+from transformers.integrations import INTEGRATION_TO_CALLBACK, activate_neftune, deactivate_neftune
 
-from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Requests
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.run_plan import Extensions
+from accel_train.hf.argument_table import has_recipe_optimizer
 from accel_train.hf.arguments import length_of, schedule_of, to_recipe, with_decay_of
-from accel_train.hf.callbacks import Flow, check_callbacks, may_ask
+from accel_train.hf.callbacks import Flow
+from accel_train.hf.checkpoints import resume_of
 from accel_train.hf.inputs import epoch_order, is_stream, readable
 from accel_train.hf.task import HFTask
 from accel_train.parallel.precision import choose_mixed_precision, start_accelerator
@@ -36,6 +42,30 @@ from accel_train.training.train import train_run
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
+
+
+INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
+ASKS_NOTHING = (DefaultFlowCallback, PrinterCallback, ProgressCallback, *INTEGRATION_TO_CALLBACK.values())
+
+
+def check_callbacks(callbacks: list[TrainerCallback]) -> None:
+    """Refuse callbacks that look into a step: gradients are clipped and used there in one go, on the device.
+
+    Raises:
+        ValueError: naming the callback and its method.
+    """
+    for callback in callbacks:
+        for event in INSIDE_A_STEP:
+            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
+                raise ValueError(
+                    f"{type(callback).__name__}.{event} would never be called: no event is sent inside a step; use on_step_end "
+                    "(the gradient norm is in state.log_history and metrics.jsonl)"
+                )
+
+
+def may_ask(callbacks: list[TrainerCallback]) -> bool:
+    """Return whether a callback can request something, so that the host has to wait for each step."""
+    return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
 
 
 @exits_are_errors()
@@ -95,6 +125,21 @@ def run_training(
     train_run(run)
     flow.end()
     return flow, run.state.step - first_step
+
+
+def check_optimizer(trainer: "Trainer") -> None:
+    """Refuse an `optim` that transformers cannot make here.
+
+    Raises:
+        ValueError: its package is missing, say, or `optim_args` are wrong.
+    """
+    args = trainer.args
+    is_given = trainer.given_optimizers[0] is not None or trainer.optimizer_cls_and_kwargs is not None
+    if not (is_given or has_recipe_optimizer(args) or trainer.overrides("create_optimizer")):
+        try:
+            trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+        except Exception as error:  # each of its handlers raises another
+            raise ValueError(f"optim={args.optim.value}: {error}") from error
 
 
 @contextmanager
@@ -181,32 +226,6 @@ class ScheduledRates:
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
-    """Return `checkpoint.resume`: never, auto, or a folder; transformers' name checkpoint-N means our checkpoints/step-N.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
-    if requested is None or requested is False:
-        return "never"
-    root = Path(args.output_dir) / "checkpoints"
-    if requested is True:
-        if not checkpoint_folders(root):
-            raise ValueError(
-                f"resume_from_checkpoint=True: there is no checkpoint in {root}; leave it out to start anew"
-            )
-        return "auto"
-    path = Path(requested)
-    theirs = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    if not path.exists() and theirs:
-        path = path.parent / "checkpoints" / f"step-{int(theirs.group(1)):08d}"
-    if path.is_symlink():  # `checkpoint-N`, as callbacks.link_checkpoints names it
-        path = path.parent / path.readlink()
-    if not path.exists():
-        raise ValueError(f"resume_from_checkpoint={requested}: there is no such folder; checkpoints are in {root}")
-    return str(path)
 
 
 def evaluation_accelerator(args: TrainingArguments) -> Accelerator:
