@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = arguments_of(__doc__)
     parser.add_argument("--sizes", type=json.loads, default={}, help="JSON; default: those of benchmarks.model_path")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; another one only tries the benchmark")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
     parser.add_argument("--varies", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=FAMILIES, help="measure this family in this process")
     given = parser.parse_args(arguments)
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     runs: dict[str, dict[str, Any]] = {}
     others = []
-    for family in FAMILIES:
+    for family in given.families:
         runs[family] = {}
         with tempfile.TemporaryDirectory() as folder:
             for state in ("cold", "warm", "varying"):

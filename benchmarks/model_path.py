@@ -162,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = arguments_of(__doc__)
     parser.add_argument("--sizes", type=json.loads, default={}, help=f"JSON; default {json.dumps(SIZES)}")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="default: all")
     parser.add_argument("--child", choices=FAMILIES, help="measure this family in this process")
     given = parser.parse_args(arguments)
     if given.child is not None:
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             environment=child_environment(1),
             timeout_seconds=1800,
         )
-        for family in FAMILIES
+        for family in given.families
     ]
     table = markdown_table(HEADERS, [cells(each.result) for each in runs], text=("model", "fused"))
     lines = [

@@ -21,7 +21,7 @@ RESNET = {
     "model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
 }  # fmt: skip
 TEXT = {
-    "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+    "batch": {"global_batch_size": 12, "per_device_batch_size": 3},
     "schedule": {"max_steps": 8},
     "checkpoint": {"every_steps": 4, "keep": 5},
     "evaluate": {"every_steps": 4},

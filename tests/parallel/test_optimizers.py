@@ -19,7 +19,7 @@ NOT_SHARDED = ("adafactor", "adamw_8bit")
 """Refused where weights are: state of another shape than its weight."""
 NAMES = ("muon", "lion", *BY_HOST)
 TEXT: dict[str, Any] = {
-    "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+    "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
     "checkpoint": {"every_steps": 4, "keep": 5},
     "evaluate": {"every_steps": 4},
@@ -46,7 +46,7 @@ LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {**FSDP2, "tp_size": 2}),
     (4, {**FSDP2, "tp_size": 2}),
 )
-FEW = (LAYOUTS[0], LAYOUTS[1], LAYOUTS[6])
+FEW = (LAYOUTS[0], LAYOUTS[1], LAYOUTS[5])
 """Muon spreads its own work, by the layout; the others keep a state beside each weight, whatever the layout."""
 CASES = [
     pytest.param(name, *layout, marks=() if name == "muon" and layout == LAYOUTS[0] else pytest.mark.slow)

@@ -30,7 +30,7 @@ TP = {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}  # which two processes cannot divide, and four cannot
 TEXT = {
     "model": {"config": LLAMA},
-    "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+    "batch": {"global_batch_size": 12, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
     "checkpoint": {"every_steps": 4, "keep": 5},
     "evaluate": {"every_steps": 4},

@@ -18,7 +18,7 @@ FSDP2 = {"strategy": "fsdp2"}
 STAGES = (1, 2, 3)
 SLOW_1_AND_2 = (pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3)
 TEXT = {
-    "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
+    "batch": {"global_batch_size": 12, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
     "checkpoint": {"every_steps": 4, "keep": 5},
     "evaluate": {"every_steps": 4},
@@ -126,8 +126,8 @@ def test_stopped_and_gone_on_under_other_layouts_the_losses_are_those_of_one_pro
     run = tmp_path / "run"
     for parallel, stop in ((zero(3), 3), (DDP, 5), (zero(2), None)):
         begun = len(losses(run)) if run.exists() else 0
-        # Six micro-batches a step: the fault is counted in those.
-        fault = {} if stop is None else {"term_at": {"step": (stop - begun) * 6 - 3, "rank": 1}}
+        # Three micro-batches a step: the fault is counted in those.
+        fault = {} if stop is None else {"term_at": {"step": (stop - begun) * 3 - 1, "rank": 1}}
         sections = {**TEXT, "options": {"ragged": True, **fault}}
         sit(tmp_path, 2, parallel, {0 if stop is None else 75}, **sections)
     assert len(events(run, "resume")) == 2
