@@ -6,7 +6,8 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-WORKERS ?= 2
+# On two cores: a test often waits, for a process, a disk, a timeout.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,7 +48,7 @@ test-slow: $(INSTALLED) $(ENCODER) ## The tests that take minutes.
 	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu'
 
 test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for about 15 minutes.
-	$(PYTEST) -n $$(($(WORKERS) + 1)) -m 'faults and not gpu' # they often wait: for a timeout, a signal, another process
+	$(PYTEST) -n $(WORKERS) -m 'faults and not gpu'
 
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	$(PYTEST) -m gpu

@@ -84,6 +84,11 @@ def is_momentum(optim_args: str | None) -> bool:
     return re.fullmatch(r"\s*momentum\s*=\s*[\d.eE+-]+\s*", optim_args or "") is not None
 
 
+def recomputes_activations(args: TrainingArguments) -> bool:
+    """Return whether the model checkpoints activations, by the argument's new name or by the one before transformers 5.23."""
+    return bool(getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False))
+
+
 def has_recipe_optimizer(args: TrainingArguments) -> bool:
     """Return whether the recipe makes the optimizer that `optim` names; else transformers does."""
     takes_args = not args.optim_args or (args.optim == "sgd" and is_momentum(args.optim_args))
@@ -149,7 +154,7 @@ FIELDS: dict[str, Rule] = {
         honoured("evaluate and predict outside train() cast the model to it, for good, as in transformers"),
     ),
     "tf32": leaf("precision.tf32", _or_auto),
-    "activation_checkpointing": leaf("precision.gradient_checkpointing", bool),
+    "activation_checkpointing": computed("precision.gradient_checkpointing"),
     "activation_checkpointing_kwargs": honoured("handed to the model's activation_checkpointing_enable"),
     "gradient_checkpointing": computed("precision.gradient_checkpointing"),
     "gradient_checkpointing_kwargs": honoured("the old name of activation_checkpointing_kwargs"),

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from accel_train.hf.argument_table import FIELDS
+from accel_train.hf.argument_table import FIELDS, recomputes_activations
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
 from accel_train.recipe.schema import Recipe
@@ -176,7 +176,8 @@ def to_recipe(
         ValueError: a value breaks a rule of the recipe; the text names the field.
     """
     check_arguments(args)
-    leaves = {rule.leaves[0]: rule.value_of(getattr(args, name)) for name, rule in FIELDS.items() if rule.value_of}
+    translated = {name: rule for name, rule in FIELDS.items() if rule.value_of and hasattr(args, name)}
+    leaves = {rule.leaves[0]: rule.value_of(getattr(args, name)) for name, rule in translated.items() if rule.value_of}
     leaves |= _schedule_leaves(args, length) | {
         "task": "hf-trainer",
         "model.config": _describe(model),
@@ -184,6 +185,7 @@ def to_recipe(
         "data.shuffle": args.train_sampling_strategy != "sequential",
         "data.group_by_length": args.train_sampling_strategy == "group_by_length",
         "optimizer.betas": (args.adam_beta1, args.adam_beta2),
+        "precision.gradient_checkpointing": recomputes_activations(args),
         "precision.mixed_precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "no",
         "checkpoint.every_steps": 0 if by_callbacks else _every(args, "save", length),
         "checkpoint.keep_best": args.load_best_model_at_end or args.save_strategy == "best",

@@ -105,12 +105,17 @@ class HFTask(Task):
         """Return the user's model itself, so that `trainer.model` is what was trained."""
         model, args = self.trainer.model, self.trainer.args
         if recipe.precision.recomputed == "blocks":
-            enable = getattr(model, "activation_checkpointing_enable", None)
+            names = (
+                "activation_checkpointing_enable",
+                "gradient_checkpointing_enable",
+            )  # since transformers 5.23, and before
+            enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
             if enable is None:
                 raise ValueError(
-                    f"activation_checkpointing=True: {type(model).__name__} has no activation_checkpointing_enable; set it False"
+                    f"gradient_checkpointing=True: {type(model).__name__} has no {' or '.join(names)}; set it False"
                 )
-            enable(args.activation_checkpointing_kwargs)
+            new = getattr(args, "activation_checkpointing_kwargs", None)
+            enable(new or args.gradient_checkpointing_kwargs)
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
