@@ -29,6 +29,7 @@ from accel_train.hf.inputs import (
     targets_in,
 )
 from accel_train.hf.loss import num_items_in
+from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
 
@@ -105,17 +106,13 @@ class HFTask(Task):
         """Return the user's model itself, so that `trainer.model` is what was trained."""
         model, args = self.trainer.model, self.trainer.args
         if recipe.precision.recomputed == "blocks":
-            names = (
-                "activation_checkpointing_enable",
-                "gradient_checkpointing_enable",
-            )  # since transformers 5.23, and before
-            enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+            enable = enable_method(model)
             if enable is None:
                 raise ValueError(
-                    f"gradient_checkpointing=True: {type(model).__name__} has no {' or '.join(names)}; set it False"
+                    f"gradient_checkpointing=True: {type(model).__name__} has no gradient_checkpointing_enable, and no "
+                    "activation_checkpointing_enable; set it False"
                 )
-            new = getattr(args, "activation_checkpointing_kwargs", None)
-            enable(new or args.gradient_checkpointing_kwargs)
+            enable(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs)
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Activation checkpointing: what a forward keeps for the backward pass, and what that computes again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,10 +39,7 @@ def checkpoint_activations(model: nn.Module, precision: Precision) -> None:
         getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
     ):
         return
-    # transformers renamed it in 5.23
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
+    enable = enable_method(model)
     if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
         raise ValueError(
             f"precision.gradient_checkpointing={precision.recomputed}: {type(model).__name__} has no blocks that can be checkpointed, "
@@ -50,6 +47,12 @@ def checkpoint_activations(model: nn.Module, precision: Precision) -> None:
         )
     selects = {"context_fn": partial(create_selective_checkpoint_contexts, keep_or_recompute)}
     enable({"use_reentrant": False, **(selects if precision.recomputed == "selective" else {})})
+
+
+def enable_method(model: nn.Module) -> Callable[[dict[str, Any] | None], None] | None:
+    """Return the method of a model of transformers that switches checkpointing on: 5.23 has renamed it."""
+    old = getattr(model, "gradient_checkpointing_enable", None)
+    return getattr(model, "activation_checkpointing_enable", old)
 
 
 def keep_or_recompute(_: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -944,7 +944,7 @@ def test_what_a_callback_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_without_callbacks_of_the_user_the_host_waits_for_no_step(tmp_path: Path) -> None:
-    from accel_train.hf.callbacks import may_ask
+    from accel_train.hf.training import may_ask
 
     trainer = Trainer(Plain(), arguments(tmp_path), train_dataset=plain_rows(16))
     assert not may_ask(trainer.callback_handler.callbacks)
