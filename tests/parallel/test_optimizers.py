@@ -24,7 +24,7 @@ TEXT: dict[str, Any] = {
     "checkpoint": {"every_steps": 4, "keep": 5},
     "evaluate": {"every_steps": 4},
 }
-RATES = {"lion": 1e-3, "adafactor": 1e-2, "tests.support.optimizers:Momentum": 0.3}
+RATES = {"lion": 1e-3, "adafactor": 3e-2, "tests.support.optimizers:Momentum": 0.3}
 
 
 def sections(name: str) -> dict[str, Any]:
