@@ -2,14 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_train.core.json_io import read_json
-from tests.support.runs import TESTS, environment, recipe_dict
+from tests.support.processes import run_forked
+from tests.support.runs import TESTS, recipe_dict
 
 GAP_STEPS = 10
 """Steps closer than 10 belong to one incident."""
@@ -86,15 +85,10 @@ def launch(plan: Mapping[str, Any], processes: int, expect: int = 0) -> list[dic
     """Run the plan on this many processes; what each of them saw, if it came to its end."""
     path = Path(plan["out"]) / "plan.json"
     path.write_text(json.dumps(plan))
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    program = [
-        sys.executable,
-        *(torchrun if processes > 1 else []),
-        str(TESTS / "support/programs/number_faults.py"),
-        str(path),
-    ]
-    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == expect, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
+    folder, program = Path(plan["out"]) / "processes", TESTS / "support/programs/number_faults.py"
+    forked = run_forked([str(path)], processes, folder=folder, program=program)
+    forked.wait(300.0, stop_at_failure=True)
+    assert forked.first_failure() == expect, "\n".join(forked.stderr(rank)[-5000:] for rank in range(processes))
     seen = [Path(plan["out"]) / f"rank-{rank}.json" for rank in range(processes)]
     return [json.loads(path.read_text()) for path in seen if expect == 0]
 

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -104,10 +105,11 @@ def run_forked(
     timeout_seconds: float = 120.0,
     preload: Sequence[str] = (),
     cwd: str = ".",
+    program: Path | None = None,
     **extra: str,
 ) -> Forked:
-    """Start `accel-train ARGV` in `world_size` processes, each with its number for `{rank}`, in `cwd` as well; `extra` are
-    environment variables, `preload` are modules that need not be imported in each process."""
+    """Start `accel-train ARGV`, or a Python file, in `world_size` processes, each with its number for `{rank}`, in `cwd` as well;
+    `extra` are environment variables, `preload` are modules that need not be imported in each process."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank-*.*"):
         old.unlink()
@@ -121,6 +123,7 @@ def run_forked(
         "extra": extra,
         "preload": list(preload),
         "cwd": cwd,
+        "program": program and str(program),
     }
     server = started_server()
     assert server.stdin is not None
@@ -229,8 +232,11 @@ def _run_rank(job: dict[str, Any], rank: int) -> int:
     from accel_train.report import report
 
     report.draw_all = lambda runs: []  # a second of CPU a run; the tests of the report draw them
-    sys.argv = ["accel-train", *(word.replace("{rank}", str(rank)) for word in job["argv"])]
+    sys.argv = [job["program"] or "accel-train", *(word.replace("{rank}", str(rank)) for word in job["argv"])]
     try:
+        if job["program"]:
+            runpy.run_path(job["program"], run_name="__main__")
+            return 0
         program()
     except SystemExit as asked:
         return asked.code if isinstance(asked.code, int) else 0
