@@ -138,6 +138,7 @@ def test_gpu_measures_each_variant_and_writes_what_it_printed(tmp_path: Path) ->
     assert len(json.loads((tmp_path / "gpu-check.json").read_text())["rows"]) == 4
 
 
+@pytest.mark.slow
 def test_time_to_loss_trains_both_loops_and_judges_them(tmp_path: Path) -> None:
     sizes = ["--steps", "20", "--share", "0.5", "--rounds", "1", "--windows", "24"]
     printed = run("time_to_loss", *sizes, "--save", str(tmp_path))

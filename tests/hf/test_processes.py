@@ -1,27 +1,17 @@
 """The Trainer face on two processes: the same run as on one, and every sample evaluated once, in order."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.runs import TESTS, environment
+from tests.support.runs import TESTS, run_forked_command
 
 
 def result(folder: Path, processes: int) -> dict[str, Any]:
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes > 1 else []
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, *launcher, str(TESTS / "support/programs/hf.py"), str(folder)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = run_forked_command([str(folder)], processes, TESTS / "support/programs/hf.py")
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found

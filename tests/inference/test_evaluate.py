@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +60,7 @@ def here(finished: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) ->
 
 
 def evaluate_on_two_processes(*arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--standalone",
-        "-m",
-        "accel_train",
-    ]
-    return subprocess.run(
-        [*launcher, "evaluate", *arguments],
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return runs.run_forked_command(["evaluate", *arguments], 2)
 
 
 @pytest.mark.parametrize("name", ["digits", "text"])

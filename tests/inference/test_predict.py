@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,23 +90,7 @@ def test_without_data_a_row_is_written_for_each_sample_that_was_held_out(capsys:
 @pytest.mark.slow
 def test_two_processes_write_the_table_of_one() -> None:
     assert main(["predict", "texts", "texts.csv", "--out", "one.csv"]) == 0
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--standalone",
-        "-m",
-        "accel_train",
-    ]
-    done = subprocess.run(
-        [*launcher, "predict", "texts", "texts.csv", "--out", "two.csv"],
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = runs.run_forked_command(["predict", "texts", "texts.csv", "--out", "two.csv"], 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "two.csv\n"
     assert [row["id"] for row in read_csv("one.csv")] == [f"row-{number}" for number in range(90)]

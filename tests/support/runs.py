@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,19 +110,24 @@ def environment(**extra: str) -> dict[str, str]:
     return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules, "HF_HUB_OFFLINE": "1", **extra}
 
 
-def run(recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
-    """Run to the end, all processes or until one fails, and check its exit code (None: any)."""
-    command_line = ["run", str(recipe), *flags]
+def run_forked_command(
+    words: Sequence[str], processes: int, program: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `accel-train WORDS`, or a Python file with these words, in the current folder to the end: all processes, or until one fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        forked = run_forked(command_line, processes, folder=folder, cwd=os.getcwd())
+        forked = run_forked(words, processes, folder=folder, cwd=os.getcwd(), program=program)
         forked.wait(500.0, stop_at_failure=True)
-        code = forked.first_failure()
         out, error = (
             "".join((folder / f"rank-{rank}.{kind}").read_text() for rank in range(processes))
             for kind in ("out", "err")
         )
-    done = subprocess.CompletedProcess(command_line, code, out, error)
+        return subprocess.CompletedProcess(list(words), forked.first_failure(), out, error)
+
+
+def run(recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Train to the end, and check the exit code (None: any)."""
+    done = run_forked_command(["run", str(recipe), *flags], processes)
     assert expect is None or done.returncode == expect, (
         f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     )
