@@ -101,10 +101,8 @@ class Flow(Observer):
         trainer, state = self.trainer, self.trainer.state
         state.global_step, state.epoch = result.step, self._epoch(result.step)
         self._note_best()
-        if not self._is_optimizer_checked and self.run is not None:
-            optimizer_tensors(
-                self.run.strategy.optimizer
-            )  # what a checkpoint cannot hold is said now, not at the first save
+        if not (self._is_optimizer_checked or result.skipped) and self.run is not None:
+            optimizer_tensors(self.run.strategy.optimizer)  # refuse now what the first save could not hold
             self._is_optimizer_checked = True
         self._since_log.append(result)
         if result.skipped:
