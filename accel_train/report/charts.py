@@ -1,74 +1,62 @@
-"""The curves of one or more runs, drawn once, as SVG for the page (its colours follow the page) and as PNG."""
+"""The curves of one or more runs as plain values, which the page's script draws."""
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from accel_train.core.state import JsonRecord
-from accel_train.report import style
-from accel_train.report.curves import MIN_TO_SMOOTH, Array, column, short_number, trend
+from accel_train.report.curves import Array, column, part_means, thin
 from accel_train.report.metric_names import label as metric_label
 from accel_train.report.metric_names import metrics_with_curves
 from accel_train.report.run import Run
 
-LINE_STYLES = ("-", "--", "-.", ":")  # a seventh run takes the first colour again, dashed
-RAW_ALPHA = 0.4  # of single values behind their trend
-
-Scale = Literal["linear", "log", "log2", "log if wide"]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart in every form: `svg` for the page, `narrow` for phones if that needs another, `png` for elsewhere."""
-
-    name: str
-    svg: str
-    narrow: str | None
-    png: bytes
-    group: Literal["run", "evaluation", "details"] = "run"
-    """Its section of the page."""
-    width: int | None = None
-    """The most CSS pixels it takes; None: as wide as its place."""
+POINTS_ON_PAGE = 60_000
+"""About 16 bytes each."""
+POINTS_OF_CURVE = (400, 8_000)
+"""A curve has at least as many where it is thinned, and at most."""
+PARTS_OF_TREND = 1_200
+"""A thinned curve is smoothed from the means of as many parts."""
+MIN_TO_SMOOTH = 20
+"""A curve with fewer points has no trend of its own."""
+MOST_MARKS = 1_000
+"""Of a kind; more lie in one place on any screen."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The look of a kind of event: a marker on the curve, or a line across the chart."""
+    """The look of a kind of event: a shape on the curve, or a line across the chart, in a colour of the page."""
 
     label: str
     color: str
-    marker: str = ""
-    line: str = ""
+    shape: str
 
 
 EVENT_MARKS = {
-    "checkpoint": Mark("checkpoint", style.INK, marker="o"),
-    "checkpoint_invalid": Mark("damaged checkpoint", style.ALERT, marker="s"),
-    "overflow": Mark("fp16 overflow", style.SERIES[4], marker="v"),
-    "skip": Mark("skipped step", style.ALERT, marker="X"),
-    "preempted": Mark("preempted", style.MUTED, line="--"),
-    "resume": Mark("resumed", style.SERIES[3], marker=">"),
-    "stop": Mark("stopped", style.ALERT, line="-"),
-    "early_stop": Mark("stopped early", style.INK, line=":"),
+    "checkpoint": Mark("checkpoint", "--ink-soft", "circle"),
+    "checkpoint_invalid": Mark("damaged checkpoint", "--alert", "square"),
+    "overflow": Mark("fp16 overflow", "--series-5", "down"),
+    "skip": Mark("skipped step", "--alert", "cross"),
+    "spike": Mark("spike", "--alert", "peak"),
+    "rollback": Mark("rolled back", "--series-4", "left"),
+    "out_of_memory": Mark("out of memory", "--series-6", "square"),
+    "preempted": Mark("preempted", "--muted", "dashed line"),
+    "resume": Mark("resumed", "--series-4", "right"),
+    "stop": Mark("stopped", "--alert", "line"),
+    "early_stop": Mark("stopped early", "--ink-soft", "dotted line"),
 }
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One chart to draw: its column, its axis, and whether single values scatter around a trend."""
+    """One chart: its column, its axis, and whether single values scatter around a trend."""
 
     name: str
     title: str
     column: str
-    scale: Scale = "linear"
+    scale: Literal["linear", "log", "log2", "log if wide"] = "linear"
     noisy: bool = True
     from_zero: bool = False
     across: bool = False  # the whole width of the page
@@ -87,176 +75,71 @@ KINDS = (
 )
 
 
-def draw_charts(runs: Sequence[Run], targets: str = "tokens") -> list[Chart]:
-    """Draw every chart for which some run has numbers, and each evaluation metric but the loss; several runs share the axes.
+def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRecord]:
+    """Return every chart for which some run has numbers, and each evaluation metric but the loss, as JSON values.
 
-    `targets` is what the runs count: tokens, images, ...
+    `targets` is what the runs count: tokens, images, ... Numbers have five digits. A long curve is thinned; its extremes stay.
     """
-    kinds = [
-        _with_scale(replace(kind, title=kind.title.format(targets=targets.capitalize())), runs)
-        for kind in KINDS
-        if any(line.get(kind.column) is not None for run in runs for line in run.train)
+    kinds = [kind for kind in KINDS if any(line.get(kind.column) is not None for run in runs for line in run.train)]
+    kinds += [
+        Kind(f"eval_{metric}", metric_label(metric), metric, noisy=False, evaluated=True)
+        for metric in metrics_with_curves(runs)
     ]
-    num_beside = sum(not kind.across for kind in kinds)
-    beside = style.THIRD if num_beside == 3 else style.HALF  # three in a row, or two: no hole on the page
-    charts = [_draw_chart(kind, runs, style.WIDE if kind.across else beside) for kind in kinds]
-    metrics = metrics_with_curves(runs)
-    size = style.THIRD if len(metrics) % 3 == 0 else style.HALF
-    for metric in metrics:
-        file_name = "eval_" + re.sub(r"[^\w.-]+", "_", metric)
-        kind = Kind(file_name, metric_label(metric), metric, noisy=False, evaluated=True)
-        charts.append(_draw_chart(kind, runs, size))
-    return charts
+    least, most = POINTS_OF_CURVE
+    most = max(least, min(most, POINTS_ON_PAGE // max(1, len(runs) * len(kinds))))
+    return [_describe(kind, runs, kind.title.format(targets=targets.capitalize()), most) for kind in kinds]
 
 
-def _draw_chart(kind: Kind, runs: Sequence[Run], size: style.Size) -> Chart:
-    svg, png = _draw(kind, runs, size)
-    narrow = _draw(kind, runs, style.PHONE, png=False)[0] if kind.across else None
-    return Chart(kind.name, svg, narrow, png, "evaluation" if kind.evaluated else "run")
+def _describe(kind: Kind, runs: Sequence[Run], title: str, most: int) -> JsonRecord:
+    columns = [column(kind.lines(run), kind.column) for run in runs]
+    evaluations = [column(run.evals, "loss") if kind.name == "loss" else column((), "") for run in runs]
+    finite = np.concatenate([values[np.isfinite(values)] for _, values in columns])
+    scale = _scale(kind, np.concatenate([finite, *(_finite(*found)[1] for found in evaluations)]))
+    curves = [
+        {"run": number, **_curve(kind, _finite(*columns[number]), scale, most), **_off_axis(kind, run, columns[number])}
+        for number, run in enumerate(runs)
+    ]
+    evaluated = [(number, *_points(*_finite(*found), most)) for number, found in enumerate(evaluations)]
+    return {
+        "name": kind.name,
+        "title": title,
+        "group": "evaluation" if kind.evaluated else "run",
+        "scale": scale,
+        "from_zero": kind.from_zero,
+        "across": kind.across,
+        "stairs": kind.name == "loss_scale",
+        "each": "each evaluation" if kind.evaluated else "each log line",
+        "ceiling": _ceiling(finite) if scale == "linear" else None,
+        "curves": [curve for curve in curves if curve["x"] or curve["up"] or curve["down"]],
+        "evaluations": [{"run": number, "x": x, "y": y} for number, x, y in evaluated if x],
+        "marks": _event_marks(runs[0]) if kind.name == "loss" and len(runs) == 1 else [],
+    }
 
 
-def _with_scale(kind: Kind, runs: Sequence[Run]) -> Kind:
+def _scale(kind: Kind, values: Array) -> str:
     # The loss falls from 11 to 3 in the first percent of a run: on a log axis the rest stays readable.
     if kind.scale != "log if wide":
-        return kind
-    values = column([line for run in runs for line in (*run.train, *run.evals)], kind.column)[1]
-    finite = values[np.isfinite(values)]
-    wide = len(finite) > 0 and finite.min() > 0 and finite.max() > 2 * finite.min()
-    return replace(kind, scale="log" if wide else "linear", title=f"{kind.title} (log scale)" if wide else kind.title)
+        return kind.scale
+    return "log" if len(values) and values.min() > 0 and values.max() > 2 * values.min() else "linear"
 
 
-def _draw(kind: Kind, runs: Sequence[Run], size: style.Size, *, png: bool = True) -> tuple[str, bytes]:
-    alone = len(runs) == 1
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        legend: list[tuple[Line2D, str]] = []
-        for number, run in enumerate(runs):
-            steps, values = column(kind.lines(run), kind.column)
-            if not len(steps):
-                continue
-            color = style.SERIES[number % len(style.SERIES)]
-            line_style = LINE_STYLES[number // len(style.SERIES) % len(LINE_STYLES)]
-            curve = _draw_curve(axes, kind, steps, values, color, line_style)
-            has_trend = kind.noisy and len(steps) >= MIN_TO_SMOOTH
-            if alone and has_trend:
-                legend += [(Line2D([], [], color=color, alpha=RAW_ALPHA, lw=1), "each log line")]
-            single = "each evaluation" if kind.evaluated else "each log line"
-            what = run.name if not alone else "trend" if has_trend else single
-            legend.append((Line2D([], [], color=color, lw=2, ls=line_style), what))
-            if kind.name == "loss":
-                legend += _draw_evaluations(axes, run, color, alone=alone)
-            if kind.name == "loss" and alone:
-                legend += _draw_events(axes, run, curve)
-        _style_axes(axes, kind)
-        legend += _mark_off_axis(axes, kind, runs)
-        if not alone or len(legend) > 1:
-            style.draw_legend(figure, legend)
-
-    return style.render(draw, kind.name, kind.title, size, png=png)
+def _curve(kind: Kind, points: tuple[Array, Array], scale: str, most: int) -> JsonRecord:
+    """Return finite points, thinned, and where that leaves some out the means that a trend is made from."""
+    steps, values = points
+    x, y = _points(steps, values, most)
+    curve: JsonRecord = {"x": x, "y": y, "thinned": len(steps) > most}
+    curve["smooth"] = kind.noisy and len(steps) >= MIN_TO_SMOOTH
+    if curve["smooth"] and curve["thinned"]:
+        in_log = scale != "linear" and values.min() > 0
+        at, means = part_means(steps, np.log(values) if in_log else values, min(PARTS_OF_TREND, len(steps)))
+        curve |= {"mean_x": at.round(1).tolist(), "mean_y": _rounded(np.exp(means) if in_log else means)}
+    return curve
 
 
-def _draw_curve(
-    axes: Axes, kind: Kind, steps: Array, values: Array, color: str, line_style: str
-) -> tuple[Array, Array]:
-    """Draw the thin line of raw values and the trend over it; return the trend's steps and values."""
-    finite = np.isfinite(values)
-    if kind.scale != "linear":
-        finite &= values > 0
-    steps, values = steps[finite], values[finite]
-    if kind.noisy and len(steps) >= MIN_TO_SMOOTH:
-        axes.plot(steps, values, color=color, alpha=RAW_ALPHA, lw=0.8)
-        steps, values = trend(steps, values, in_log=kind.scale != "linear")
-    draw = "steps-post" if kind.name == "loss_scale" else "default"
-    marker = "o" if len(steps) == 1 or (kind.evaluated and len(steps) <= MIN_TO_SMOOTH) else ""
-    axes.plot(steps, values, color=color, lw=1.8, ls=line_style, drawstyle=draw, marker=marker, markersize=4)
-    return steps, values
-
-
-def _draw_evaluations(axes: Axes, run: Run, color: str, *, alone: bool) -> list[tuple[Line2D, str]]:
-    steps, values = column(run.evals, "loss")
-    color = style.SERIES[1] if alone else color
-    look: dict[str, Any] = {"marker": "D", "markersize": 5, "mfc": style.PAPER, "mew": 1.5, "color": color}
-    if len(steps):
-        axes.plot(steps, values, ls="-" if alone else "", lw=1, zorder=4, **look)
-    return [(Line2D([], [], lw=1, **look), "evaluation")] if alone and len(steps) else []
-
-
-def _draw_events(axes: Axes, run: Run, curve: tuple[Array, Array]) -> list[tuple[Line2D, str]]:
-    """Draw marks on the curve, and lines across where the run was interrupted."""
-    legend = []
-    for name, mark in EVENT_MARKS.items():
-        at = np.array(sorted({event["step"] for event in run.events if event["event"] == name}), dtype=np.float64)
-        if not len(at):
-            continue
-        if mark.line:
-            look: dict[str, Any] = {"color": mark.color, "ls": mark.line, "lw": 1.2}
-            for step in at:
-                axes.axvline(step, zorder=1, **look)
-        else:
-            few = len(at) <= 60
-            look = {"marker": mark.marker, "ls": "", "mec": mark.color, "mfc": mark.color, "zorder": 5}
-            look |= {"mfc": style.PAPER, "markersize": 4 if few else 2} if mark.marker == "o" else {}
-            if len(curve[0]):
-                axes.plot(at, np.interp(at, *curve), **look)
-        legend.append((Line2D([], [], **look), _counted(mark.label, len(at))))
-    return legend
-
-
-def _counted(label: str, count: int) -> str:
-    return f"{label} ×{count}" if count > 1 else label
-
-
-def _style_axes(axes: Axes, kind: Kind) -> None:
-    axes.grid(axis="y", lw=0.8)
-    axes.set_axisbelow(True)
-    below: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right", "va": "top"}
-    axes.annotate("step", (0, 0), (-7, -9), color=style.MUTED, **below)  # in the corner that both axes leave free
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    if kind.scale == "linear":
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        if kind.from_zero:
-            axes.set_ylim(bottom=0)
-    else:
-        axes.set_yscale("log", base=2 if kind.scale == "log2" else 10)
-        low, high = axes.get_ylim()
-        fine, coarse = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0), (1.0, 3.0)
-        locator: Locator = LogLocator(base=2, subs=(1.0,), numticks=8)
-        if kind.scale == "log":
-            subs = fine if high < 12 * low else coarse if high < 300 * low else (1.0,)
-            locator = MaxNLocator(5) if high < 4 * low else LogLocator(subs=subs, numticks=8)
-        axes.yaxis.set_major_locator(locator)
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    exact = kind.scale == "log2"  # 16,384 says more than 16.38k
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if exact else short_number(value)))
-
-
-def _mark_off_axis(axes: Axes, kind: Kind, runs: Sequence[Run]) -> list[tuple[Line2D, str]]:
-    """Draw marks at the upper or lower edge for NaN, Inf, zero on a log axis, and spikes far above the rest."""
-    found: dict[str, tuple[Line2D, int]] = {}
-    ceiling = _lower_the_ceiling(axes, kind, runs)
-    for number, run in enumerate(runs):
-        lines = (*map(_of_its_step, run.train), *run.evals) if kind.name == "loss" else kind.lines(run)
-        steps, values = column(lines, kind.column)
-        finite = np.isfinite(values)
-        groups = [
-            ("NaN or Inf", "^", 1.0, np.isnan(values) | (values == np.inf)),
-            ("−Inf", "v", 0.0, values == -np.inf),
-            ("above the axis", "2", 1.0, finite & (values > ceiling)),
-            ("zero or less", "v", 0.0, finite & (values <= 0) & (kind.scale != "linear")),
-        ]
-        color = style.ALERT if len(runs) == 1 else style.SERIES[number % len(style.SERIES)]
-        for label, marker, edge, here in groups:
-            at = steps[here]
-            if len(at):
-                look: dict[str, Any] = {"marker": marker, "ls": "", "markersize": 7, "clip_on": False}
-                place = axes.get_xaxis_transform()  # x: steps; y: 0 to 1, from the lower edge to the upper
-                axes.plot(at, np.full(len(at), edge), transform=place, zorder=6, color=color, **look)
-                handle = Line2D([], [], color=style.ALERT if len(runs) == 1 else style.INK, **look)
-                found[label] = (handle, len(at) + (found[label][1] if label in found else 0))
-    return [(handle, _counted(label, count)) for label, (handle, count) in found.items()]
+def _off_axis(kind: Kind, run: Run, points: tuple[Array, Array]) -> JsonRecord:
+    """Return the steps of what no axis can show: `up` (NaN, Inf) and `down` (-Inf)."""
+    steps, values = column((*map(_of_its_step, run.train), *run.evals), "loss") if kind.name == "loss" else points
+    return _marks("up", steps[np.isnan(values) | (values == np.inf)]) | _marks("down", steps[values == -np.inf])
 
 
 def _of_its_step(line: JsonRecord) -> JsonRecord:
@@ -265,15 +148,40 @@ def _of_its_step(line: JsonRecord) -> JsonRecord:
     return {**line, "loss": own} if isinstance(own, float) and not math.isfinite(own) else line
 
 
-def _lower_the_ceiling(axes: Axes, kind: Kind, runs: Sequence[Run]) -> float:
-    """End a linear axis where single spikes would otherwise press the curve flat; return its end, else infinity."""
-    values = column([line for run in runs for line in kind.lines(run)], kind.column)[1]
-    values = values[np.isfinite(values)]
-    if kind.scale != "linear" or len(values) < MIN_TO_SMOOTH:
-        return math.inf
+def _ceiling(values: Array) -> float | None:
+    """Return the end of a linear axis where single spikes would otherwise press the curve flat."""
+    if len(values) < MIN_TO_SMOOTH:
+        return None
     low, high = np.quantile(values, [0.02, 0.98])
     ceiling = float(high + 1.5 * (high - low))
-    if high == low or values.max() <= ceiling:
-        return math.inf
-    axes.set_ylim(top=ceiling)
-    return ceiling
+    return None if high == low or values.max() <= ceiling else ceiling
+
+
+def _event_marks(run: Run) -> list[JsonRecord]:
+    found = []
+    for name, mark in EVENT_MARKS.items():
+        steps = np.array(sorted({event["step"] for event in run.events if event["event"] == name}), dtype=np.float64)
+        if len(steps):
+            found.append({"label": mark.label, "color": mark.color, "shape": mark.shape} | _marks("x", steps))
+    return found
+
+
+def _marks(name: str, steps: Array) -> JsonRecord:
+    """Return the steps, evenly thinned, and how many there are."""
+    steps = np.unique(steps)
+    kept = steps[np.linspace(0, len(steps) - 1, MOST_MARKS).astype(int)] if len(steps) > MOST_MARKS else steps
+    return {name: kept.astype(int).tolist(), f"num_{name}": len(steps)}
+
+
+def _finite(steps: Array, values: Array) -> tuple[Array, Array]:
+    finite = np.isfinite(values)
+    return steps[finite], values[finite]
+
+
+def _points(steps: Array, values: Array, most: int) -> tuple[list[int], list[float]]:
+    steps, values = thin(steps, values, most)
+    return steps.astype(int).tolist(), _rounded(values)
+
+
+def _rounded(values: Array) -> list[float]:
+    return [float(f"{value:.5g}") for value in values.tolist()]

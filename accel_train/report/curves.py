@@ -1,4 +1,4 @@
-"""The arithmetic of drawing a run's curves: columns, trends, axis labels."""
+"""The arithmetic of a run's curves: columns, fits, fewer points for a screen, axis labels."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,6 @@ import numpy as np
 
 from accel_train.core.state import JsonRecord
 
-MAX_POINTS = 1200
-"""A trend has at most this many points."""
-MIN_TO_SMOOTH = 20
-"""A curve with fewer points has no trend of its own."""
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -33,14 +29,22 @@ def local_lines(values: Array, width: float) -> tuple[Array, Array]:
     return (s2 * m0 - s1 * m1) / determinant, (s0 * m1 - s1 * m0) / determinant
 
 
-def trend(steps: Array, values: Array, *, in_log: bool = False) -> tuple[Array, Array]:
-    """Return the values without their scatter: at each point a line fitted to about a twentieth of the curve."""
-    source = np.log(values) if in_log else values
-    if len(steps) > 2 * MAX_POINTS:
-        edges = np.linspace(0, len(steps), MAX_POINTS + 1, dtype=np.int64)
-        steps, source = (np.add.reduceat(each, edges[:-1]) / np.diff(edges) for each in (steps, source))
-    level, _ = local_lines(source, max(1.0, len(source) / 90))
-    return steps, np.exp(level) if in_log else level
+def thin(steps: Array, values: Array, most: int) -> tuple[Array, Array]:
+    """Return at most `most` of the points, in their order: both ends, and the least and the greatest of each of many equal parts."""
+    if len(steps) <= most:
+        return steps, values
+    size = math.ceil(len(values) / (most // 2 - 1))
+    parts = np.pad(values, (0, -len(values) % size), mode="edge").reshape(-1, size)
+    starts = size * np.arange(len(parts))
+    kept = np.unique([0, *(starts + parts.argmin(1)), *(starts + parts.argmax(1)), len(values) - 1])
+    return steps[kept], values[kept]
+
+
+def part_means(steps: Array, values: Array, num_parts: int) -> tuple[Array, Array]:
+    """Return the mean step and the mean value of each of equal parts, fewer than there are points."""
+    edges = np.linspace(0, len(steps), num_parts + 1, dtype=np.int64)
+    means = [np.add.reduceat(each, edges[:-1]) / np.diff(edges) for each in (steps, values)]
+    return means[0], means[1]
 
 
 def column(lines: Sequence[JsonRecord], column: str) -> tuple[Array, Array]:

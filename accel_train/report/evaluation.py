@@ -23,13 +23,17 @@ from accel_train.report.metric_names import (
 from accel_train.report.run import Run
 
 MAX_CLASSES = 25
-"""A confusion matrix of more has no room for its counts in one picture."""
+"""A confusion matrix of more has no room on a screen."""
+MAX_CLASSES_BESIDE = 8
+"""A confusion matrix of more takes the whole width of the page."""
+DEEPEST = 0.55
+"""Opacity of a cell that has its whole row: text on it stays readable in light and dark."""
 MAX_ROWS = 20
 """Longer tables of classes are folded."""
 MAX_PAIRS = 10
 """Rows of the table of the most frequent mistakes."""
 Block = dict[str, Any]
-"""A piece of the section, as the template takes it: `kind` is table, bars or text."""
+"""A piece of the section, as the template takes it: `kind` is table, matrix, bars or text."""
 
 
 def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
@@ -40,9 +44,10 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
         blocks += [
             *_describe_classification(details("classification")),
             *_describe_segmentation(details("segmentation")),
+            *_describe_generation(details("generation")),
         ]
         blocks.append(_describe_augmentation(details("test_time_augmentation")))
-    return [block for block in blocks if block]
+    return [{"folded": False, "wide": False, "hint": ""} | block for block in blocks if block]
 
 
 def confusion_matrix(part: Mapping[str, Any]) -> tuple[NDArray[np.int64], list[str]] | None:
@@ -88,11 +93,13 @@ def _describe_classification(part: Mapping[str, Any]) -> list[Block]:
     report = _mapping(part.get("report"))
     blocks = [_table_of_classes(report)] if report else []
     found = confusion_matrix(part)
-    if found and len(found[1]) > MAX_CLASSES:
-        blocks.append(_table_of_pairs(*found, "samples"))
+    if found:
+        is_small = len(found[1]) <= MAX_CLASSES
+        blocks.append(_matrix(*found) if is_small else _table_of_pairs(*found, "samples"))
     text = part.get("report_text")
     if isinstance(text, str) and text:
-        blocks.append({"kind": "text", "title": "As text", "hint": "the classification report", "text": text})
+        hint = "the classification report"
+        blocks.append({"kind": "text", "title": "As text", "hint": hint, "text": text, "folded": True})
     return blocks
 
 
@@ -112,6 +119,21 @@ def _table_of_classes(report: Mapping[str, Any]) -> Block:
     block = _table("By class", ["class", "precision", "recall", "F1", "samples"], rows)
     num_classes = sum(not row["summary"] for row in rows)
     return block | {"folded": len(rows) > MAX_ROWS, "hint": f"{num_classes} classes"}
+
+
+def _matrix(matrix: NDArray[np.int64], names: Sequence[str]) -> Block:
+    """Return a (C, C) matrix as counts, rows are the truth, each with its depth of colour: the share of its row."""
+    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    depths = (DEEPEST * shares**0.7).round(
+        3
+    )  # a tenth of a row is a fifth as deep, not a tenth: mistakes are looked for
+    cells = [
+        [{"count": count, "depth": depth} for count, depth in zip(*row)]
+        for row in zip(matrix.tolist(), depths.tolist())
+    ]
+    rows = [{"name": name, "cells": row} for name, row in zip(names, cells)]
+    shown = {"kind": "matrix", "title": "Confusion matrix", "head": list(names), "rows": rows}
+    return shown | {"upright": max(map(len, names)) > 5, "wide": len(names) > MAX_CLASSES_BESIDE}
 
 
 def _table_of_pairs(matrix: NDArray[np.int64], names: Sequence[str], unit: str) -> Block:
@@ -145,9 +167,20 @@ def _describe_segmentation(part: Mapping[str, Any]) -> list[Block]:
     return blocks
 
 
+def _describe_generation(part: Mapping[str, Any]) -> list[Block]:
+    samples = part.get("samples")
+    shown = [each for each in samples if isinstance(each, Mapping)] if isinstance(samples, list) else []
+    rows = [
+        _row(str(each.get("source", "")), [str(each.get(name, "")) for name in ("target", "generated")])
+        for each in shown
+    ]
+    head = ["source", "target", "generated"]
+    return [_table("Generated texts", head, rows) | {"text_columns": 2}] if rows else []
+
+
 def _bar(name: str, iou: Any) -> Block:
     known = is_number(iou)
-    percent = round(82 * min(max(iou, 0.0), 1.0), 2) if known else 0
+    percent = round(72 * min(max(iou, 0.0), 1.0), 2) if known else 0
     return {"label": name, "percent": percent, "value": f"{iou:.3f}" if known else "does not occur", "this": False}
 
 
@@ -164,7 +197,7 @@ def _describe_augmentation(part: Mapping[str, Any]) -> Block:
 def _table(title: str, head: Sequence[str], rows: Sequence[Block]) -> Block:
     # The first column names the row; `text_columns` more are text, the rest numbers.
     shown = {"kind": "table", "title": title, "head": list(head), "rows": list(rows)}
-    return shown | {"text_columns": 0, "folded": False, "hint": ""}
+    return shown | {"text_columns": 0}
 
 
 def _row(name: str, cells: Sequence[str], *, summary: bool = False) -> Block:

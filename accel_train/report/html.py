@@ -2,21 +2,24 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from accel_train.core.format import format_count, format_seconds
+from accel_train.core.json_io import dotted_items
 from accel_train.core.state import JsonRecord
 from accel_train.observe.incident_record import INCIDENTS, TEXT
 from accel_train.observe.incident_text import main_facts
 from accel_train.observe.trackers import flatten
-from accel_train.report.metric_names import MISSING, is_number, label, show_value
+from accel_train.report.metric_names import LABELS, MISSING, is_number, label, show_value, words
 from accel_train.report.run import Run
 
 MOODS = {"done": "good", "finished": "good", "stopped early": "good", "stopped": "bad", "failed": "bad"}
 """Colours of the run's status."""
+MOST_EVENTS = 1_000
+"""Rows of the table of events: the first and the last."""
 BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed"})
 
 
@@ -113,7 +116,8 @@ def describe_run(run: Run) -> dict[str, Any]:
             if (value := each.read(run)) is not None
         ],
         "sample": {"prompt": prompt, "text": str(sample.get("text") or "").removeprefix(prompt)} if sample else None,
-        "events": [_event_row(event) for event in run.events],
+        "events": [_event_row(event) for event in _shown_events(run.events)],
+        "num_events_left_out": max(0, len(run.events) - MOST_EVENTS),
         "events_summary": ", ".join(f"{kind.replace('_', ' ')} ×{count}" for kind, count in kinds.items()),
         "incidents": [
             {**record, "link": f"{INCIDENTS}/{record['folder']}/{TEXT}", "facts": main_facts(record)}
@@ -170,7 +174,7 @@ def compare_baselines(runs: Sequence[Run]) -> list[dict[str, Any]]:
         return []
     longest = max(value for _, value, _ in present)
     return [
-        {"label": name, "value": f"{value:.3f}", "percent": round(82 * value / longest, 2), "run": run}
+        {"label": name, "value": f"{value:.3f}", "percent": round(72 * value / longest, 2), "run": run}
         for name, value, run in present
     ]
 
@@ -194,6 +198,11 @@ def _lead(run: Run, targets: str) -> str:
     )
 
 
+def _shown_events(events: Sequence[JsonRecord]) -> Sequence[JsonRecord]:
+    half = MOST_EVENTS // 2
+    return events if len(events) <= MOST_EVENTS else [*events[:half], *events[-half:]]
+
+
 def _event_row(event: JsonRecord) -> dict[str, Any]:
     kind = str(event["event"])
     return {
@@ -207,23 +216,35 @@ def _event_row(event: JsonRecord) -> dict[str, Any]:
 
 
 def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
-    """Return the tables below the curves: choices, evaluation, memory, data, environment."""
+    """Return the tables below the curves, in words: choices, evaluation, memory, data, environment."""
     phases = (summary.get("peak_memory_bytes") or {}).items()
     memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in phases if isinstance(size, int | float)}
-    evaluation = {
-        name: f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-        for name, value in (summary.get("eval") or {}).items()
-    }
     best = {"best evaluation": summary.get("best_metric"), "best at step": summary.get("best_step")}
-    sections = [
-        ("Choices", "what was decided for you, and why", summary.get("choices")),
-        ("Evaluation", "all its numbers", evaluation and evaluation | best),
-        ("Memory", "the most that one device held, by phase", memory),
-        ("Data", "what it was trained and evaluated on", summary.get("data")),
-        ("Environment", "what it ran on", summary.get("environment")),
+    evaluation = summary.get("eval") or {}
+    sections: list[tuple[str, str, Any, Callable[[str], str]]] = [
+        ("Choices", "what was decided for you, and why", summary.get("choices"), str),
+        ("Evaluation", "all its numbers", evaluation and evaluation | best, label),
+        ("Memory", "the most that one device held, by phase", memory, str),
+        ("Data", "what it was trained and evaluated on", summary.get("data"), words),
+        ("Environment", "what it ran on", summary.get("environment"), lambda name: LABELS.get(name, name)),
     ]
     return [
-        {"title": title, "hint": hint, "rows": list(flatten(values).items())}
-        for title, hint, values in sections
+        {"title": title, "hint": hint, "rows": [(name_of(name), text) for name, text in _texts(values)]}
+        for title, hint, values, name_of in sections
         if values
     ]
+
+
+def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the text of each value; what is empty is left out."""
+    for name, value in dotted_items(values):
+        if isinstance(value, bool):
+            yield name, "yes" if value else "no"
+        elif isinstance(value, int):
+            yield name, f"{value:,}"
+        elif isinstance(value, float):
+            yield name, f"{value:.6g}"
+        elif isinstance(value, list | tuple) and value:
+            yield name, "; ".join(map(str, value))
+        elif value is not None and not isinstance(value, list | tuple):
+            yield name, str(value)

@@ -30,7 +30,18 @@ LABELS = {
     "spearman": "Spearman correlation",
     "perplexity": "Perplexity",
     "bits_per_byte": "Bits per byte",
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "exact_match": "Exact match",
+    "token_accuracy": "Token accuracy",
     "num_targets": "Targets",
+    "gpu": "GPU",
+    "cpu_cores": "CPU cores",
+    "python": "Python",
+    "platform": "Platform",
 }
 NOT_A_SCORE = frozenset({"step", "split", "seconds", "num_targets"})
 """Columns of an evaluation's line that tell of the evaluation, not of the model."""
@@ -45,6 +56,13 @@ def label(name: str) -> str:
     if averaged and averaged[1] in LABELS:
         return f"{LABELS[averaged[1]]}, {averaged[2]}"
     return LABELS.get(name, name.replace("_", " "))
+
+
+def words(name: str) -> str:
+    """Return `Empty documents` for `num_empty_documents`, and `Train of label: cat` for `num_train_of_label.cat`."""
+    name, _, part = name.partition(".")
+    text = LABELS.get(name, name.removeprefix("num_").replace("_", " "))
+    return text[:1].upper() + text[1:] + (f": {part}" if part else "")
 
 
 def show_value(value: Any) -> str:

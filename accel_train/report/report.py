@@ -1,36 +1,33 @@
-"""The report of one run, or of several side by side: one HTML file that needs no network, and PNG charts in the same folder."""
+"""The report of one run, or of several side by side: one HTML file that needs no network."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from accel_train.core.files import is_written_into
 from accel_train.core.ownership import check_file, write_file
-from accel_train.report.evaluation import MAX_CLASSES, confusion_matrix, describe_evaluation
+from accel_train.report.charts import describe_charts
+from accel_train.report.evaluation import describe_evaluation
 from accel_train.report.html import compare_baselines, compare_headlines, compare_recipes, describe_run, shared_targets
 from accel_train.report.run import Run, load_run
 
-if TYPE_CHECKING:
-    from accel_train.report.charts import Chart
-
 
 def write_report(run_folders: Sequence[Path], out: Path | None = None, *, refuse: bool = False) -> Path:
-    """Write the report of a run (or the comparison of several), and its charts as PNG in the same folder.
+    """Write the report of a run, or the comparison of several, as one HTML file.
 
     Args:
         run_folders: the folders of the runs, in the order in which they are shown.
-        out: the HTML file, or a folder for it; none: `report.html` in the run's folder, and `comparison.html`
+        out: the file, or a folder for it; none: `report.html` in the run's folder, and `comparison.html`
             beside the first of several runs.
         refuse: refuse to replace a file that is not ours, rather than move it to `previous-N/`.
 
     Returns:
-        The HTML file. The charts are called after it: `report-loss.png`, ...
+        The file.
 
     Raises:
         ValueError: no folder is given, one holds no run, or a file of the user's is in the way.
@@ -43,52 +40,45 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None, *, refuse
     out = _output_file([Path(folder) for folder in run_folders], out)
     if refuse:
         check_file(out, home, str(out))
-    charts = draw_all(runs)
-    # A stream gets none: the page holds the charts as well.
-    drawn = [] if is_written_into(out) else charts
-    pictures = {out.with_name(f"{out.stem}-{chart.name}.png"): chart.png for chart in drawn}
-    for path in pictures if refuse else ():
-        check_file(path, home, str(path))
-    for path, content in pictures.items():
-        write_file(path, content, home)
-    return write_file(out, render_page(runs, charts).encode(), home)
-
-
-def draw_all(runs: Sequence[Run]) -> list["Chart"]:
-    """Draw the curves of the runs, and for a single run the confusion matrix."""
-    from accel_train.report.charts import draw_charts  # matplotlib takes a second to import
-    from accel_train.report.confusion_matrix import draw_confusion_matrix
-
-    charts = draw_charts(runs, shared_targets(runs))
-    found = confusion_matrix(runs[0].details("classification")) if len(runs) == 1 else None
-    if found and len(found[1]) <= MAX_CLASSES:
-        charts.append(draw_confusion_matrix(*found))
-    return charts
+    return write_file(out, render_page(runs).encode(), home)
 
 
 @cache
 def page_template() -> Template:
     """Return the template of the page; to compile it takes longer than to fill it."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    return environment.from_string((files(__package__) / "report.html").read_text(encoding="utf-8"))
+    return environment.from_string(_read("report.html"))
 
 
-def render_page(runs: Sequence[Run], charts: Sequence["Chart"]) -> str:
+def render_page(runs: Sequence[Run]) -> str:
     """Return the whole HTML page as text; everything that comes from a run is escaped."""
     several = len(runs) > 1
+    title = "Comparison of runs" if several else runs[0].name
+    charts = describe_charts(runs, shared_targets(runs))
+    data = {"title": title, "runs": [run.name for run in runs], "charts": charts}
     return page_template().render(
-        title="Comparison of runs" if several else runs[0].name,
+        title=title,
         blocks=describe_evaluation(runs),
         evaluated_at=None if several else runs[0].evaluation.get("step"),
         baselines=compare_baselines(runs),
         pages=[describe_run(run) for run in runs],
-        charts={
-            group: [chart for chart in charts if chart.group == group] for group in ("run", "evaluation", "details")
+        charts=charts,
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
+        script=_read("report.js"),
+        uplot={
+            "license": _read("uplot/LICENSE"),
+            "script": _read("uplot/uPlot.iife.min.js"),
+            "css": _read("uplot/uPlot.min.css"),
         },
         comparison=compare_headlines(runs) if several else [],
         recipe_differences=compare_recipes(runs) if several else [],
         footer=f"Made by accel_train, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
+
+
+@cache
+def _read(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

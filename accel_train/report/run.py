@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Run:
         found = found.get(part) if isinstance(found, Mapping) else None
         return found if isinstance(found, Mapping) else {}
 
-    @property
+    @cached_property
     def recipe(self) -> dict[str, Any] | None:
         """The settings of the recipe; None where it cannot be read."""
         try:

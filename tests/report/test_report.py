@@ -1,3 +1,4 @@
+import json
 import math
 import re
 from pathlib import Path
@@ -7,11 +8,14 @@ import numpy as np
 import pytest
 
 from accel_train.observe.run_folder import RunFolder
-from accel_train.report.charts import draw_charts
-from accel_train.report.curves import MAX_POINTS, short_number, trend
-from accel_train.report.report import write_report
+from accel_train.report.charts import MOST_MARKS, describe_charts
+from accel_train.report.curves import part_means, short_number, thin
+from accel_train.report.html import MOST_EVENTS
+from accel_train.report.report import render_page, write_report
 from accel_train.report.run import Run, load_run
+from tests.support.processes import run_forked
 from tests.support.report import SUMMARY, Page, make_run
+from tests.support.runs import write_corpus, write_recipe_file
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +29,25 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_report_is_one_file_that_needs_no_network(html: str) -> None:
     page = Page(html)
-    assert all(target.startswith("#") for target in page.fetched)
-    assert not {"script", "link", "iframe", "img", "base"} & set(page.tags)
+    assert not page.fetched
+    assert not {"link", "iframe", "img", "base"} & set(page.tags)
     assert "@import" not in html
-    assert page.tags.count("style") == 1  # those of the charts would hold for the whole page
-    assert set(re.findall(r"url\(([^)]*)\)", html)) <= {f"#{name}" for name in page.ids}
+    assert "url(" not in html
+    assert "default-src 'none'" in html  # the browser, too, is told to fetch nothing
     assert "https://example.org/recipes" in page.text  # as text of the recipe, only
     assert len(page.ids) == len(set(page.ids))
-    assert {target[1:] for target in page.fetched} <= set(page.ids)
+
+
+def test_the_library_that_draws_the_charts_comes_with_its_licence(html: str) -> None:
+    assert "Copyright (c) 2022 Leon Sorokin" in html
+    assert re.search(r"github.com/leeoniya/uPlot \(v\d+\.\d+\.\d+\)", html)
 
 
 def test_everything_that_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "<img src=x onerror=alert(1)>")
     page = Page(write_report([run]).read_text())
     assert not page.handlers
+    assert page.tags.count("script") == 3  # the data, uPlot, and our own
     assert "b" in page.tags  # the page's own, around the prompt
     for text in (
         "<img src=x onerror=alert(1)>",
@@ -50,11 +59,12 @@ def test_everything_that_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
         assert text in page.text
 
 
-def test_names_that_matplotlib_would_interpret_are_shown_as_they_are(tmp_path: Path) -> None:
-    names = ["_hidden", "$x^2$ & <y>", "跑"]
-    page = Page(write_report([make_run(tmp_path / name) for name in names], tmp_path / "out.html").read_text())
-    for name in names:
-        assert page.texts.count(name) >= 4  # the legends of four charts, as text of an SVG
+def test_names_of_any_kind_reach_the_charts_as_they_are(tmp_path: Path) -> None:
+    names = ["_hidden", "$x^2$ & <y>", "跑", "<!--<script>"]
+    html = write_report([make_run(tmp_path / name) for name in names], tmp_path / "out.html").read_text()
+    assert json.loads(Page(html).scripts[0])["runs"] == names
+    assert "<y>" not in html
+    assert "<!--" not in html
 
 
 def test_the_headline_numbers_of_the_summary_are_on_the_page(html: str) -> None:
@@ -72,43 +82,43 @@ def test_the_headline_numbers_of_the_summary_are_on_the_page(html: str) -> None:
         "What it writes The bridge <b>was</b> & is",
         "bf16 (it is supported)",
         "torch.version 2.9.1",
-        "num_targets 9,000",
+        "Targets 9,000",
         "77 skip the loss is NaN (process 1)",
     ):
         assert shown in text, shown
 
 
-def test_nan_and_inf_are_marked_on_the_charts(html: str) -> None:
-    page = Page(html)
-    assert page.texts.count("NaN or Inf") == 3  # the loss, wide and narrow, and the gradient norm
-    assert "skipped step" in page.texts
-    assert "checkpoint ×4" in page.texts
+def test_nan_and_inf_and_events_are_marked_on_the_charts(html: str) -> None:
+    charts = Page(html).charts
+    assert charts["loss"]["curves"][0]["up"] == charts["grad_norm"]["curves"][0]["up"] == [77]
+    marks = {mark["label"]: mark["x"] for mark in charts["loss"]["marks"]}
+    assert marks == {"checkpoint": [50, 100, 150, 200], "skipped step": [77]}
+    assert charts["loss"]["evaluations"] == [{"run": 0, "x": [50, 100, 150, 200], "y": [2.1] * 4}]
 
 
-def test_charts_lie_beside_the_page_and_the_loss_scale_only_where_there_is_one(tmp_path: Path) -> None:
-    plain, fp16 = make_run(tmp_path / "plain"), make_run(tmp_path / "fp16", fp16=True)
-    write_report([plain])
-    write_report([fp16], tmp_path / "elsewhere" / "mine.html")
+def test_the_loss_scale_has_a_chart_only_where_there_is_one_and_nothing_lies_beside_the_page(tmp_path: Path) -> None:
     names = {"loss", "learning_rate", "grad_norm", "throughput"}
-    assert {path.name for path in plain.glob("*.png")} == {f"report-{name}.png" for name in names}
-    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {
-        "mine.html",
-        *(f"mine-{name}.png" for name in (*names, "loss_scale")),
-    }
-    assert (plain / "report-loss.png").read_bytes().startswith(b"\x89PNG")
+    plain, fp16 = make_run(tmp_path / "plain"), make_run(tmp_path / "fp16", fp16=True)
+    before = set(plain.iterdir())
+    assert set(Page(write_report([plain]).read_text()).charts) == names
+    assert {path.name for path in set(plain.iterdir()) - before} <= {"report.html", ".accel_train.json"}
+    elsewhere = write_report([fp16], tmp_path / "elsewhere" / "mine.html")
+    assert set(Page(elsewhere.read_text()).charts) == {*names, "loss_scale"}
+    assert list((tmp_path / "elsewhere").iterdir()) == [elsewhere]
+
+
+def test_charts_hold_the_numbers_of_metrics_jsonl_to_five_digits(html: str, tmp_path: Path) -> None:
+    lines = [line for line in load_run(make_run(tmp_path / "run")).train if not line["skipped"]]
+    for name in ("loss", "grad_norm", "learning_rate", "throughput"):
+        (curve,) = Page(html).charts[name]["curves"]
+        kept = [line for line in lines if line["step"] in set(curve["x"])]
+        assert len(kept) >= len(lines) == 40
+        assert curve["y"][: len(kept)] == pytest.approx([line[name] for line in lines][: len(kept)], rel=5e-5)
 
 
 def test_the_same_run_gives_the_same_charts(html: str, tmp_path: Path) -> None:
     again = write_report([make_run(tmp_path / "run")]).read_text()
-    charts = [re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL) for page in (html, again)]
-    assert charts[0] == charts[1]
-
-
-def test_colours_of_the_charts_are_left_to_the_page(html: str) -> None:
-    charts = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
-    assert len(charts) == 5
-    assert set(re.findall(r"#[0-9a-f]{6}\b", "".join(charts))) <= {"#000000"}  # black: invisible clip outlines
-    assert "var(--series-1)" in charts[0]
+    assert Page(again).charts == Page(html).charts
 
 
 def test_two_runs_are_compared_number_by_number_and_recipe_by_recipe(tmp_path: Path) -> None:
@@ -126,7 +136,6 @@ def test_two_runs_are_compared_number_by_number_and_recipe_by_recipe(tmp_path: P
     assert "Model FLOP utilisation 41.2 % –" in text
     assert "setting first second optimizer.learning_rate 0.001 0.004 Bits per byte" in text  # and seed, equal, is not
     assert "first 1.203 xz -9 2.247 byte frequencies 4.512" in text
-    assert not list((tmp_path / "first").glob("*.png"))
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
@@ -160,7 +169,8 @@ def test_no_curve_is_too_odd_to_draw(tmp_path: Path, losses: list[float]) -> Non
         for step, loss in enumerate(losses, start=1):
             line = {"step": step, "split": "train", "loss": loss, "loss_scale": max(loss, 0.0)}
             folder.append_metrics({**line, "tokens_per_second": None})
-    assert "<svg" in write_report([tmp_path / "run"]).read_text()
+    (curve,) = Page(write_report([tmp_path / "run"]).read_text()).charts["loss"]["curves"]
+    assert len(curve["x"]) + len(curve["up"]) == len(losses)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +192,8 @@ def test_throughput_is_shown_under_any_of_its_names(tmp_path: Path, task: str, n
         assert f"Throughput 250 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
         folder.write_summary({name: 500.0, "samples_per_second": 500.0 if name.startswith("samples") else 3.0})
     assert f"Throughput 500 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
-    assert (tmp_path / "run" / "report-throughput.png").exists()
+    title = Page((tmp_path / "run" / "report.html").read_text()).charts["throughput"]["title"]
+    assert title == f"{unit.capitalize()} per second"
 
 
 def test_a_step_that_was_nan_is_marked_where_the_mean_of_its_line_leaves_it_out(tmp_path: Path) -> None:
@@ -190,7 +201,23 @@ def test_a_step_that_was_nan_is_marked_where_the_mean_of_its_line_leaves_it_out(
         for step in (1, 2, 3):
             own = math.nan if step == 2 else 1.0
             folder.append_metrics({"step": step, "split": "train", "loss": 1.0, "step_loss": own})
-    assert "NaN or Inf" in write_report([tmp_path / "run"]).read_text()
+    assert Page(write_report([tmp_path / "run"]).read_text()).charts["loss"]["curves"][0]["up"] == [2]
+
+
+def test_a_run_ends_with_its_report_and_never_imports_matplotlib(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, task="causal-lm", schedule={"max_steps": 2}, checkpoint={"every_steps": 2})
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from accel_train.cli.main import main\n"
+        "assert 'matplotlib' not in sys.modules, 'so nothing is proved'\n"
+        f"assert main(['run', {str(recipe)!r}]) == 0\n"
+        "assert 'matplotlib' not in sys.modules\n"
+    )
+    forked = run_forked([], 1, folder=tmp_path / "forked", program=program)
+    assert forked.wait() == [0], forked.stderr(0)
+    assert Page((tmp_path / "run" / "report.html").read_text()).charts["loss"]["curves"][0]["x"] == [1, 2]
 
 
 def test_a_folder_without_a_run_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
@@ -223,28 +250,70 @@ def test_lines_are_in_the_order_of_their_steps_whatever_the_file_says(tmp_path: 
     assert [line["step"] for line in load_run(tmp_path).train] == [1, 2, 3]
 
 
-def test_a_long_curve_is_drawn_small_and_keeps_every_spike() -> None:
+def test_a_long_curve_is_thinned_and_keeps_its_ends_and_every_extreme_of_its_parts() -> None:
     values = np.exp(0.3 * np.random.default_rng(0).standard_normal(100_000))
     values[12_345], values[54_321] = 1e-3, 1e3
-    lines = [{"step": step, "grad_norm": value} for step, value in enumerate(values.tolist())]
-    (chart,) = draw_charts([Run("run", lines)])
-    assert len(chart.svg) < 100_000
-    paths = re.findall(r'd="([^"]*)"', chart.svg)
-    at, height = np.array(re.findall(r"[ML] ([\d.]+) ([\d.]+)", max(paths, key=len)), dtype=np.float64).T
-    share = (at - at.min()) / (at.max() - at.min())
-    assert share[height.argmax()] == pytest.approx(0.12345, abs=0.003)
-    assert share[height.argmin()] == pytest.approx(0.54321, abs=0.003)
-    bulk = np.quantile(height, 0.9) - np.quantile(height, 0.1)
-    assert height.max() - height.min() > 3 * bulk
+    steps = np.arange(100_000.0)
+    x, y = thin(steps, values, 1_000)
+    assert len(x) <= 1_000
+    assert (np.diff(x) > 0).all()
+    np.testing.assert_array_equal(values[x.astype(int)], y)
+    assert {0, 12_345, 54_321, 99_999} <= set(x)
+    size = math.ceil(len(values) / 499)
+    for start in range(0, len(values), size):
+        inside = (x >= start) & (x < start + size)
+        part = values[start : start + size]
+        assert (y[inside].min(), y[inside].max()) == (part.min(), part.max())
+    few = thin(steps[:50], values[:50], 50)
+    np.testing.assert_array_equal(few, (steps[:50], values[:50]))
+    at, means = part_means(steps, 7 - 0.01 * steps, 1_200)
+    np.testing.assert_allclose(means, 7 - 0.01 * at)
 
 
-@pytest.mark.parametrize("num_points", [20, 400, 100_000])
-def test_the_trend_of_a_straight_line_is_that_line_up_to_both_ends(num_points: int) -> None:
-    steps = np.arange(num_points, dtype=np.float64)
-    at, values = trend(steps, 7 - 0.01 * steps)
-    np.testing.assert_allclose(values, 7 - 0.01 * at, atol=1e-6 if num_points <= MAX_POINTS else 0.01)
-    noise = np.random.default_rng(0).normal(size=num_points)
-    assert num_points == 20 or trend(steps, noise)[1].std() < 0.6
+def test_the_page_of_a_hundred_thousand_steps_is_small_and_keeps_extremes_and_marks(tmp_path: Path) -> None:
+    randomness = np.random.default_rng(0)
+    losses = (2 + 9 / np.sqrt(np.arange(1, 100_001)) + 0.1 * randomness.standard_normal(100_000)).tolist()
+    losses[66_665], losses[77_776] = 42.125, math.nan
+    train = [
+        {
+            "step": step,
+            "split": "train",
+            "loss": loss,
+            "learning_rate": 1e-3 * (1 - step / 100_001),
+            "grad_norm": loss / 3,
+            "loss_scale": 65536.0,
+            "throughput": 1e5 * loss,
+        }
+        for step, loss in enumerate(losses, start=1)
+    ]
+    events = [{"step": step, "event": "checkpoint", "message": "saved"} for step in range(10, 100_000, 10)]
+    skips = [{"step": 77_777, "event": "skip", "message": "the loss is NaN"}]
+    run = Run("run", train, [{"step": 100_000, "split": "eval", "loss": 2.0}], sorted([*events, *skips], key=by_step))
+    html = render_page([run])
+    assert len(html.encode()) < 1_500_000
+    page = Page(html)
+    (curve,) = page.charts["loss"]["curves"]
+    assert 4_000 < len(curve["x"]) <= 8_000
+    assert curve["y"][curve["x"].index(66_666)] == max(curve["y"]) == 42.125
+    assert curve["up"] == [77_777]
+    kinds = {mark["label"]: mark for mark in page.charts["loss"]["marks"]}
+    assert kinds["skipped step"]["x"] == [77_777]
+    assert (len(kinds["checkpoint"]["x"]), kinds["checkpoint"]["num_x"]) == (MOST_MARKS, 9_999)
+    assert f"The {10_000 - MOST_EVENTS:,} events in the middle are left out here" in page.text
+    many = describe_charts([Run("run", train[:2_000])] * 30)
+    assert sum(len(curve["x"]) for chart in many for curve in chart["curves"]) < 70_000
+
+
+def by_step(line: dict[str, Any]) -> int:
+    return int(line["step"])
+
+
+def test_facts_about_data_are_in_words_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+    data = {"num_empty_documents": 3, "notes": [], "num_train_of_label": {"cat": 1200}, "reused": True}
+    run = make_run(tmp_path / "run", summary={**SUMMARY, "data": data | {"sources": ["a", "b"]}})
+    page = Page(write_report([run]).read_text())
+    assert "Empty documents 3 Train of label: cat 1,200 Reused yes Sources a; b" in page.text
+    assert "notes" not in page.text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A run folder to report on, and the page that comes of it."""
 
+import json
 import math
 import random
 import re
@@ -77,6 +78,7 @@ class Page(HTMLParser):
         self.handlers: list[str] = []
         self.texts: list[str] = []
         self.ids: list[str] = []
+        self.scripts: list[str] = []
         self.feed(html)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -90,7 +92,15 @@ class Page(HTMLParser):
                 self.ids.append(value or "")
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        if self.cdata_elem is None:
+            self.texts.append(data)
+        elif self.cdata_elem == "script":
+            self.scripts.append(data)
+
+    @property
+    def charts(self) -> dict[str, dict[str, Any]]:
+        """What the page's script draws, by the name of the chart."""
+        return {chart["name"]: chart for chart in json.loads(self.scripts[0])["charts"]}
 
     @property
     def text(self) -> str:
