@@ -59,8 +59,15 @@ def compile_module(
     else:
         choice = Choice("blocks", f"{len(blocks)} x {type(blocks[0]).__name__} share one compiled block")
         compiled = blocks
+    mode = precision.compile_mode  # torch takes a mode or options, not both
+    by: dict[str, Any] = {"options": {"guard_filter_fn": count.keep_all}} if mode == "default" else {"mode": mode}
+    if precision.compile_backend != "inductor":  # else torch's default, which a program may have set
+        by["backend"] = precision.compile_backend
     for each in compiled:
-        each.compile(dynamic=True if lengths_vary else None, options={"guard_filter_fn": count.keep_all})
+        each.compile(
+            dynamic=True if lengths_vary else None,
+            **by,
+        )
     if lengths_vary:
         choice = Choice(choice.value, f"{choice.reason}; for any length from the start: those of this data vary")
     return {"precision.compile": choice, "compile_cache": choose_cache()}

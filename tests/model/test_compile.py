@@ -151,6 +151,7 @@ def test_a_second_start_loads_what_two_processes_have_compiled_at_once(tmp_path:
     compiled = []
     for name in ("cold", "warm"):
         sections = {"precision": {"compile": True}, "schedule": {"max_steps": 3}, "output_dir": str(tmp_path / name)}
+        sections["data"] = {"eval_fraction": 0}  # an evaluation compiles graphs of its own
         recipe = write_recipe_file(tmp_path, **sections)
         cache = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache")}
         forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / f"{name} processes", **cache)
@@ -159,3 +160,26 @@ def test_a_second_start_loads_what_two_processes_have_compiled_at_once(tmp_path:
     assert [event["warm"] for event in compiled] == [False, True]
     assert [event["num_graphs"] for event in compiled] == [1, 1]
     assert compiled[1]["first_step_seconds"] < 0.5 * compiled[0]["first_step_seconds"]  # other tests run beside it
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"compile_backend": "indukctor"}, "compile_backend=indukctor: torch knows"),
+        ({"compile_backend": "eager", "compile_mode": "max-autotune"}, "compile_mode=max-autotune is for .*inductor"),
+    ],
+)
+def test_a_compiler_that_is_not_there_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Precision(compile=True, **given)
+
+
+def test_the_backend_and_the_mode_reach_torch(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **by: asked.append(by))
+    for given in ({"compile_backend": "eager"}, {"compile_mode": "max-autotune"}, {}):
+        compile_module(torch.nn.Linear(2, 2), Precision(compile=True, **given))
+    assert asked[0]["backend"] == "eager"
+    assert asked[1]["mode"] == "max-autotune"
+    assert "backend" not in asked[2]
+    assert "mode" not in asked[2]
