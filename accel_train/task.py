@@ -28,6 +28,11 @@ TASKS = {
     "text-classification": "accel_train.tasks.text_classification:TextClassification",
     "image-classification": "accel_train.tasks.image_classification:ImageClassification",
     "semantic-segmentation": "accel_train.tasks.semantic_segmentation:SemanticSegmentation",
+    "token-classification": "accel_train.tasks.token_classification:TokenClassification",
+    "seq2seq": "accel_train.tasks.seq2seq:Seq2Seq",
+    "masked-lm": "accel_train.tasks.masked_lm:MaskedLM",
+    "question-answering": "accel_train.tasks.question_answering:QuestionAnswering",
+    "multiple-choice": "accel_train.tasks.multiple_choice:MultipleChoice",
 }
 """The package's own tasks by the name a recipe uses; imported only when chosen."""
 TARGET_UNITS = {
@@ -35,6 +40,11 @@ TARGET_UNITS = {
     "text-classification": "samples",
     "image-classification": "images",
     "semantic-segmentation": "pixels",
+    "token-classification": "words",
+    "seq2seq": "tokens",
+    "masked-lm": "targets",
+    "question-answering": "samples",
+    "multiple-choice": "samples",
 }
 """The unit that a task's loss is divided by; `targets` for a custom task."""
 
@@ -46,7 +56,7 @@ def rate_name(targets: str) -> str:
 
 def target_rate(record: Mapping[str, Any]) -> Any:
     """Return the rate of targets in a line of metrics.jsonl or in a summary, whichever its name; None where there is none."""
-    names = map(rate_name, ("tokens", "pixels", "targets", "samples"))  # older runs call every target a token
+    names = map(rate_name, ("tokens", "pixels", "words", "targets", "samples"))  # older runs call every target a token
     return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
 
 
@@ -69,6 +79,8 @@ class TaskData:
     draw: "Callable[[int, np.random.Generator], Any] | None" = None
     """Draws a training sample with its augmentation: (index, generator) -> a sample as `train[index]`, the default. The generator
     is seeded by (seed, epoch, index), so neither workers nor the number of processes change what is drawn."""
+    seeds_reading: bool = False
+    """Samples or `collate` take random numbers from the process's generators, which are seeded before each micro-batch."""
     lengths: "NDArray[np.int64] | None" = None
     """Tokens of each training sample, which `data.group_by_length` needs."""
     lengths_vary: bool = False
@@ -148,6 +160,13 @@ class Task(ABC):
 
         `label` (an index into `data.source.label_names`, where there are such), `score`, `scores` (one for each class, in
         their order) ...; empty, the default, for a task that predicts nothing for a sample.
+        """
+        return {}
+
+    def prediction_columns(self, rows: "Mapping[str, NDArray[Any]]", data: TaskData) -> dict[str, list[Any]]:
+        """Return the table of predictions, without `id`, by column: plain values, one for each sample number in `rows["index"]`.
+
+        `rows` hold what `predict_batch` returned. Empty, the default, where its names (`label`, `score`, ...) say it all.
         """
         return {}
 

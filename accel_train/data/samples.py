@@ -1,9 +1,11 @@
 """Read samples of a data set by their numbers."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 
@@ -16,6 +18,25 @@ class Drawn(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         epoch, index = divmod(number, self.num_samples)
         return self.draw(index, np.random.default_rng((self.seed, epoch, index)))
+
+
+class SeededReads(Dataset[Any]):
+    """Training samples by draw, for data sets and collators that take random numbers from the generators of the process.
+
+    Python's, NumPy's and torch's are seeded by (seed, epoch, first sample) before each batch, so what is masked or cropped depends
+    neither on the readers nor on where a run was resumed.
+    """
+
+    def __init__(self, dataset: "Dataset[Any]", seed: int, num_samples: int) -> None:
+        self.dataset, self.seed, self.num_samples = dataset, seed, num_samples
+
+    def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
+        epoch, index = divmod(numbers[0], self.num_samples)
+        value = int(np.random.SeedSequence((self.seed, epoch, index)).generate_state(1, np.uint32)[0])
+        random.seed(value)
+        np.random.seed(value)
+        torch.default_generator.manual_seed(value)
+        return fetch(self.dataset, [number % self.num_samples for number in numbers])
 
 
 def fetch(dataset: "Dataset[Any]", indices: list[int]) -> Sequence[Any]:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from accel_train.data.cache import DigestCheck
-from accel_train.data.samples import Drawn
+from accel_train.data.samples import Drawn, SeededReads
 from accel_train.engine.loader import checked_count, read_batches, to_device
 from accel_train.engine.run import RunContext
 from accel_train.engine.step import MicroBatch
@@ -46,8 +46,12 @@ def _read_order(run: RunContext, first_step: int) -> Steps:
     micro-batches as any of them.
     """
     data, order, sizes = run.plan.data, run.plan.order, run.sizes
-    is_drawn, all_forward_alike = data.draw is not None, not run.strategy.is_replicated
-    dataset = data.train if data.draw is None else Drawn(data.draw, order.seed, order.num_samples)
+    is_drawn, all_forward_alike = data.draw is not None or data.seeds_reading, not run.strategy.is_replicated
+    dataset = data.train
+    if data.draw is not None:
+        dataset = Drawn(data.draw, order.seed, order.num_samples)
+    elif data.seeds_reading:
+        dataset = SeededReads(dataset, order.seed, order.num_samples)
     step_samples = order.step_draws if is_drawn else order.step_samples
     # Micro-batches, and those that only fill up, of the steps that readers have been given: they run ahead.
     counts: deque[tuple[int, int]] = deque()

@@ -40,6 +40,10 @@ class Reading:
     """Host buffers are page-locked, so that copies to the device overlap with work."""
     timeout_seconds: float = 0
     """How long a worker may take for a batch; 0: any time."""
+    prefetch_factor: int = 4
+    """Micro-batches that each worker reads ahead."""
+    multiprocessing_context: Any = None
+    """How workers are started (fork, spawn, forkserver); None: as the platform does."""
 
 
 def choose_reading(section: Data, data: TaskData, accelerator: Accelerator) -> tuple[Reading, dict[str, Choice[Any]]]:
@@ -104,7 +108,8 @@ def read_batches(
             collate_fn=_unchanged,
             num_workers=reading.num_workers,
             pin_memory=reading.pin_memory,
-            prefetch_factor=4,
+            prefetch_factor=reading.prefetch_factor,
+            multiprocessing_context=reading.multiprocessing_context,
             timeout=reading.timeout_seconds,
             worker_init_fn=partial(_ignore_stop_signals, stays=stays),
             # Of its own, because creating the iterator draws from it, and the global one belongs to the model.

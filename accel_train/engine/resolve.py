@@ -18,9 +18,10 @@ from accel_train.model.pretrained import check_model_config, describe_kernels, p
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import StepPlan, resolve_steps
 from accel_train.parallel.compatibility import check_compatibility
+from accel_train.recipe.data import LABEL_COLUMNS
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.writer import who_set
-from accel_train.task import TASKS, Task, TaskData, load_task
+from accel_train.task import TARGET_UNITS, TASKS, Task, TaskData, load_task
 
 MOST_READS_PER_STEP = 100
 """A step may take several passes over very few samples; far more is a slip, and the memory for their order alone runs out."""
@@ -37,17 +38,17 @@ def check_recipe(recipe: Recipe) -> Task:
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
             pretrained_config(recipe)  # that it can be loaded, before the data is read
-    if recipe.task in ("causal-lm", "text-classification"):
+    if TARGET_UNITS.get(recipe.task, "pixels") not in ("images", "pixels"):
         check_tokenizer(recipe)
-    column = {"semantic-segmentation": "mask_column"}.get(recipe.task, "label_column")
+    column = LABEL_COLUMNS.get(recipe.task, "label_column")
     if recipe.task in TASKS and recipe.task != "causal-lm" and getattr(recipe.data, column) is None:
         raise ValueError(
             f"data.{column} is none, so there is nothing to learn from; it is for `accel-train predict` alone"
         )
     if recipe.loss.chunked is True and recipe.task in TASKS and recipe.task != "causal-lm":
         raise ValueError(f"loss.chunked=True is for causal-lm, and task is {recipe.task}; set it to auto")
-    if recipe.loss.class_weights is not None and recipe.task == "causal-lm":
-        raise ValueError("loss.class_weights is for classes, and causal-lm predicts tokens; leave it out")
+    if recipe.loss.class_weights is not None and recipe.task in ("causal-lm", "seq2seq", "masked-lm"):
+        raise ValueError(f"loss.class_weights is for classes, and {recipe.task} predicts tokens; leave it out")
     check_compatibility(recipe, task)
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")

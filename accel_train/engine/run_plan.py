@@ -1,7 +1,7 @@
 """Everything about a run that is decided before its model is built."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ class Extensions:
     """This process is there for the run alone, and may be ended where it hangs; of several processes each is."""
     requests: Requests | None = None
     """Requests of observers to the loop. With it the host waits for every step, so that they see a step before the next begins."""
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Reading` that no recipe has."""
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of DistributedDataParallel, by the names that Accelerate has for them."""
 
 
 @dataclass(frozen=True)

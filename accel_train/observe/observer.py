@@ -29,6 +29,9 @@ class Observer:
         """Training time so far, which a checkpoint keeps; 0 for an observer that keeps no time."""
         return 0.0
 
+    def on_step_begin(self, step: int) -> None:
+        """Called before each step, 0-based; the step before it may not have been seen by `on_step` yet."""
+
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         """Called after each step, applied or skipped."""
 
@@ -67,7 +70,7 @@ class Observers(Observer):
     """A list of observers as one; the first keeps the time."""
 
     on_step, on_evaluation, on_event = _of_all("on_step"), _of_all("on_evaluation"), _of_all("on_event")
-    note, finish = _of_all("note"), _of_all("finish")
+    on_step_begin, note, finish = _of_all("on_step_begin"), _of_all("note"), _of_all("finish")
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers

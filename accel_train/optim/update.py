@@ -86,14 +86,18 @@ def _on_host(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor | None, 
     is_skipped = not norm <= limits.skip  # NaN is less than nothing, Inf than no limit
     skipped = _flag(is_skipped)
     factor = max((norm + 1e-6) / limits.clip, 1.0) if limits.clip else 1.0
-    return skipped, skipped if is_skipped else None, torch.full((), factor) if factor > 1.0 else None
+    return skipped, skipped if is_skipped else None, _number(factor) if factor > 1.0 else None
 
 
 @cache
 def _flag(value: bool) -> Tensor:
-    return torch.full((), float(value))
+    return _number(float(value))
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float32)  # the fused kernels take no other, in a model of 64 bits too
 
 
 def _on_device(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:
-    skipped = grad_norm.le(limits.skip).logical_not().to(grad_norm.dtype)
-    return skipped, skipped, ((grad_norm + 1e-6) / limits.clip).clamp(min=1.0) if limits.clip else None
+    skipped = grad_norm.le(limits.skip).logical_not().float()
+    return skipped, skipped, ((grad_norm + 1e-6) / limits.clip).clamp(min=1.0).float() if limits.clip else None

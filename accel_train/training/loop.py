@@ -48,6 +48,7 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
     last: StepOutcome | None = None  # of the step before, on its way to the host, with its micro-batches
     last_batches: list[MicroBatch] = []
     for step, micro_batches in stragglers.reading(profiler.reading(training_batches(run, state.step))):
+        run.observer.on_step_begin(step)
         seed_step(seed, step, dims.random_rank, device)
         learning_rate = run.set_learning_rate(step)
         run.statistics.keep()

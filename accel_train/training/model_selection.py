@@ -10,7 +10,7 @@ from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
-from accel_train.recipe.schema import Evaluate
+from accel_train.recipe.evaluate import Evaluate
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """Words in the name of a metric that make smaller better; every other metric is better when it is greater."""

@@ -102,7 +102,7 @@ def plan_run(
     steps, order = resolve_run(recipe, data, sizes, extensions.epoch_order)
     reading, reading_choices = choose_reading(recipe.data, data, accelerator)
     # A little less time than a step may take, so that what hangs is named.
-    reading = replace(reading, timeout_seconds=0.8 * recipe.guard.hang_timeout_seconds)
+    reading = replace(reading, timeout_seconds=0.8 * recipe.guard.hang_timeout_seconds, **extensions.reading)
     choices |= {
         "schedule.max_steps": Choice(steps.max_steps, steps.max_steps_reason),
         "schedule.warmup_steps": Choice(steps.warmup_steps, steps.warmup_reason),

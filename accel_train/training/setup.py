@@ -251,6 +251,8 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
     """Compile and wrap the training module, and make its optimizer and the average of its weights."""
     recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
     choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
+    for name, value in extensions.ddp.items():
+        setattr(strategy.accelerator.ddp_handler, name, value)
     make_optimizer = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
     wrapped = strategy.wrap(
         inner,

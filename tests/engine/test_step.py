@@ -184,6 +184,22 @@ def test_update_is_that_of_clip_grad_norm_and_step(accelerator: Accelerator, max
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
 
 
+def test_a_model_of_64_bits_is_clipped_and_its_bad_step_skipped(accelerator: Accelerator) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = a_model()
+        optimizer = build_optimizer(model, Optimizer(learning_rate=0.01), CPU)
+        for factor, is_skipped in ((1.0, 0.0), (math.nan, 1.0)):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            (model(torch.randn(8, 4)).square().sum() * factor).backward()
+            norm, skipped, _ = update_within(Limits(1e-3), optimizer, list(model.parameters()), None)
+            assert norm.dtype == torch.float64
+            assert skipped.item() == is_skipped
+            assert torch.equal(before[0], model[0].weight) == bool(is_skipped)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_flag_that_says_finite_changes_no_bit_of_the_update(accelerator: Accelerator) -> None:
     weights = []
     for flag in (None, torch.tensor(0.0)):

@@ -94,13 +94,13 @@ def test_no_summary_is_too_odd_to_report(tmp_path: Path) -> None:
             return {name: spoil(each) for name, each in value.items()}
         return draw.choice(odd) if draw.random() < 0.4 else value
 
-    for _ in range(200):
+    for _ in range(100):
         spoiled = spoil({**SUMMARY, "best_metric": 1.0, "best_step": 3, "data": {"num_train": 4}})
         (run / "summary.json").write_text(json.dumps(spoiled))
         (run / "evaluation.json").write_text(json.dumps(spoil({"step": 3, "metrics": {"loss": 1.0, "f1": 0.5}})))
         loaded = load_run(run)
-        render_page([loaded], [])
-        render_page([loaded, loaded], [])
+        render_page([loaded])
+        render_page([loaded, loaded])
 
 
 def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_lines(

@@ -17,7 +17,7 @@ from accel_train import Recipe, train
 from accel_train.core.errors import RecipeError
 from accel_train.core.state import Requests
 from accel_train.engine.run_plan import Extensions
-from accel_train.recipe.schema import Evaluate
+from accel_train.recipe.evaluate import Evaluate
 from accel_train.task import Scores, TaskData
 from accel_train.training.setup import prepare_run
 from tests.support.processes import run_forked

@@ -213,6 +213,9 @@ class FaultyRegression:
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
 
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        return {}
+
     def baselines(self, data: TaskData) -> dict[str, float]:
         return {}
 
