@@ -20,9 +20,10 @@ from accel_train.recipe.data import Data
 if TYPE_CHECKING:
     import datasets
 
-FileKind = Literal["text", "jsonl", "csv", "parquet", "tokens"]
+FileKind = Literal["text", "jsonl", "csv", "parquet", "conll", "json", "tokens"]
 
-EMBEDDED_CORPORA = ("python-stdlib", "stdlib-functions", "stdlib-docstrings")
+_OF_STDLIB = tuple(f"stdlib-{name}" for name in ("functions", "docstrings", "tags", "questions"))
+EMBEDDED_CORPORA = ("python-stdlib", *_OF_STDLIB, "hangul-letters")
 
 _TEXT_NAMES = """
     txt text md markdown rst tex org log srt html htm xml css yaml yml toml ini cfg sql
@@ -37,9 +38,12 @@ TABLE_KINDS: dict[str, FileKind] = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
+    ".json": "json",
+    ".conll": "conll",
+    ".iob2": "conll",
     ".bin": "tokens",
 }
-"""One document is one row; in `.bin`, documents are separated by a token."""
+"""One document is one row; in `.bin`, documents are separated by a token, in CoNLL files sentences by a blank line."""
 
 _KNOWN_SUFFIXES = ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test|eval)(?:[^a-z]|$)")
@@ -161,28 +165,35 @@ def _resolve(name: str, data: Data, key: str) -> Source:
 
 
 def _embedded(name: str) -> Source:
-    from accel_train.data.builtin import stdlib
+    from accel_train.data.builtin import hangul, stdlib, stdlib_questions, stdlib_tags
 
     title = f"{name} of Python {platform.python_version()}"
     if name == "python-stdlib":
         return _describe_files(name, stdlib.python_stdlib_files(), title=title)
-    return _describe_dataset(
-        title, stdlib.stdlib_functions() if name == "stdlib-functions" else stdlib.stdlib_docstrings()
-    )
+    makers = {
+        "stdlib-functions": stdlib.stdlib_functions,
+        "stdlib-docstrings": stdlib.stdlib_docstrings,
+        "stdlib-tags": stdlib_tags.stdlib_tags,
+        "hangul-letters": hangul.hangul_letters,
+        "stdlib-questions": stdlib_questions.stdlib_questions,
+    }
+    return _describe_dataset(title, makers[name]())
 
 
 def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _load_saved_dataset(name, folder, data, key)
     paths = [path for path in files_below(folder, skipped={"__pycache__"}) if path.is_file()]
-    files = [path for path in paths if file_kind(path) is not None]
+    files = [
+        path for path in paths if file_kind(path) not in (None, "json")
+    ]  # which describes data as often as it holds some
     if not files:
         raise ValueError(
             f"{key}: the folder {name!r} holds no file of a known kind (known: {_KNOWN_SUFFIXES}; "
             f"found: {_suffix_counts(paths) or 'nothing'})"
         )
     _refuse_held_out_tables(name, files, key)
-    left_out = [path for path in paths if file_kind(path) is None]
+    left_out = sorted({*paths} - {*files})
     notes = (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
     return _describe_files(name, files, notes=notes)
 

@@ -24,7 +24,7 @@ from accel_train.model.pretrained import check_weight_files
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.run_folder import RECIPE_FILE, SUMMARY_FILE, read_record
 from accel_train.parallel.precision import choose_mixed_precision, set_backends, start_accelerator
-from accel_train.recipe.data import Data
+from accel_train.recipe.data import LABEL_COLUMNS, Data
 from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.process_group import start_processes
@@ -202,7 +202,8 @@ def _load(
                 left = section.model_copy(update={"id_column": None})
                 notes.append(f"rows are named by file and number, because there are no ids: {error}")
             elif is_other and labels_optional and section.label_column is not None:
-                left, unlabelled = section.model_copy(update={"label_column": None, "mask_column": None}), error
+                none = dict.fromkeys(("label_column", *LABEL_COLUMNS.values()))
+                left, unlabelled = section.model_copy(update=none), error
                 notes.append(f"no true labels, because with labels it cannot be read: {error}")
             else:
                 failure = unlabelled or error

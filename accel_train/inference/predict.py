@@ -52,6 +52,8 @@ def open_for_prediction(
         raise ValueError(
             f"{folder} is a language model, which has no label for a sample; `accel-train generate {folder}` writes text"
         )
+    if task == "masked-lm" and data is not None:
+        settings = (*settings, "--data.label_column", "null")  # rows with masks to fill, not text to mask
     run = open_run(folder, data=data, settings=settings, labels_optional=True)
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to predict; name some: accel-train predict {folder} DATA")
@@ -78,7 +80,10 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
     if not main:
         return None
     columns: Columns = {"id": [run.data.source.row_ids(index) for index in gathered["index"].tolist()]}
-    if has_masks:
+    own = run.task.prediction_columns(gathered, run.data)
+    if own:
+        columns |= own
+    elif has_masks:
         columns["mask"] = [f"{masks.name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
     else:
         names = tuple(getattr(run.data.source, "label_names", ()))
@@ -106,8 +111,8 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
                 found = {}
             elif not found:
                 break
-            elif (labels := batch.get("labels")) is not None:
-                found["truth"] = labels
+            elif "labels" in batch and found.keys() & {"label", "labels", "value"}:
+                found["truth"] = batch["labels"]
             if "scores" in found and found["scores"].shape[1] > MAX_SCORE_COLUMNS:
                 del found["scores"]
             for name, value in {"index": torch.tensor(index), **found}.items():
@@ -171,11 +176,17 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
     if kind != ".jsonl":  # a device has no ending
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
+        cells = ([_cell(value) for value in values] for values in columns.values())
+        writer.writerows(zip(*cells, strict=True))
     else:
         for row in zip(*columns.values(), strict=True):
             text.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n")
     return write_file(out, text.getvalue().encode(), home)
+
+
+def _cell(value: Any) -> Any:
+    """Return a value as csv holds it: a list as JSON."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def _mask_name(run: TrainedRun, index: int) -> str:

@@ -51,6 +51,20 @@ def multilabel_scores(counts: ArrayLike, label_names: Sequence[str]) -> Scores:
     return Scores({**metrics, "hamming_loss": hamming_loss}, {"classification": details})
 
 
+def entity_scores(counts: ArrayLike, types: Sequence[str], num_right: int, num_words: int) -> Scores:
+    """Return precision, recall and F1 of entities (micro averages, as of seqeval and CoNLL), `f1_macro`, and the accuracy of words.
+
+    `counts` are (types, 3): entities that are found, predicted and true. A type that occurs neither in the truth nor among the
+    predictions is left out of averages. `details["classification"]` is the report by type.
+    """
+    found, predicted, true = np.asarray(counts).astype(np.int64).reshape(-1, 3).T
+    table = np.stack([found, predicted - found, true - found])
+    metrics, details = _class_scores(table, table.sum(0) > 0, types, ("micro", "macro", "weighted"))
+    micro = {figure: metrics[f"{figure}_micro"] for figure in ("precision", "recall", "f1")}
+    accuracy = _share(num_right, num_words)
+    return Scores({**micro, "f1_macro": metrics["f1_macro"], "accuracy": accuracy}, {"classification": details})
+
+
 def _class_scores(
     counts: Counts,
     known: NDArray[np.bool_],

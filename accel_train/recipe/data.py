@@ -14,6 +14,14 @@ from accel_train.recipe.values import (
     Section,
 )
 
+LABEL_COLUMNS = {
+    "semantic-segmentation": "mask_column",
+    "token-classification": "tags_column",
+    "seq2seq": "target_column",
+    "question-answering": "answers_column",
+}
+"""The setting of `data` that names the labels, by task; `label_column` for the others. None there: samples to predict."""
+
 
 class TrainBPE(Section):
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 4096
@@ -51,7 +59,7 @@ class Augment(Section):
 class Data(Section):
     train: str | tuple[str, ...]
     """Embedded data (`python-stdlib`, `stdlib-functions`, `digits`, ...), a file, glob or folder (txt, md, py, jsonl, csv,
-    parquet, bin; images by class; images and masks; npz), or a data set name."""
+    parquet, conll, SQuAD's json, bin; images by class; images and masks; npz), or a data set name."""
     eval: str | tuple[str, ...] | None = None
     """Evaluation data; none: `eval_fraction` of the training documents."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
@@ -81,7 +89,7 @@ class Data(Section):
     """Where an epoch is no whole number of steps: carry: the step continues with the next epoch; short: the last step of an
     epoch has fewer samples (as in transformers' Trainer); drop: the rest of an epoch is left out."""
     text_columns: tuple[str, ...] = ("text",)
-    """text-classification: one column, or two that are read as a pair."""
+    """text-classification, multiple-choice: one column, or two that are read as a pair."""
     label_column: str | None = "label"
     """The column with the label: a name, an integer, a number (regression), or a list of names (multi_label); none: rows to
     predict, without labels."""
@@ -89,6 +97,22 @@ class Data(Section):
     """The classes, in the order of their ids; none: those of the training data, sorted."""
     id_column: str | None = None
     """A column that names a row in predictions; none: its file and row."""
+    tokens_column: str = "tokens"
+    """token-classification: the column with the words of a sentence, a list (in csv a JSON list, or words between blanks) ..."""
+    tags_column: str | None = "tags"
+    """... and the one with a tag for each word, a list of names or ids; none: sentences to predict."""
+    question_column: str = "question"
+    """question-answering: the column with the question ..."""
+    context_column: str = "context"
+    """... the one with the text that answers it ..."""
+    answers_column: str | None = "answers"
+    """... and the one with {text: [...], answer_start: [...]}, empty lists where there is no answer; none: questions to predict."""
+    doc_stride: PositiveInt | None = None
+    """question-answering: tokens that neighbouring windows of a long context share; none: a quarter of max_length."""
+    max_answer_length: PositiveInt = 30
+    """question-answering: tokens of an answer at most."""
+    choices_columns: tuple[str, ...] = ("endings",)
+    """multiple-choice: one column with a list of endings, or a column for each; of two text_columns the second begins each ending."""
     max_length: PositiveInt | None = None
     """Longer texts are cut to this many tokens; none: what the model can take, 512 at most."""
     pad_to_multiple_of: PositiveInt = 8
@@ -107,6 +131,16 @@ class Data(Section):
     """Fine-tuning rows: off counts the loss on prompts as well."""
     chat_template: str | None = None
     """A Jinja chat template, or a file with one, where the tokenizer brings none."""
+    source_column: str = "source"
+    """seq2seq: the column with the text that is read ..."""
+    target_column: str | None = "target"
+    """... and the one with the text that is learned; none: rows to predict, without targets."""
+    source_prefix: str = ""
+    """seq2seq: stands before each source, `summarize: ` say."""
+    max_target_length: PositiveInt = 128
+    """seq2seq: longer targets are cut to this many tokens, and no longer texts are generated; sources are cut to max_length."""
+    mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """masked-lm: the share of the tokens that are to be predicted: 8 of 10 are masked, 1 is replaced at random, 1 is left."""
     image_column: str = "image"
     """The column with the image: bytes, a `datasets` image, or a path relative to the table."""
     mask_column: str | None = "mask"

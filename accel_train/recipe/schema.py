@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from accel_train.core.files import path_problem
 from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.optimizer import SCHEDULE_FREE, Optimizer, Schedule
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.reliability import Checkpoint, Guard
@@ -35,7 +36,7 @@ class LoRA(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names (or ends of names) of the modules that are adapted; all-linear: every linear layer but the head."""
-    train_also: tuple[str, ...] = ("*classifier*", "*score*")
+    train_also: tuple[str, ...] = ("*classifier*", "*score*", "*qa_outputs*")
     """Parameters that are trained whole beside the adapters, by pattern: a new head has nothing to adapt."""
     merge: bool = True
     """Write the adapters into the weights of `model/`; off: `model/` holds the base weights, and `adapter/` what was learned."""
@@ -127,6 +128,11 @@ class Precision(Section):
     """Let cuDNN time its algorithms and keep the fastest; auto: unless deterministic."""
     compile: Literal["blocks", "model"] | bool = False
     """torch.compile; true: the repeated blocks of the model where it has some (compiles in seconds), else all of it."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's `mode`: how much time the compiler spends on faster kernels, and whether it records CUDA graphs. With another
+    than the default, recompilations are not counted."""
+    compile_backend: str = "inductor"
+    """torch.compile's `backend`; a mode is for inductor."""
     deterministic: bool = False
     """Only algorithms that give the same bits each time; slower on CUDA."""
     gradient_checkpointing: Literal["off", "blocks", "selective"] | MemoryBudget | bool = "off"
@@ -137,6 +143,19 @@ class Precision(Section):
     """The first loss scale. 2^14 leaves a scaled gradient a factor 4 below fp16's largest number, 65504; 2^16 is above it."""
     fp16_growth_interval: PositiveInt = 2000
     """Steps without an overflow after which the loss scale doubles."""
+
+    @model_validator(mode="after")
+    def compiler_is_known(self) -> "Precision":
+        if self.compile_backend != "inductor":
+            from torch.compiler import list_backends  # it takes a second to import what they are listed in
+
+            if self.compile_backend not in (known := list_backends(exclude_tags=())):
+                raise ValueError(f"precision.compile_backend={self.compile_backend}: torch knows {', '.join(known)}")
+        if self.compile_mode != "default" and self.compile_backend != "inductor":
+            raise ValueError(
+                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that is {self.compile_backend}"
+            )
+        return self
 
     @model_validator(mode="after")
     def budget_is_for_the_compiler(self) -> "Precision":
@@ -154,42 +173,6 @@ class Precision(Section):
         if isinstance(choice, MemoryBudget):
             return "budget"
         return "blocks" if choice is True else "nothing" if choice is False or choice == "off" else choice
-
-
-class TestTimeAugmentation(Section):
-    __test__ = False  # no test class, whatever pytest makes of its name
-
-    horizontal_flip: bool = True
-    """Average over the image and its mirror image."""
-    scales: tuple[PositiveFloat, ...] = (1.0,)
-    """Average over the image at these scales."""
-
-
-class Evaluate(Section):
-    every_steps: NonNegativeInt = 500
-    """Steps between two evaluations; 0: only at the end."""
-    every_epochs: NonNegativeFloat | None = None
-    """The same in passes over the training data; given, it replaces every_steps."""
-    metrics: tuple[str, ...] = ()
-    """Further metrics beside the task's own: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
-    allow_hub_metrics: bool = False
-    """Load metrics that are not in the package from the hub, which runs code from there."""
-    metric_for_best_model: str = "loss"
-    """What "best" means: a name that evaluations report."""
-    greater_is_better: Auto | bool = "auto"
-    """auto: lower is better for losses, errors and perplexity, greater for everything else."""
-    early_stopping_patience: PositiveInt | None = None
-    """Stop after this many evaluations in a row without a better metric_for_best_model."""
-    early_stopping_threshold: NonNegativeFloat = 0.0
-    """How much better counts as better."""
-    test_time_augmentation: TestTimeAugmentation | None = None
-    """Images: evaluate with and without averaging over flips and scales."""
-    max_samples: PositiveInt | None = None
-    """Evaluate on this many samples during training; the last evaluation takes all, and is a curve of its own (`eval_final`)."""
-    sample_prompt: str | None = None
-    """causal-lm: print a text that begins with this at the end of the run."""
-    sample_tokens: PositiveInt = 200
-    """Length of that text."""
 
 
 class Log(Section):

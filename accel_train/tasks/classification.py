@@ -150,7 +150,7 @@ def row_metrics(names: Sequence[str], totals: Mapping[str, NDArray[Any]], *, all
 
 
 def forward_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[int, ...]) -> int:
-    """Count the floating-point operations of a forward pass, on a copy without weights; `input_ids` are integers.
+    """Count the floating-point operations of a forward pass, on a copy without weights; inputs called `...input_ids` are integers.
 
     Raises:
         ValueError, RuntimeError: the model cannot take the input, or looks at its values, which are not there.
@@ -159,7 +159,7 @@ def forward_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[
     with torch.device("meta"), torch.no_grad():
         model = factory.from_config(config, trust_remote_code=False).eval()
         inputs = {
-            name: torch.zeros(shape, dtype=torch.long if name == "input_ids" else torch.float32)
+            name: torch.zeros(shape, dtype=torch.long if name.endswith("input_ids") else torch.float32)
             for name, shape in input_shapes.items()
         }
         with counter:
@@ -171,5 +171,5 @@ def training_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple
     """Return 3 x the FLOPs of a forward pass, for forward and backward; None where they cannot be counted."""
     try:
         return 3.0 * forward_flops(factory, config, **input_shapes)
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError, AttributeError):  # the last of a model that needs an attention mask
         return None

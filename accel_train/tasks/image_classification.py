@@ -19,7 +19,8 @@ from accel_train.data.images.labelled import ImageRows, ImageSets, read_labelled
 from accel_train.metrics import METRICS, load_metric, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores
 from accel_train.recipe.data import Augment
-from accel_train.recipe.schema import Evaluate, Recipe
+from accel_train.recipe.evaluate import Evaluate
+from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks import classification
 from accel_train.tasks.vision.models import VisionTask, image_logits

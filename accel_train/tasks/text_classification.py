@@ -1,6 +1,5 @@
 """Text classification: one label of several, several labels at once, or a number, for a text or a pair of texts."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from accel_train.data.labels import LabelScheme
 from accel_train.data.text import labelled
+from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
@@ -60,7 +60,9 @@ class TextClassification(Task):
         _check_loss(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
         weights = classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names)
-        tokenizer, tokenizer_notes = labelled.classifier_tokenizer(recipe, texts.train)
+        tokenizer, tokenizer_notes = labelled.classifier_tokenizer(
+            recipe, (text for row in texts.train for text in row.texts)
+        )
         config = models.classifier_config(recipe, tokenizer, scheme)
         is_pair = len(recipe.data.text_columns) == 2
         max_length = models.resolve_max_length(
@@ -115,7 +117,7 @@ class TextClassification(Task):
             ValueError: the weights cannot be loaded, or are no safetensors.
         """
         source: Source = data.source
-        model, notes = models.build_classifier(recipe, source.config, vocab_size_of(source.tokenizer))
+        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer))
         data.add_notes(notes)
         return model
 
@@ -187,10 +189,8 @@ class TextClassification(Task):
         """Write the configuration with the label names, the tokenizer, and a model card."""
         assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
-        tokenizer = data.source.tokenizer
-        tokenizer.model_max_length = data.facts["max_length"]
-        tokenizer.save_pretrained(str(folder))
-        (folder / "README.md").write_text(models.model_card(data.facts, model.config.model_type), encoding="utf-8")
+        text = models.model_card(data.facts, model.config.model_type)
+        models.save_tokenizer_and_card(data.source.tokenizer, data.facts["max_length"], text, folder)
 
     def _loss_sum(self, logits: Tensor, labels: Tensor, *, training: bool) -> Tensor:
         if self.scheme.problem_type == "regression":
@@ -218,16 +218,9 @@ def _check_loss(recipe: Recipe, scheme: LabelScheme) -> None:
 
 
 def _fingerprint(scheme: LabelScheme, train: list[labelled.Sample], evaluation: list[labelled.Sample] | None) -> str:
-    arrays: list[NDArray[Any]] = [
-        np.frombuffer("\x1e".join((scheme.problem_type, *scheme.names)).encode(), dtype=np.uint8)
-    ]
+    arrays: list[NDArray[Any]] = []
     for side in (train, evaluation):
         if side is not None:
             ids, second_from, labels = zip(*side)
-            offsets = np.cumsum([0, *map(len, ids)])
-            arrays += [np.concatenate(ids), offsets, np.array(second_from, dtype=np.int32), np.array(labels)]
-    digest = hashlib.blake2b(digest_size=16)
-    for array in arrays:
-        digest.update(f"{array.dtype.str}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+            arrays += [*joined_arrays(ids), np.array(second_from, dtype=np.int32), np.array(labels)]
+    return samples_digest((scheme.problem_type, *scheme.names), arrays)

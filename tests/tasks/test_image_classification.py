@@ -16,8 +16,8 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from torch.nn.functional import cross_entropy, log_softmax
 from transformers import pipeline
 
+from accel_train.recipe.evaluate import TestTimeAugmentation as Averaging
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.schema import TestTimeAugmentation as Averaging
 from accel_train.task import Task, TaskData
 from accel_train.tasks.image_classification import ImageClassification
 from accel_train.tasks.vision.views import image_views, rescale

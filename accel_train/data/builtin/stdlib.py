@@ -83,17 +83,29 @@ def _root() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _parse(source: str) -> ast.Module:
+def parse(source: str) -> ast.Module:
+    """Return the syntax tree of a file, without the warnings of its parser."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
         return ast.parse(source)
+
+
+def parse_function(text: str) -> ast.Module | None:
+    """Return the syntax tree of a text of `functions_of`, its places counted in characters; None of one that has none.
+
+    Columns are bytes, so there is none of what is not ASCII; nor where a string left of the margin kept a function from moving there.
+    """
+    try:
+        return parse(text) if text.isascii() else None
+    except SyntaxError:
+        return None
 
 
 def _prompts_and_bodies() -> Iterator[tuple[str, str, str]]:
     for file in python_stdlib_files():
         source = file.read_text(encoding="utf-8")
         lines = source.split("\n")  # not splitlines: to Python's parser a form feed ends no line
-        for node in ast.walk(_parse(source)):
+        for node in ast.walk(parse(source)):
             if not isinstance(node, Function) or len(node.body) == 1:
                 continue
             end_of_docstring = node.body[0].end_lineno
@@ -113,9 +125,9 @@ def _distinct_functions() -> list[tuple[str, str, str]]:
     """(package, text, id) of every sample of stdlib-functions."""
     found: dict[str, list[tuple[str, str]]] = {}
     packages_of: dict[str, set[str]] = {}
-    for package, files in _largest_packages().items():
+    for package, files in largest_packages().items():
         for name, source in files:
-            for text, line in _functions(source):
+            for text, line in functions_of(source):
                 if package not in packages_of.setdefault(text, set()):
                     packages_of[text].add(package)
                     found.setdefault(package, []).append((text, f"{name}:{line}"))
@@ -127,8 +139,8 @@ def _distinct_functions() -> list[tuple[str, str, str]]:
     return rows
 
 
-def _largest_packages() -> dict[str, list[tuple[str, str]]]:
-    """Name and source of each file of the packages with the most functions, largest package first.
+def largest_packages() -> dict[str, list[tuple[str, str]]]:
+    """Return name and source of each file of the packages with the most functions, largest package first.
 
     Counted by a pattern: parsing the whole library would take three times as long.
     """
@@ -144,10 +156,10 @@ def _largest_packages() -> dict[str, list[tuple[str, str]]]:
     return {package: files[package] for package in largest}
 
 
-def _functions(source: str) -> Iterator[tuple[str, int]]:
-    """Text and first line of each function and method of a file."""
+def functions_of(source: str) -> Iterator[tuple[str, int]]:
+    """Yield text and first line of each function and method of a file, as in `stdlib_functions`."""
     lines = source.splitlines(keepends=True)
-    body: list[ast.AST] = list(_parse(source).body)
+    body: list[ast.AST] = list(parse(source).body)
     for statement in body:  # grows by what classes and branches hold
         if isinstance(statement, Function):
             text = _code_of(statement, lines)

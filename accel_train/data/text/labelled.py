@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import class_names, read_rows, text_cell
 from accel_train.data.text.documents import divide_rows
+from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe, use_rust_threads
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 
 _TEXTS_PER_CALL = 1000
 _BETWEEN_TEXTS = "\x1e"  # a pair is hashed as one text; ASCII's record separator stands in no text that people write
+
+
+class Keyed(Protocol):
+    """A row that is known by a text: rows with the same one are on the same side of a split."""
+
+    @property
+    def key(self) -> str:
+        """The text."""
+
+
+KeyedRow = TypeVar("KeyedRow", bound=Keyed)
 
 
 class TextRow(NamedTuple):
@@ -35,10 +47,15 @@ class TextRow(NamedTuple):
     id: str
     """The row's name in predictions: its id column, else `where`."""
 
+    @property
+    def key(self) -> str:
+        """Its texts as one."""
+        return _BETWEEN_TEXTS.join(self.texts)
+
 
 def joined(rows: Iterable[TextRow]) -> list[str]:
     """Return each row's texts as one, which is hashed, and whose words a bag of words counts."""
-    return [_BETWEEN_TEXTS.join(row.texts) for row in rows]
+    return [row.key for row in rows]
 
 
 @dataclass(frozen=True)
@@ -107,36 +124,46 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
 
 
 def read_text_rows(sources: Sequence[Source], data: Data, *, key: str) -> list[TextRow]:
-    """Read the rows of sources, all of them into memory.
+    """Read the rows of sources with the texts of `data.text_columns`, all of them into memory.
 
     Raises:
-        ValueError: there are none, a column is missing, or a cell is no text; the message names file, row and column.
+        ValueError: as `text_rows`, or there are not one or two columns.
     """
     num_texts = len(data.text_columns)
     if num_texts not in (1, 2):
         raise ValueError(
             f"data.text_columns={list(data.text_columns)} has {num_texts} columns; give one text, or two as a pair"
         )
-    further = [column for column in (data.label_column, data.id_column) if column is not None]
+    return text_rows(sources, data, data.text_columns, data.label_column, key=key)
+
+
+def text_rows(
+    sources: Sequence[Source], data: Data, columns: Sequence[str], label_column: str | None, *, key: str
+) -> list[TextRow]:
+    """Read the rows of sources with the texts of these columns, all of them into memory.
+
+    Raises:
+        ValueError: there are none, a column is missing, or a cell is no text; the message names file, row and column.
+    """
+    further = [column for column in (label_column, data.id_column) if column is not None]
     rows = []
     for source in sources:
-        for row in read_rows(source, (*data.text_columns, *further), data):
-            cells = zip(row.cells, data.text_columns)
-            texts = tuple(text_cell(cell, column, row.where, data) for cell, column in cells)
-            label = None if data.label_column is None else row.cells[num_texts]
+        for row in read_rows(source, (*columns, *further), data):
+            texts = tuple(text_cell(cell, column, row.where, data) for cell, column in zip(row.cells, columns))
+            label = None if label_column is None else row.cells[len(columns)]
             rows.append(TextRow(texts, label, row.where, row.where if data.id_column is None else str(row.cells[-1])))
     if not rows:
         raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table that has some")
     return rows
 
 
-def hold_out(rows: list[TextRow], eval_fraction: float) -> tuple[list[TextRow], list[TextRow] | None, list[str]]:
+def hold_out(rows: list[KeyedRow], eval_fraction: float) -> tuple[list[KeyedRow], list[KeyedRow] | None, list[str]]:
     """Return training rows, evaluation rows (None where the fraction is 0), and notes; equal texts are on the same side.
 
     Raises:
         ValueError: one side would be empty.
     """
-    train, evaluation, split = divide_rows(rows, joined(rows), eval_fraction)
+    train, evaluation, split = divide_rows(rows, [row.key for row in rows], eval_fraction)
     if split.cut_tail:
         raise ValueError(
             "data.train has one text only (repeated, perhaps), so none can be held out for evaluation; give more, or set "
@@ -145,10 +172,10 @@ def hold_out(rows: list[TextRow], eval_fraction: float) -> tuple[list[TextRow], 
     return train, evaluation or None, [split.note.replace("documents", "texts")] if split.note else []
 
 
-def repeated_texts(train: list[TextRow], evaluation: list[TextRow]) -> list[str]:
+def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed]) -> list[str]:
     """Return a note where evaluation texts are trained on as well."""
-    trained = {row.texts for row in train}
-    count = sum(row.texts in trained for row in evaluation)
+    trained = {row.key for row in train}
+    count = sum(row.key in trained for row in evaluation)
     if not count:
         return []
     return [f"{count:,} of {len(evaluation):,} evaluation texts are in data.train too, so their score says little"]
@@ -173,18 +200,11 @@ def collate_texts(
     the model which tokens are of the second text. Also `labels` (N, ...), and `num_targets`: N, less the texts whose class
     is not known.
     """
-    longest = max(len(sample.ids) for sample in samples)
-    shape = len(samples), min(-(-longest // multiple) * multiple, max_length)
-    input_ids = np.full(shape, pad_id, dtype=np.int64)
-    attention_mask, types = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for row, sample in enumerate(samples):
-        length = len(sample.ids)
-        input_ids[row, :length] = sample.ids
-        attention_mask[row, :length] = 1
-        types[row, sample.second_from : length] = 1
-    batch = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+    ids = [sample.ids for sample in samples]
+    batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
     if with_types:
-        batch["token_type_ids"] = torch.from_numpy(types)
+        types = [np.arange(len(sample.ids)) >= sample.second_from for sample in samples]
+        batch["token_type_ids"] = padded(types, batch["input_ids"].shape[1], 0)
     labels = np.stack([np.asarray(sample.label) for sample in samples])
     num_targets = int((labels != IGNORED_LABEL).sum()) if labels.ndim == 1 else len(samples)
     return {**batch, "labels": torch.from_numpy(labels), "num_targets": num_targets}
@@ -232,34 +252,41 @@ def tokenize_rows(
     return samples
 
 
-def classifier_tokenizer(recipe: Recipe, train: Sequence[TextRow]) -> tuple["PreTrainedTokenizerBase", list[str]]:
+def classifier_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTokenizerBase", list[str]]:
     """Return the recipe's tokenizer with a padding token, and notes on what was decided.
 
     `bytes` and a BPE trained here get [CLS], [SEP] and [PAD], and read a text as [CLS] text [SEP], a pair as
     [CLS] first [SEP] second [SEP]. `auto` is the tokenizer of `model.pretrained`, else bytes.
     """
+    tokenizer, notes, is_own = text_tokenizer(recipe, texts)
+    return with_frame(tokenizer) if is_own else tokenizer, notes
+
+
+def text_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTokenizerBase", list[str], bool]:
+    """Return the recipe's tokenizer, notes, and whether it was made here (with `texts`, for a BPE): then it has no padding token yet."""
     choice = recipe.tokenizer_in_use
     notes: list[str] = []
     if isinstance(choice, TrainedTokenizer):
         wanted = choice.train_bpe.vocab_size
-        trained = train_bpe((text for row in train for text in row.texts), wanted)
+        trained = train_bpe(texts, wanted)
         if len(trained) < wanted:
             notes.append(
                 f"the training texts support {len(trained)} tokens, not tokenizer.train_bpe.vocab_size={wanted}"
             )
-        return _with_frame(trained), notes
+        return trained, notes, True
     if choice == "bytes":
-        return _with_frame(byte_tokenizer()), notes
+        return byte_tokenizer(), notes, True
     if recipe.tokenizer == "auto":
         notes.append(f"tokenizer: that of {choice}, which the model was trained with")
     tokenizer = load_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
         notes.append(f"the tokenizer {choice} has no padding token: [PAD] was added, as id {tokenizer.pad_token_id}")
-    return tokenizer, notes
+    return tokenizer, notes, False
 
 
-def _with_frame(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+def with_frame(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """Return the same tokenizer with [CLS], [SEP] and [PAD], which puts the first two around a text."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"})

@@ -49,6 +49,16 @@ def check_metrics(recipe: Recipe, scheme: LabelScheme) -> None:
             raise ValueError(f"evaluate.metrics: auroc of {len(scheme.names):,} labels is not counted; leave it out")
 
 
+def refuse_metrics(recipe: Recipe, instead: str) -> None:
+    """Refuse further metrics for a task whose scores are all there is.
+
+    Raises:
+        ValueError: `evaluate.metrics` names one.
+    """
+    if recipe.evaluate.metrics:
+        raise ValueError(f"evaluate.metrics names {recipe.evaluate.metrics[0]!r}, but {instead} anyway; leave it out")
+
+
 def count_label_metrics(names: Sequence[str], logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Count what multi-label metrics need beside `multilabel_counts`, from (N, C) logits and labels."""
     counted: dict[str, Tensor] = {}

@@ -1,17 +1,24 @@
-"""Models of text classification: any of transformers that reads a sequence and returns one row of numbers; their model card."""
+"""Models that read a text: any of transformers with a head for sequences, tokens, answers or choices; their model card."""
 
 import inspect
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -33,11 +40,30 @@ _PROBLEM_TYPES = {
 }
 
 
-def check_model(recipe: Recipe) -> None:
-    """Refuse, before any data is read, a model that transformers does not know or that classifies no text.
+class Head(NamedTuple):
+    """The output of a model of transformers for a text."""
+
+    purpose: str
+    """In words, for messages."""
+    factory: Any
+    """The Auto class that builds it."""
+    mapping: Any
+    """The model classes by configuration class."""
+
+
+SEQUENCES = Head(
+    "sequence classification", AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+)
+TOKENS = Head("token classification", AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
+CHOICES = Head("multiple choice", AutoModelForMultipleChoice, MODEL_FOR_MULTIPLE_CHOICE_MAPPING)
+ANSWERS = Head("question answering", AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING)
+
+
+def check_model(recipe: Recipe, head: Head = SEQUENCES) -> None:
+    """Refuse, before any data is read, a model that transformers does not know or that has no such head.
 
     Raises:
-        ValueError: an unknown model_type or field of `model.config`, or no model for sequence classification.
+        ValueError: an unknown model_type or field of `model.config`, or no model with the head.
     """
     # The length that counts here is data.max_length, which is compared with the positions once the tokenizer is there.
     pretrained.check_model_config(
@@ -45,19 +71,19 @@ def check_model(recipe: Recipe) -> None:
     )
     if recipe.model.config is not None:
         model_type = recipe.model.config["model_type"]
-        if CONFIG_MAPPING[model_type] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            known = [config.model_type for config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING]
+        if CONFIG_MAPPING[model_type] not in head.mapping:
+            known = [config.model_type for config in head.mapping]
             raise ValueError(
-                f"model.config.model_type={model_type!r} has no model for sequence classification in transformers; "
+                f"model.config.model_type={model_type!r} has no model for {head.purpose} in transformers; "
                 + did_you_mean(model_type, known, "bert and modernbert have one", at_most=3)
             )
 
 
-def classifier_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, scheme: LabelScheme) -> PreTrainedConfig:
-    """Return the configuration of the recipe's model, with the labels and the tokenizer's special tokens in it.
+def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, head: Head) -> PreTrainedConfig:
+    """Return the configuration of the recipe's model, with the tokenizer's special tokens in it.
 
     Raises:
-        ValueError: it cannot be loaded, classifies no sequences, or has too few rows for the tokenizer.
+        ValueError: it cannot be loaded, has no such head, or has too few rows for the tokenizer.
     """
     section = recipe.model
     if section.pretrained is not None:
@@ -71,12 +97,21 @@ def classifier_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, scheme
             if f"{role}_token_id" in known:
                 fields.setdefault(f"{role}_token_id", getattr(tokenizer, f"{role}_token_id"))
         config = AutoConfig.for_model(**fields)
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not section.trust_remote_code:
+    if type(config) not in head.mapping and not section.trust_remote_code:
         raise ValueError(
-            f"model.pretrained={section.pretrained!r} is of type {config.model_type!r}, which has no model for sequence "
-            "classification in transformers; name another, or set model.trust_remote_code if it brings its own"
+            f"model.pretrained={section.pretrained!r} is of type {config.model_type!r}, which has no model for "
+            f"{head.purpose} in transformers; name another, or set model.trust_remote_code if it brings its own"
         )
-    config.problem_type = _PROBLEM_TYPES[scheme.problem_type]
+    return config
+
+
+def classifier_config(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, scheme: LabelScheme, head: Head = SEQUENCES
+) -> PreTrainedConfig:
+    """Return `model_config` with the labels in it."""
+    config = model_config(recipe, tokenizer, head)
+    if head is SEQUENCES:
+        config.problem_type = _PROBLEM_TYPES[scheme.problem_type]
     return with_labels(config, scheme.names)
 
 
@@ -88,17 +123,17 @@ def known_names(recipe: Recipe) -> tuple[str, ...] | None:
     return tuple(id2label[index] for index in sorted(id2label))
 
 
-def num_positions(config: PreTrainedConfig) -> int | None:
+def num_positions(config: PreTrainedConfig, head: Head = SEQUENCES) -> int | None:
     """Return the most tokens that a model of this configuration can read; None where nothing limits it.
 
     Counted in the position embeddings: RoBERTa and similar models count from pad_token_id + 1, and so can read fewer than
     their configuration has.
     """
     configured: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if type(config) not in head.mapping:
         return configured
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config)
+        model = head.factory.from_config(config)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe", "embed_positions")):
             rows = module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
@@ -130,15 +165,30 @@ def resolve_max_length(
     return asked
 
 
-def takes_token_types(config: PreTrainedConfig) -> bool:
+def check_offsets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that does not say which characters a token stands for.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"tokenizer: that of {recipe.tokenizer_in_use} does not say which characters a token stands for, which {recipe.task} needs; "
+            "use one that does (a `fast` one of transformers, bytes or train_bpe)"
+        )
+
+
+def takes_token_types(config: PreTrainedConfig, head: Head = SEQUENCES) -> bool:
     """Return whether the model takes the text of a pair that a token belongs to."""
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if type(config) not in head.mapping:
         return False
-    forward = inspect.signature(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].forward)
+    forward = inspect.signature(head.mapping[type(config)].forward)
     return "token_type_ids" in forward.parameters and getattr(config, "type_vocab_size", 0) > 1
 
 
-def build_classifier(recipe: Recipe, config: PreTrainedConfig, num_tokens: int) -> tuple[PreTrainedModel, list[str]]:
+def build_model(
+    recipe: Recipe, config: PreTrainedConfig, num_tokens: int, head: Head = SEQUENCES
+) -> tuple[PreTrainedModel, list[str]]:
     """Build the model in fp32 on the CPU (or without weights, on the meta device), with notes on its new weights.
 
     Raises:
@@ -146,7 +196,7 @@ def build_classifier(recipe: Recipe, config: PreTrainedConfig, num_tokens: int) 
     """
     config = deepcopy(config)  # growing the embedding writes into it
     model, loaded = pretrained.transformers_model(
-        AutoModelForSequenceClassification, recipe, config, pretrained.chosen_attention(recipe), takes_new_head=True
+        head.factory, recipe, config, pretrained.chosen_attention(recipe), takes_new_head=True
     )
     body = model.base_model_prefix + "."
     wrong = sorted(entry[0] for entry in loaded["mismatched_keys"] if entry[0].startswith(body))
@@ -166,30 +216,47 @@ def build_classifier(recipe: Recipe, config: PreTrainedConfig, num_tokens: int) 
 
 
 def model_card(facts: Mapping[str, Any], model_type: str) -> str:
-    """Return a model card in Markdown, with the metadata block that the hub reads."""
+    """Return the model card of a text classifier."""
     names = facts["label_names"]
     is_regression = facts["problem_type"].startswith("regression")
     labels = f"{len(names)} labels: {listed(names, 40, ' (config.json has all)')}"
+    return card(
+        facts,
+        model_type,
+        title="A text classifier",
+        pipeline_tag="text-classification",
+        lines=[
+            f"Problem: {facts['problem_type']}",
+            f"Gives: {f'a number ({names[0]})' if is_regression else labels}",
+            f"Reads: up to {facts['max_length']} tokens; longer texts are cut",
+        ],
+        example='classify = pipeline("text-classification", model="path/of/this/folder")\nclassify("a text", truncation=True)',
+    )
+
+
+def card(
+    facts: Mapping[str, Any], model_type: str, *, title: str, pipeline_tag: str, lines: list[str], example: str
+) -> str:
+    """Return a model card in Markdown, with the metadata block that the hub reads; `example` is Python after its import."""
+    described = "\n".join(f"- {line}" for line in [*lines, f"Data: {facts['sources']}"])
+    how = f"\n```python\nfrom transformers import pipeline\n\n{example}\n```\n" if example else ""
     return f"""---
 library_name: transformers
-pipeline_tag: text-classification
+pipeline_tag: {pipeline_tag}
 ---
 
-# A text classifier
+# {title}
 
 A `{model_type}` model, trained with accel_train on {facts["num_train"]:,} texts, evaluated on {facts["num_eval"]:,} others.
 
-- Problem: {facts["problem_type"]}
-- Gives: {f"a number ({names[0]})" if is_regression else labels}
-- Reads: up to {facts["max_length"]} tokens; longer texts are cut
-- Data: {facts["sources"]}
+{described}
 
 The scores are in `summary.json` and `report.html` of the run folder.
+{how}"""
 
-```python
-from transformers import pipeline
 
-classify = pipeline("text-classification", model="path/of/this/folder")
-classify("a text", truncation=True)
-```
-"""
+def save_tokenizer_and_card(tokenizer: PreTrainedTokenizerBase, max_length: int, text: str, folder: Path) -> None:
+    """Write the tokenizer, which then says how much the model reads, and a model card beside the model's configuration."""
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(str(folder))
+    (folder / "README.md").write_text(text, encoding="utf-8")

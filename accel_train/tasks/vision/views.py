@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample, interpolate
 
-from accel_train.recipe.schema import TestTimeAugmentation
+from accel_train.recipe.evaluate import TestTimeAugmentation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""`stdlib-questions`: questions on functions of Python's own library, whose answers its parser knows."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accel_train.data.builtin.stdlib import functions_of, largest_packages, parse, parse_function
+
+if TYPE_CHECKING:
+    import datasets
+
+MOST_CHARACTERS = 800
+"""Longer functions are left out of stdlib-questions: a quarter of all."""
+MAX_FUNCTIONS = 3000
+"""Functions of stdlib-questions at most, evenly spaced over the files."""
+MOST_ANSWER_CHARACTERS = 60
+
+_Found = tuple[str, ast.expr | None]  # a question, and the expression that answers it
+
+
+def stdlib_questions() -> "datasets.Dataset":
+    """Return columns `question`, `context` (a function), `answers` (`text`, `answer_start`) and `id`, in the order of the files.
+
+    Asked are the default of a parameter (which has no answer for one without), what is assigned to a variable, what a loop goes
+    over, what a function returns, and which exception it raises, where there is one of it.
+    """
+    import datasets
+
+    columns: dict[str, list[Any]] = {"question": [], "context": [], "answers": [], "id": []}
+    for text, where in _functions():
+        for number, (question, answer) in enumerate(_questions(text)):
+            found = [] if answer is None else [answer]
+            columns["question"].append(question)
+            columns["context"].append(text)
+            columns["answers"].append({"text": [each for each, _ in found], "answer_start": [at for _, at in found]})
+            columns["id"].append(f"{where}#{number + 1}")
+    string = datasets.Value("string")
+    answers = {"text": datasets.List(string), "answer_start": datasets.List(datasets.Value("int32"))}
+    features = datasets.Features({"question": string, "context": string, "answers": answers, "id": string})
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def _functions() -> list[tuple[str, str]]:
+    """Return text and place of distinct functions that can be parsed by themselves, evenly spaced."""
+    found: dict[str, str] = {}
+    for name, source in (file for files in largest_packages().values() for file in files):
+        for text, line in functions_of(source):
+            if len(text) <= MOST_CHARACTERS:
+                found.setdefault(text, f"{name}:{line}")
+    every = [(text, where) for text, where in found.items() if parse_function(text) is not None]
+    count = min(len(every), MAX_FUNCTIONS)
+    return [every[index * len(every) // count] for index in range(count)]
+
+
+def _questions(text: str) -> Iterator[tuple[str, tuple[str, int] | None]]:
+    """The questions on a function, each with its answer and where that begins, or None where it has none."""
+    starts = [0]
+    for line in text.split("\n"):
+        starts.append(starts[-1] + len(line) + 1)
+    for question, node in _asked(parse(text)):
+        if node is None:
+            yield question, None
+            continue
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        if end - begin <= MOST_ANSWER_CHARACTERS:
+            yield question, (text[begin:end], begin)
+
+
+def _asked(tree: ast.Module) -> Iterator[_Found]:
+    nodes = list(ast.walk(tree))
+    [function] = tree.body
+    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    pairs = [*zip(positional, defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    for argument, default in pairs:
+        if argument.arg not in ("self", "cls"):
+            yield f"What is the default of {argument.arg}?", default
+    assigned = [
+        (node.targets[0].id, node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    ]
+    loops = [
+        (node.target.id, node.iter) for node in nodes if isinstance(node, ast.For) and isinstance(node.target, ast.Name)
+    ]
+    for form, found in (("What is assigned to {}?", assigned), ("What does the loop over {} go over?", loops)):
+        counts = Counter(name for name, _ in found)
+        yield from ((form.format(name), value) for name, value in found if counts[name] == 1)
+    returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value is not None]
+    raised = [node.exc.func for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    for question, values in (("What does it return?", returned), ("Which exception does it raise?", raised)):
+        yield from ((question, value) for value in values if len(values) == 1)

@@ -1,0 +1,112 @@
+"""`stdlib-tags`: what each name in a function of Python's own library stands for, as tags of words."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from accel_train.data.builtin.stdlib import functions_of, largest_packages, parse_function
+
+if TYPE_CHECKING:
+    import datasets
+
+MOST_CHARACTERS = 800
+"""Longer functions are left out: a quarter of all."""
+MAX_FUNCTIONS = 4000
+"""Functions at most, evenly spaced over the files."""
+KINDS = ("attribute", "call", "exception", "function", "global", "keyword", "parameter", "variable")
+TAG_NAMES = ("O", *(f"{prefix}-{kind}" for kind in KINDS for prefix in "BI"))
+
+_LAYOUT = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
+_Place = tuple[int, int]  # line from 1, column from 0
+
+
+def stdlib_tags() -> "datasets.Dataset":
+    """Return columns `tokens`, `tags` (B- and I- of 8 kinds, and O) and `id` (`package/file.py:line`), in the order of the files.
+
+    A row is a function of `stdlib_functions`, its words are Python's tokens without comments and layout. Tagged are the name of a
+    function where it is defined (`function`), what is called (`call`), other dotted names (`attribute`), names of parameters and of
+    variables that the function assigns (`parameter`, `variable`), all others (`global`), exceptions that are caught (`exception`),
+    and names of keyword arguments (`keyword`). A dotted name is one entity: `os.path.join` in a call is B-call and four I-call.
+    """
+    import datasets
+
+    found: dict[str, str] = {}
+    for name, source in (file for files in largest_packages().values() for file in files):
+        for text, line in functions_of(source):
+            if len(text) <= MOST_CHARACTERS:
+                found.setdefault(text, f"{name}:{line}")
+    count, every = min(len(found), MAX_FUNCTIONS), list(found.items())
+    texts = (every[index * len(every) // count] for index in range(count))
+    chosen = [(*tagged_words(text), where) for text, where in texts]
+    string, tag = datasets.Value("string"), datasets.ClassLabel(names=list(TAG_NAMES))
+    columns = {
+        "tokens": [words for words, _, _ in chosen if words],
+        "tags": [[TAG_NAMES.index(each) for each in tags] for _, tags, _ in chosen if tags],
+        "id": [where for words, _, where in chosen if words],
+    }
+    features = datasets.Features({"tokens": datasets.List(string), "tags": datasets.List(tag), "id": string})
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def tagged_words(text: str) -> tuple[list[str], list[str]]:
+    """Return the tokens of a function and the tag of each; none where `parse_function` finds none."""
+    tree = parse_function(text)
+    if tree is None:
+        return [], []
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _LAYOUT]
+    spans = dict(_spans(tree))
+    tags: list[str] = []
+    kind, end = "", (0, 0)
+    for number, token in enumerate(tokens):
+        if token.start < end:
+            tags.append(f"I-{kind}")
+            continue
+        is_defined = number > 0 and tokens[number - 1].string == "def"
+        kind, end = ("function", token.end) if is_defined else spans.get(token.start, ("", token.end))
+        is_name = token.type == tokenize.NAME
+        tags.append(f"B-{kind}" if kind and is_name else "O")
+        if not is_name:  # a name within a string, whose place an older Python does not know
+            end = token.end
+    return [token.string for token in tokens], tags
+
+
+def _spans(tree: ast.Module) -> Iterator[tuple[_Place, tuple[str, _Place]]]:
+    """Yield where each name begins, what it stands for, and where it ends; a part of a dotted name begins none."""
+    every = list(ast.walk(tree))
+    parameters = {node.arg for node in every if isinstance(node, ast.arg)}
+    assigned = {node.id for node in every if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    called = {id(node.func) for node in every if isinstance(node, ast.Call)}
+    handlers = [node.type for node in every if isinstance(node, ast.ExceptHandler) and node.type is not None]
+    caught = {id(part) for kind in handlers for part in (kind.elts if isinstance(kind, ast.Tuple) else [kind])}
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # grows by what is inside, dotted names left out
+        if isinstance(node, ast.arg):
+            yield _at(node), ("parameter", (node.lineno, node.col_offset + len(node.arg)))
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            yield _at(node), ("keyword", (node.lineno, node.col_offset + len(node.arg)))
+        elif isinstance(node, ast.Name | ast.Attribute) and _is_dotted(node):
+            kind = "attribute"
+            if id(node) in called:
+                kind = "call"
+            elif id(node) in caught:
+                kind = "exception"
+            elif isinstance(node, ast.Name):
+                kind = "parameter" if node.id in parameters else "variable" if node.id in assigned else "global"
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            yield _at(node), (kind, (node.end_lineno, node.end_col_offset))
+            continue
+        nodes += ast.iter_child_nodes(node)
+
+
+def _at(node: ast.expr | ast.arg | ast.keyword) -> _Place:
+    return node.lineno, node.col_offset
+
+
+def _is_dotted(node: ast.AST) -> bool:
+    """Return whether an expression is a name, or names with dots between them."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)

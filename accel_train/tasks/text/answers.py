@@ -1,0 +1,129 @@
+"""Answers as places in a context: the loss of a place, the likeliest places of a question, and a baseline without a model."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from accel_train.data.text.questions import Question
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+_NEAR = 10  # words on either side of an answer that a question's words are looked for in
+
+
+def position_loss_sum(logits: Tensor, positions: Tensor, mask: Tensor, label_smoothing: float) -> Tensor:
+    """Cross-entropy of one place of several, summed over windows, in fp32; 0-dim.
+
+    With smoothing e, the target is (1 - e) x the place + e / n for each of a window's n places.
+
+    Args:
+        logits: (W, T).
+        positions: (W,) the right place.
+        mask: (W, T), 0 where there is no place (padding).
+    """
+    is_place = mask > 0
+    log_shares = logits.float().masked_fill(~is_place, -torch.inf).log_softmax(dim=1)
+    losses = -log_shares.gather(1, positions[:, None])[:, 0]
+    if label_smoothing:
+        spread = -log_shares.masked_fill(~is_place, 0.0).sum(1) / is_place.sum(1)
+        losses = (1 - label_smoothing) * losses + label_smoothing * spread
+    return losses.sum()
+
+
+def best_spans(
+    start: Tensor, end: Tensor, batch: Mapping[str, Tensor], *, num_best: int, max_answer_length: int
+) -> dict[str, Tensor]:
+    """Return the likeliest answers of each question over all of its windows.
+
+    `start` and `end` are the logits of the first and last token, (W, T); `batch` has `context`, `offsets` and `windows` as
+    `collate_windows` makes them. The score of an answer is the sum of its two logits; every answer of up to `max_answer_length`
+    tokens of the context is compared.
+
+    Returns:
+        `spans` (N, num_best, 2), characters of the context from which to which an answer goes; `scores` (N, num_best), falling, -inf
+        where there are fewer; `null` (N,), the least score of the first token as start and end over the windows, as in SQuAD 2.0.
+    """
+    outside, windows = batch["context"] == 0, batch["windows"]
+    length = min(max_answer_length, start.shape[1])
+    first, last = (logits.masked_fill(outside, -torch.inf) for logits in (start, end))
+    # (W, T, length): the answer that begins at a token and has so many more.
+    scores = (first[..., None] + pad(last, (0, length - 1), value=-torch.inf).unfold(1, length, 1)).flatten(1)
+    count = min(num_best, scores.shape[1])
+    best, place = scores.topk(count)
+    begins, ends = place // length, (place // length + place % length).clamp(max=start.shape[1] - 1)
+    offsets = batch["offsets"]
+    spans = torch.stack([offsets[..., 0].gather(1, begins), offsets[..., 1].gather(1, ends)], dim=-1)
+    best, spans = pad(best, (0, num_best - count), value=-torch.inf), pad(spans, (0, 0, 0, num_best - count))
+    # From windows to questions.
+    missing, windows = windows < 0, windows.clamp(min=0)
+    of_question = best[windows].masked_fill(missing[..., None], -torch.inf).flatten(1)
+    top, which = of_question.topk(num_best)
+    chosen = spans[windows].flatten(1, 2).gather(1, which[..., None].expand(-1, -1, 2))
+    null = (start[:, 0] + end[:, 0])[windows].masked_fill(missing, torch.inf).amin(1)
+    return {"spans": chosen, "scores": top, "null": null}
+
+
+class Best(NamedTuple):
+    """The likeliest answer to a question."""
+
+    text: str
+    probability: float
+    """Among the answers that are kept, and no answer."""
+    null_score: float
+    """How much likelier no answer is: the difference of the two sums of logits."""
+
+
+def ranked(question: Question, rows: Mapping[str, NDArray[Any]], row: int) -> list[Best]:
+    """Return the answers that were kept of a question, the likeliest first, each text once; an empty one where none was possible."""
+    null = float(rows["null"][row])
+    scores = rows["scores"][row].astype(np.float64)
+    known = np.append(scores[np.isfinite(scores)], null)
+    weights = np.exp(known - known.max())
+    shares = weights / weights.sum()
+    found: dict[str, Best] = {}
+    for (start, end), score, share in zip(
+        rows["spans"][row].tolist(), scores[np.isfinite(scores)].tolist(), shares.tolist()
+    ):
+        text = question.context[start:end].strip()
+        if text and text not in found:
+            found[text] = Best(text, round(share, 6), round(null - score, 6))
+    return list(found.values()) or [Best("", 1.0, math.inf)]
+
+
+def overlap_answers(train: Sequence[Question], asked: Sequence[Question]) -> list[str]:
+    """Return for each question the part of its context that most words of the question stand near.
+
+    After the sliding window of Richardson et al. (2013), a baseline of SQuAD: a part has as many words as the median training answer,
+    a word of the question counts 1 / its distance in words, once, and words of the question are no answer to it.
+    """
+    lengths = [len(_WORD.findall(row.answers[0].text)) for row in train if row.answers]
+    length = max(1, median_low(lengths)) if lengths else 1
+    return [_overlap_answer(row, length) for row in asked]
+
+
+def _overlap_answer(row: Question, length: int) -> str:
+    wanted = {word.lower() for word in _WORD.findall(row.question)}
+    words = list(_WORD.finditer(row.context))
+    if not words:
+        return ""
+    known = [word[0].lower() if word[0].lower() in wanted else "" for word in words]
+    best, best_start = -math.inf, 0
+    for start in range(max(1, len(words) - length + 1)):
+        score = -float(sum(map(bool, known[start : start + length])))
+        seen: set[str] = set()
+        for distance in range(1, _NEAR + 1):
+            before, after = start - distance, start + length - 1 + distance
+            around = {known[place] for place in (before, after) if 0 <= place < len(known)} - {""} - seen
+            score += len(around) / distance
+            seen |= around
+        if score > best:
+            best, best_start = score, start
+    last = min(best_start + length, len(words)) - 1
+    return row.context[words[best_start].start() : words[last].end()]
