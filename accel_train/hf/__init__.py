@@ -2,6 +2,9 @@
 
 The loop knows nothing of it."""
 
+from transformers import Seq2SeqTrainingArguments
+
+from accel_train.hf.seq2seq import Seq2SeqTrainer
 from accel_train.hf.trainer import Trainer, get_last_checkpoint
 
-__all__ = ["Trainer", "get_last_checkpoint"]
+__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "get_last_checkpoint"]

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from accel_train.hf.sharding import accelerator_settings
+
 Allowed = Callable[[Any], bool]
 
 
@@ -63,10 +65,9 @@ def _or_auto(value: Any) -> Any:
     return "auto" if value is None else value
 
 
-def _plain_accelerator_config(config: Any) -> bool:
-    settings = config if isinstance(config, dict) else {} if config is None else config.to_dict()
-    usual = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
-    return all(value == usual[name] if name in usual else not value for name, value in settings.items())
+def _known_accelerator_config(config: Any) -> bool:
+    settings = accelerator_settings(config)
+    return settings.get("use_seedable_sampler", True) and not settings.get("gradient_accumulation_kwargs")
 
 
 OPTIMIZERS = {
@@ -84,11 +85,6 @@ def is_momentum(optim_args: str | None) -> bool:
     return re.fullmatch(r"\s*momentum\s*=\s*[\d.eE+-]+\s*", optim_args or "") is not None
 
 
-def recomputes_activations(args: TrainingArguments) -> bool:
-    """Return whether the model checkpoints activations, by the argument's new name or by the one before transformers 5.23."""
-    return bool(getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False))
-
-
 def has_recipe_optimizer(args: TrainingArguments) -> bool:
     """Return whether the recipe makes the optimizer that `optim` names; else transformers does."""
     takes_args = not args.optim_args or (args.optim == "sgd" and is_momentum(args.optim_args))
@@ -101,7 +97,7 @@ KEEP_ALL = 1_000_000
 FIELDS: dict[str, Rule] = {
     # What is trained, for how long
     "output_dir": leaf("output_dir", note="the run folder"),
-    "per_device_train_batch_size": leaf("batch.per_device_batch_size"),
+    "per_device_train_batch_size": computed("batch.per_device_batch_size"),
     "num_train_epochs": computed("schedule.max_steps", note="times the steps of an epoch, unless max_steps is given"),
     "max_steps": computed("schedule.max_steps"),
     "gradient_accumulation_steps": leaf("batch.gradient_accumulation_steps"),
@@ -110,18 +106,16 @@ FIELDS: dict[str, Rule] = {
         allowed=bool,
         remedy="leave it True: the loss is always divided by the targets of all devices",
     ),
-    "auto_find_batch_size": refused(
-        "transformers would train another global batch after an out-of-memory error; lower per_device_train_batch_size and "
-        "raise gradient_accumulation_steps by the same factor, which changes the memory and nothing else"
+    "auto_find_batch_size": honoured(
+        "always: a step that runs out of memory is made again with smaller micro-batches, of the same global batch"
     ),
     # Optimizer and schedule
     "learning_rate": leaf("optimizer.learning_rate"),
     "lr_scheduler_type": computed(
         "schedule.type",
         text="`schedule.type`; where the recipe has no field for the kwargs, transformers' scheduler gives all rates",
-        allowed=lambda value: _name(value) not in ("reduce_lr_on_plateau", "greedy"),
-        remedy="its rate depends on evaluations, and here it is a function of the step, so that a resume repeats it; use "
-        "cosine, or warmup_stable_decay",
+        allowed=lambda value: _name(value) != "greedy",
+        remedy="its rate depends on each step's loss, for which the host would wait; use cosine, or reduce_lr_on_plateau",
     ),
     "lr_scheduler_kwargs": computed("schedule.min_lr_ratio", "schedule.num_cycles", "schedule.power", note="as above"),
     "warmup_steps": computed("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
@@ -159,15 +153,15 @@ FIELDS: dict[str, Rule] = {
     "gradient_checkpointing": computed("precision.gradient_checkpointing"),
     "gradient_checkpointing_kwargs": honoured("the old name of activation_checkpointing_kwargs"),
     "torch_compile": leaf("precision.compile", bool, note="block by block where the model repeats blocks"),
-    "torch_compile_backend": refused("only inductor; leave it out", allowed=_is(None, "inductor")),
-    "torch_compile_mode": refused("only the default mode; leave it out"),
-    "use_liger_kernel": refused(
-        "call liger's apply_liger_kernel_to_... on the model yourself, and hand over the model"
+    "torch_compile_backend": leaf("precision.compile_backend", lambda value: value or "inductor"),
+    "torch_compile_mode": leaf("precision.compile_mode", lambda value: value or "default"),
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel_config"),
+        honoured("by transformers' apply_liger_kernel, when the model is taken (package liger-kernel)"),
     ),
-    "liger_kernel_config": refused("as use_liger_kernel"),
     "use_cache": honoured("set on model.config, as transformers does"),
     "neftune_noise_alpha": honoured("by transformers' hook on the embedding, while train() runs"),
-    "torch_empty_cache_steps": refused("leave it out: freed memory is kept for the next step, which is faster"),
+    "torch_empty_cache_steps": honoured("the device's cache is emptied after every so many steps"),
     "full_determinism": leaf("precision.deterministic"),
     "use_cpu": honoured("TrainingArguments itself chooses the device, and the run follows it"),
     # Logging
@@ -180,8 +174,8 @@ FIELDS: dict[str, Rule] = {
     "logging_nan_inf_filter": honoured(
         "never: a NaN is logged as NaN, with the number of skipped steps; both values are accepted"
     ),
-    "include_num_input_tokens_seen": refused(
-        "metrics.jsonl has num_targets and targets_per_second of each logged step", allowed=_is("no", False)
+    "include_num_input_tokens_seen": honoured(
+        "`all` and `non_padding`, in the log and in the state; the host then waits for every step"
     ),
     **dict.fromkeys(("log_level", "log_level_replica"), honoured("sets transformers' verbosity, as there")),
     "disable_tqdm": leaf(
@@ -221,7 +215,9 @@ FIELDS: dict[str, Rule] = {
         note="without its eval_ prefix",
     ),
     "greater_is_better": leaf("evaluate.greater_is_better", _or_auto),
-    "ignore_data_skip": refused("leave it False: a resume at any step reads none of the samples before it"),
+    "ignore_data_skip": honoured(
+        "always: a resume reads none of the samples before its step; True begins no epoch anew either"
+    ),
     "restore_callback_states_from_checkpoint": honoured("callbacks that export a state get back the checkpoint's"),
     "resume_from_checkpoint": honoured("not read by transformers' Trainer either: pass it to train()"),
     # Hub
@@ -237,10 +233,16 @@ FIELDS: dict[str, Rule] = {
     "data_seed": honoured(
         "the order of epoch e is torch.randperm of the seed data_seed (none: seed) + e, as in transformers"
     ),
-    "accelerator_config": refused(
-        "the loop owns batches, order and accumulation; leave it out", allowed=_plain_accelerator_config
+    "accelerator_config": honoured(
+        "`split_batches`: a batch size is that of all processes; `dispatch_batches`, `even_batches`, `non_blocking`: both values give "
+        "the same batches",
+        allowed=_known_accelerator_config,
+        remedy="use_seedable_sampler=False and gradient_accumulation_kwargs leave the order and the accumulation to Accelerate; "
+        "leave them out",
     ),
-    "parallelism_config": refused("this trains data-parallel only; leave it out"),
+    "parallelism_config": computed(
+        "parallel.dp_shard_size", note="and data parallelism around it; else accel-train run"
+    ),
     "dataloader_drop_last": leaf(
         "data.last_batch", lambda value: "drop" if value else "short", note="False: short; True: drop"
     ),
@@ -249,9 +251,11 @@ FIELDS: dict[str, Rule] = {
         "data.pin_memory", lambda value: "auto" if value else False, note="True: where there is a GPU"
     ),
     "dataloader_persistent_workers": honoured("always in training: one set of workers reads the whole run"),
-    "dataloader_prefetch_factor": refused("workers read 4 micro-batches ahead; leave it out", allowed=_is(None, 4)),
-    "dataloader_multiprocessing_context": refused("leave it out, or override get_train_dataloader", allowed=_is(None)),
-    "dataloader_in_order": refused("leave it True: the order of the samples is part of the run", allowed=_is(True)),
+    "dataloader_prefetch_factor": honoured("micro-batches that each worker reads ahead; none: 4"),
+    "dataloader_multiprocessing_context": honoured("fork, spawn or forkserver"),
+    "dataloader_in_order": honoured(
+        "always: False lets transformers train on whichever batch is ready; here the order stays"
+    ),
     "remove_unused_columns": honoured("by the signature of the model's forward, as in transformers"),
     "label_names": honoured("which inputs are labels; none: by the signature of the model's forward"),
     "train_sampling_strategy": computed(
@@ -264,13 +268,24 @@ FIELDS: dict[str, Rule] = {
     "length_column_name": honoured("the lengths for group_by_length"),
     # Launching
     "ddp_find_unused_parameters": honoured("none: as in transformers, for its own models"),
-    "ddp_bucket_cap_mb": refused("leave it out: DDP's own size is used"),
-    "ddp_broadcast_buffers": refused("buffers are broadcast where there are batch norms, and not else; leave it out"),
-    "ddp_static_graph": refused("leave it out"),
+    "ddp_bucket_cap_mb": honoured("handed to DDP"),
+    "ddp_broadcast_buffers": honoured(
+        "always where a model has running statistics: they are kept alike on all processes"
+    ),
+    "ddp_static_graph": refused("a step that is skipped or made again has another graph; leave it out"),
     **dict.fromkeys(("ddp_backend", "ddp_timeout"), honoured("TrainingArguments itself starts the process group")),
-    "fsdp": refused("this trains data-parallel only; use transformers.Trainer"),
-    "fsdp_config": refused("as fsdp", allowed=lambda value: True),
-    "deepspeed": refused("this trains data-parallel only; use transformers.Trainer"),
+    "fsdp": computed("parallel.strategy", note="fsdp2, block by block"),
+    "fsdp_config": computed(
+        "parallel.reshard_after_forward",
+        "parallel.cpu_offload",
+        "precision.gradient_checkpointing",
+        note="the other keys change no result, and nothing here; FSDP1 is refused",
+    ),
+    "deepspeed": computed(
+        "parallel.strategy",
+        "parallel.zero_stage",
+        note="ZeRO 1 to 3; what else its configuration says has to be `auto`, or what the arguments say",
+    ),
     "debug": honoured(
         "underflow_overflow: transformers' DebugUnderflowOverflow watches the model",
         allowed=lambda value: "tpu" not in str(value).lower(),

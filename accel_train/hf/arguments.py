@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from accel_train.hf.argument_table import FIELDS, recomputes_activations
+from accel_train.hf.argument_table import FIELDS
+from accel_train.hf.sharding import parallel_leaves, recomputes_activations, train_batch_size
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
 from accel_train.recipe.schema import Recipe
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
+GENERATION_FIELDS = ("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config")
+"""Fields of Seq2SeqTrainingArguments, which Seq2SeqTrainer honours."""
 TRANSFORMERS_FIELDS = frozenset(
     field.name for kind in (TrainingArguments, Seq2SeqTrainingArguments) for field in dataclasses.fields(kind)
-)
+) - set(GENERATION_FIELDS)
 REMEDIES = {
-    "training_step": "override compute_loss: the loop owns backward, accumulation and the clip",
     "_get_train_sampler": "override get_train_dataloader",
     "_get_eval_sampler": "override get_eval_dataloader",
     "_maybe_log_save_evaluate": "use a callback (on_step_end, control.should_log, should_evaluate, should_save)",
@@ -78,6 +80,11 @@ def check_combinations(trainer: "Trainer") -> None:
         ValueError: two arguments contradict each other, or one needs another.
     """
     args, (optimizer, scheduler) = trainer.args, trainer.given_optimizers
+    for name in () if trainer.generates else GENERATION_FIELDS:
+        if getattr(args, name, None):
+            raise ValueError(
+                f"{name}={getattr(args, name)!r}: accel_train.Trainer generates no texts; use accel_train.hf.Seq2SeqTrainer"
+            )
     if optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError("give one of optimizers and optimizer_cls_and_kwargs")
     if trainer.model_init is not None and optimizer is not None:
@@ -125,7 +132,7 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
             step of each epoch with fewer micro-batches, which the recipe cannot say.
     """
     accumulation = args.gradient_accumulation_steps
-    per_step = args.per_device_train_batch_size * world_size
+    per_step = train_batch_size(args) * world_size
     if num_batches is not None:
         batches = math.ceil(num_batches / world_size)
     elif num_samples is not None:
@@ -196,6 +203,8 @@ def to_recipe(
         "evaluate.every_steps": _every(args, "eval", length) if has_eval and not by_callbacks else 0,
         "log.every_steps": _every(args, "logging", length) or length.max_steps,
         "options.training_arguments": set_fields(args),
+        "batch.per_device_batch_size": train_batch_size(args),
+        **parallel_leaves(args),
     }
     tree: dict[str, Any] = {}
     for path, value in leaves.items():

@@ -10,21 +10,24 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
+from accelerate.utils.memory import clear_device_cache
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainerState
 
 from accel_train.checkpoint.contents import optimizer_tensors
-from accel_train.checkpoint.store import checkpoint_folders, step_of
 from accel_train.core.state import Requests, StepResult
 from accel_train.hf.arguments import Length
-from accel_train.hf.checkpoints import link_checkpoints
+from accel_train.hf.checkpoints import CheckpointNames, exportable, restore_callbacks
 from accel_train.hf.hub import push_checkpoint
+from accel_train.hf.inputs import num_input_tokens
+from accel_train.hf.search import report_to_search
+from accel_train.hf.step import signals_of_all, watch_updates
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 TRAINER_STATE = "trainer_state.json"
+SCHEDULER_STATE = "scheduler.json"
 CLOCKS = ("runtime", "_per_second", "epoch")
 """Values that `Trainer.evaluate` returns next to metrics, by the end of its names."""
 
@@ -42,15 +46,26 @@ class Flow(Observer):
     def __init__(
         self, trainer: "Trainer", length: Length, requests: Requests | None, ignore_keys: list[str] | None
     ) -> None:
+        self.stock_checkpoint: Path | None = None
+        """A checkpoint of transformers' own Trainer, which is resumed."""
+        self.scheduler: ReduceLROnPlateau | None = None
+        """A schedule that follows the evaluations."""
         self.trainer, self.length, self.requests, self.ignore_keys = trainer, length, requests, ignore_keys
         self.flops = 0.0
         """Operations since this process started; over all processes after `end`."""
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
-        self._is_best_loaded, self._has_links, self._is_optimizer_checked = False, True, False
+        self._is_best_loaded, self._is_optimizer_checked = False, False
+        self._owes_epoch_end = False
+        """What the last step asked for comes before the end of its epoch."""
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied = 0.0, 0
         self._num_skipped = 0
+        self._num_micro_batches = 0
+        """Of the step that runs."""
+        self._tokens: list[Any] = []
+        """Counts of input tokens since the last step."""
+        self._hooks = ExitStack()
         self.began = self.ended = time.time()
         """Times at which the loop began and ended, without preparation and report."""
 
@@ -62,12 +77,20 @@ class Flow(Observer):
         """
         trainer, args = self.trainer, self.trainer.args
         self.run, self.began = run, time.time()
-        state = TrainerState(stateful_callbacks=self._exportable())
-        saved = run.plan.resume_point.path / TRAINER_STATE if run.plan.resume_point.path is not None else None
-        if saved is not None and saved.exists():
-            state = TrainerState.load_from_json(str(saved))
+        state = TrainerState(stateful_callbacks=exportable(trainer))
+        folder = self.stock_checkpoint or run.plan.resume_point.path
+        if folder is not None and (folder / TRAINER_STATE).exists():
+            state = TrainerState.load_from_json(str(folder / TRAINER_STATE))
             if args.restore_callback_states_from_checkpoint:
-                self._restore_callbacks(state)
+                for problem in restore_callbacks(trainer, state):
+                    run.observer.note(problem)
+            if self.scheduler is not None and (folder / SCHEDULER_STATE).exists():
+                self.scheduler.load_state_dict(json.loads((folder / SCHEDULER_STATE).read_text()))
+                for group, rate in zip(
+                    self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
+                ):
+                    group["lr"] = rate
+        trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
         state.compute_steps(args, self.length.max_steps)
         state.train_batch_size = args.per_device_train_batch_size
         state.max_steps, state.num_train_epochs = self.length.max_steps, self.length.num_epochs
@@ -75,12 +98,15 @@ class Flow(Observer):
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
         trainer.state = state
-        self._link_checkpoints()  # the folder may hold those of a run that was killed, or archived
+        self.names = CheckpointNames(run, trainer)
+        self.names.link()  # the folder may hold those of a run that was killed, or archived
         handler = trainer.callback_handler
         handler.model, handler.optimizer = trainer.model, run.strategy.optimizer
         handler.lr_scheduler = trainer.lr_scheduler
+        watch_updates(run.strategy.optimizer, handler.callbacks, self._call, self._hooks)
         self._call("on_train_begin")
-        self._begin_step_after(run.state.step)
+        if self.requests is None:
+            self._begin_step_after(run.state.step)
 
     def _call(self, event: str) -> None:
         trainer = self.trainer
@@ -92,6 +118,15 @@ class Flow(Observer):
                 self._call("on_epoch_begin")
             self._call("on_step_begin")
 
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def on_step_begin(self, step: int) -> None:
+        """Call on_epoch_begin and on_step_begin, where the step before it has been seen by all callbacks, evaluation and save included."""
+        self._num_micro_batches = 0
+        if self.requests is not None and self.run is not None:
+            self._begin_step_after(step)
+
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         """Call on_step_end, and on_epoch_end where it ends one; log now, and request the rest from the loop.
 
@@ -100,18 +135,26 @@ class Flow(Observer):
         """
         trainer, state = self.trainer, self.trainer.state
         state.global_step, state.epoch = result.step, self._epoch(result.step)
-        self._note_best()
+        self.names.note_best()
         if not (self._is_optimizer_checked or result.skipped) and self.run is not None:
-            optimizer_tensors(self.run.strategy.optimizer)  # refuse now what the first save could not hold
+            if self.run.strategy.keeps_gradients:  # DeepSpeed has its own names, and no optimizer of the user's
+                optimizer_tensors(self.run.strategy.optimizer)  # refuse now what the first save could not hold
             self._is_optimizer_checked = True
         self._since_log.append(result)
+        self._count_tokens()
+        if (every := trainer.args.torch_empty_cache_steps) and result.step % every == 0:
+            clear_device_cache()
         if result.skipped:
             self._num_skipped += 1
         else:
             self._applied_sum += result.loss
             self._num_applied += 1
         self._call("on_step_end")
-        if result.step % self.length.steps_per_epoch == 0 or result.step == self.length.max_steps:
+        if trainer.control.should_log:
+            self._log(result, learning_rate)
+        is_last, control = result.step == self.length.max_steps, trainer.control
+        self._owes_epoch_end = is_last and (control.should_evaluate or control.should_save)
+        if not self._owes_epoch_end and (is_last or result.step % self.length.steps_per_epoch == 0):
             self._call("on_epoch_end")
         if trainer.control.should_epoch_stop:
             raise ValueError(
@@ -121,7 +164,8 @@ class Flow(Observer):
         if trainer.control.should_log:
             self._log(result, learning_rate)
         self._request(result.step)
-        self._begin_step_after(result.step)
+        if self.requests is None:
+            self._begin_step_after(result.step)
 
     def _log(self, result: StepResult, learning_rate: float) -> None:
         """Log the mean loss since the last log, as transformers does; a NaN in it makes it NaN."""
@@ -137,16 +181,9 @@ class Flow(Observer):
 
     def _request(self, step: int) -> None:
         """Turn the callbacks' signals into requests; one process that signals is enough."""
-        control = self.trainer.control
         if self.requests is None:
             return
-        signals = torch.tensor(
-            [control.should_training_stop, control.should_save, control.should_evaluate], dtype=torch.int32
-        )
-        if self.trainer.args.world_size > 1:
-            signals = signals.to(self.trainer.accelerator.device)
-            dist.all_reduce(signals, op=dist.ReduceOp.MAX)
-        stop, save, evaluate = map(bool, signals.tolist())
+        stop, save, evaluate = signals_of_all(self.trainer)
         self.requests.stop |= stop and step < self.length.max_steps
         self.requests.save |= save
         if evaluate and self.trainer.args.eval_strategy == "no":
@@ -169,18 +206,34 @@ class Flow(Observer):
             self._by_step |= {step: logged} if logged else {}
         if step not in self._by_step:
             self._by_step[step] = trainer.evaluate(ignore_keys=self.ignore_keys)
+            report_to_search(trainer, self._by_step[step])
+            self.on_metrics(self._by_step[step])
         found = {name.removeprefix("eval_"): value for name, value in self._by_step[step].items()}
         metrics = {name: v for name, v in found.items() if isinstance(v, float | int) and not name.endswith(CLOCKS)}
         if self.requests is not None and trainer.control.should_training_stop:  # EarlyStoppingCallback, in on_evaluate
             self.requests.stop |= state.global_step < self.length.max_steps
         return {"loss": math.nan, **metrics}
 
+    def on_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Let a schedule that follows the evaluations see one.
+
+        Raises:
+            ValueError: the evaluation has no metric of this name.
+        """
+        if self.scheduler is None:
+            return
+        name = self.trainer.args.metric_for_best_model or "loss"
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model={name}: no such metric; the evaluation has {', '.join(metrics)}")
+        self.scheduler.step(metrics[name])
+
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Call on_save on the process that saved; note loaded best weights; forget evaluations that a rollback undoes."""
         if kind == "checkpoint":
-            self._link_checkpoints()
+            self.names.link()
             self._call("on_save")
-            push_checkpoint(self.trainer, Path(self._folder(step)))
+            push_checkpoint(self.trainer, Path(self.names.folder(step)))
         if kind == "rollback":
             self._by_step = {done: metrics for done, metrics in self._by_step.items() if done <= facts["to_step"]}
         if kind == "best_model":
@@ -190,24 +243,43 @@ class Flow(Observer):
         """Copy the state for the checkpoint that may follow: an evaluation or a checkpoint begins."""
         if self.run is None:
             return nullcontext()
-        self._note_best()
+        self.names.note_best()
         if self.trainer.is_world_process_zero():
-            self._find_best_checkpoint()
-            exported = TrainerState(stateful_callbacks=self._exportable())
+            self.names.find_best()
+            exported = TrainerState(stateful_callbacks=exportable(self.trainer))
             self.trainer.state.stateful_callbacks = exported.stateful_callbacks
             text = json.dumps(dataclasses.asdict(self.trainer.state), indent=2)
             self.run.facts.description[TRAINER_STATE] = text.encode()
+            if self.scheduler is not None:
+                self.run.facts.description[SCHEDULER_STATE] = json.dumps(self.scheduler.state_dict()).encode()
         return nullcontext()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Note the end of training; the report is not training time."""
         self.ended = time.time()
-        self._link_checkpoints()  # without those that a rotation has removed since
+        if self._owes_epoch_end:
+            self._call("on_epoch_end")
+        self.names.link()  # without those that a rotation has removed since
 
     def count(self, inputs: dict[str, Any]) -> None:
-        """Add the operations of a micro-batch; a compiled graph counts none."""
-        if not torch.compiler.is_compiling() and self.trainer.model.training:
-            self.flops += self.trainer.floating_point_ops(inputs)
+        """Add the operations and tokens of a micro-batch, and call on_substep_end for the one before; a compiled graph counts none."""
+        if torch.compiler.is_compiling() or not self.trainer.model.training:
+            return
+        self.flops += self.trainer.floating_point_ops(inputs)
+        if self._num_micro_batches and self.requests is not None:
+            self._call("on_substep_end")
+        self._num_micro_batches += 1
+        if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
+            self._tokens.append(num_input_tokens(self.trainer, inputs))
+
+    def _count_tokens(self) -> None:
+        """Add the tokens of the step, over all processes, to the state."""
+        if self._tokens:
+            total = torch.as_tensor(sum(self._tokens), dtype=torch.int64, device=self.trainer.accelerator.device)
+            self._tokens = []
+            if self.trainer.args.world_size > 1:
+                dist.all_reduce(total)
+            self.trainer.state.num_input_tokens_seen += int(total)
 
     def end(self) -> None:
         """Sum the operations over processes, after everything is written."""
@@ -215,8 +287,8 @@ class Flow(Observer):
             flops = torch.tensor(self.flops, device=self.trainer.accelerator.device)
             dist.all_reduce(flops)
             self.flops = float(flops)
-        self._note_best()
-        self._find_best_checkpoint()
+        self.names.note_best()
+        self.names.find_best()
 
     def training_loss(self) -> tuple[float, int]:
         """Return the mean loss of the steps applied since this process started, and the number skipped."""
@@ -226,59 +298,3 @@ class Flow(Observer):
 
     def _epoch(self, step: int) -> float:
         return self.length.epoch_at(step, self.trainer.args.gradient_accumulation_steps)
-
-    def _folder(self, step: int) -> str:
-        """Return the folder of a checkpoint by transformers' name, or by ours where the file system has no links."""
-        assert self.run is not None
-        output_dir = self.run.plan.output_dir
-        return str(output_dir / (f"checkpoint-{step}" if self._has_links else f"checkpoints/step-{step:08d}"))
-
-    def _link_checkpoints(self) -> None:
-        """Let `checkpoint-N` in the run folder name each published checkpoint: scripts look for them there."""
-        assert self.run is not None
-        if self.trainer.is_world_process_zero():
-            try:
-                in_the_way = link_checkpoints(self.run.plan.output_dir)
-            except OSError as error:
-                self._has_links, in_the_way = False, []
-                self.run.observer.note(f"checkpoint-N: no links to checkpoints/ can be made here ({error})")
-            for path in in_the_way:
-                self.run.observer.note(f"{path} was there before and is left alone; this run's is in checkpoints/")
-
-    def _note_best(self) -> None:
-        """Copy the best metric so far, and its step, from the loop."""
-        assert self.run is not None
-        state, args, own = self.trainer.state, self.trainer.args, self.run.state
-        if args.metric_for_best_model is not None and own.best_step is not None:
-            state.best_metric = own.best_metric
-            state.best_global_step = own.best_step if args.save_strategy != "no" else None
-
-    def _find_best_checkpoint(self) -> None:
-        """Set `state.best_model_checkpoint` to the folder of the best step, which exists or is about to."""
-        assert self.run is not None
-        state = self.trainer.state
-        saved = {step_of(folder) for folder in checkpoint_folders(self.run.plan.output_dir / "checkpoints")}
-        if state.best_global_step is not None and state.best_global_step in saved | {self.run.state.step}:
-            state.best_model_checkpoint = self._folder(state.best_global_step)
-
-    def _exportable(self) -> list[Any]:
-        callbacks = [*self.trainer.callback_handler.callbacks, self.trainer.control]
-        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
-
-    def _restore_callbacks(self, state: TrainerState) -> None:
-        """Give each callback that exports a state the saved one; several of one class in the order they were given."""
-        assert self.run is not None
-        callbacks = [callback for callback in self._exportable() if isinstance(callback, TrainerCallback)]
-        for kind, saved in (state.stateful_callbacks or {}).items():
-            if kind == "TrainerControl":
-                continue
-            states = saved if isinstance(saved, list) else [saved]
-            alike = [callback for callback in callbacks if type(callback).__name__ == kind]
-            for callback, one in zip(alike, states, strict=False):
-                for name, value in {**one["args"], **one["attributes"]}.items():
-                    setattr(callback, name, value)
-            if len(alike) != len(states):
-                self.run.observer.note(
-                    f"callbacks: the checkpoint has the state of {len(states)} {kind}, and there are {len(alike)}; "
-                    f"{min(len(states), len(alike))} got it back"
-                )

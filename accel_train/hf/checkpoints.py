@@ -2,10 +2,22 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainingArguments
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint as newest_of_transformers
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from accel_train.checkpoint.store import checkpoint_folders, newest_valid, step_of
+from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
+
+if TYPE_CHECKING:
+    from accel_train.engine.run import RunContext
+    from accel_train.hf import Trainer
 
 
 def get_last_checkpoint(output_dir: str | Path) -> str | None:
@@ -41,13 +53,90 @@ def link_checkpoints(output_dir: Path) -> list[Path]:
     return in_the_way
 
 
+def stock_checkpoint(args: TrainingArguments, requested: str | bool | None) -> Path | None:
+    """Return the checkpoint to resume from, if transformers' own Trainer wrote it; with True only where there is none of ours."""
+    if requested is True:
+        has_ours = bool(checkpoint_folders(Path(args.output_dir) / "checkpoints"))
+        found = None if has_ours or not Path(args.output_dir).is_dir() else newest_of_transformers(args.output_dir)
+    else:
+        found = requested or None
+    path = None if found is None else Path(str(found))
+    is_stock = path is not None and (path / TRAINER_STATE_NAME).is_file() and not (path / MANIFEST).exists()
+    return path if is_stock else None
+
+
+def load_stock_weights(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a checkpoint of transformers into the model.
+
+    Raises:
+        ValueError: they are no safetensors, or of another model.
+    """
+    if not (folder / SAFE_WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        raise ValueError(
+            f"resume_from_checkpoint={folder}: it has no {SAFE_WEIGHTS_NAME}; only safetensors of a whole model are read"
+        )
+    if isinstance(model, PreTrainedModel):  # some are saved under other names, which `from_pretrained` knows
+        options: dict[str, Any] = {
+            "ignore_mismatched_sizes": True,
+            "use_safetensors": True,
+            "output_loading_info": True,
+        }
+        loaded, found = type(model).from_pretrained(folder, config=model.config, **options)
+        wrong = sorted(map(str, [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]))
+        tensors = loaded.state_dict()
+    else:
+        tensors, own = load_file(folder / SAFE_WEIGHTS_NAME), model.state_dict()
+        wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+    if wrong:
+        raise ValueError(f"resume_from_checkpoint={folder}: it is of another model, by its weight {wrong[0]}")
+    model.load_state_dict(tensors)
+
+
+def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]], folder: Path) -> str:
+    """Load the optimizer's state of a checkpoint of transformers; return what could not be taken.
+
+    Args:
+        groups: parameters in the order of transformers' groups, those with weight decay first.
+
+    Raises:
+        ValueError: it is of other parameters.
+    """
+    path = folder / OPTIMIZER_NAME
+    if not path.is_file():
+        return f"it has no {OPTIMIZER_NAME}, so the optimizer begins anew; "
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in groups for parameter in group]
+    own = optimizer.state_dict()
+    places = [number for group in own["param_groups"] for number in group["params"]]
+    in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    place_of = {id(parameter): place for parameter, place in zip(in_order, places, strict=True)}
+    fits = len(numbers) == len(parameters) == len(in_order) and all(
+        not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape
+        for number, parameter in zip(numbers, parameters, strict=False)
+        for name, value in saved["state"].get(number, {}).items()
+        if name.startswith("exp_avg") and "row" not in name and "col" not in name
+    )
+    if not fits:
+        raise ValueError(
+            f"resume_from_checkpoint={folder}: {OPTIMIZER_NAME} is of other parameters; use the same model and optim"
+        )
+    state = {
+        place_of[id(parameter)]: saved["state"][number]
+        for number, parameter in zip(numbers, parameters, strict=True)
+        if number in saved["state"]
+    }
+    optimizer.load_state_dict({**own, "state": state})
+    return ""
+
+
 def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     """Return `checkpoint.resume`: never, auto, or a folder; transformers' name checkpoint-N means our checkpoints/step-N.
 
     Raises:
         ValueError: there is no such checkpoint.
     """
-    if requested is None or requested is False:
+    if requested is None or requested is False or stock_checkpoint(args, requested) is not None:
         return "never"
     root = Path(args.output_dir) / "checkpoints"
     if requested is True:
@@ -65,3 +154,71 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     if not path.exists():
         raise ValueError(f"resume_from_checkpoint={requested}: there is no such folder; checkpoints are in {root}")
     return str(path)
+
+
+class CheckpointNames:
+    """The names of a run's checkpoints, and what `trainer.state` says of the best one."""
+
+    def __init__(self, run: "RunContext", trainer: "Trainer") -> None:
+        self.run, self.trainer = run, trainer
+        self._has_links = True
+
+    def folder(self, step: int) -> str:
+        """Return the folder of a checkpoint by transformers' name, or by ours where the file system has no links."""
+        output_dir = self.run.plan.output_dir
+        return str(output_dir / (f"checkpoint-{step}" if self._has_links else f"checkpoints/step-{step:08d}"))
+
+    def link(self) -> None:
+        """Let `checkpoint-N` in the run folder name each published checkpoint: scripts look for them there."""
+        if self.trainer.is_world_process_zero():
+            try:
+                in_the_way = link_checkpoints(self.run.plan.output_dir)
+            except OSError as error:
+                self._has_links, in_the_way = False, []
+                self.run.observer.note(f"checkpoint-N: no links to checkpoints/ can be made here ({error})")
+            for path in in_the_way:
+                self.run.observer.note(f"{path} was there before and is left alone; this run's is in checkpoints/")
+
+    def note_best(self) -> None:
+        """Copy the best metric so far, and its step, from the loop."""
+        state, args, own = self.trainer.state, self.trainer.args, self.run.state
+        if args.metric_for_best_model is not None and own.best_step is not None:
+            state.best_metric = own.best_metric
+            state.best_global_step = own.best_step if args.save_strategy != "no" else None
+
+    def find_best(self) -> None:
+        """Set `state.best_model_checkpoint` to the folder of the best step, which exists or is about to."""
+        state = self.trainer.state
+        saved = {step_of(folder) for folder in checkpoint_folders(self.run.plan.output_dir / "checkpoints")}
+        if state.best_global_step is not None and state.best_global_step in saved | {self.run.state.step}:
+            state.best_model_checkpoint = self.folder(state.best_global_step)
+
+
+def exportable(trainer: "Trainer") -> list[Any]:
+    """Return the callbacks whose state is saved, and the control."""
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
+
+def restore_callbacks(trainer: "Trainer", state: TrainerState) -> list[str]:
+    """Give each callback that exports a state the saved one; several of one class in the order they were given.
+
+    Returns:
+        A sentence for each class of which the checkpoint has more or fewer than there are.
+    """
+    callbacks = [callback for callback in exportable(trainer) if isinstance(callback, TrainerCallback)]
+    problems = []
+    for kind, saved in (state.stateful_callbacks or {}).items():
+        if kind == "TrainerControl":
+            continue
+        states = saved if isinstance(saved, list) else [saved]
+        alike = [callback for callback in callbacks if type(callback).__name__ == kind]
+        for callback, one in zip(alike, states, strict=False):
+            for name, value in {**one["args"], **one["attributes"]}.items():
+                setattr(callback, name, value)
+        if len(alike) != len(states):
+            problems.append(
+                f"callbacks: the checkpoint has the state of {len(states)} {kind}, and there are {len(alike)}; "
+                f"{min(len(states), len(alike))} got it back"
+            )
+    return problems

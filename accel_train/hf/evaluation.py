@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,18 +18,32 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.utils import convert_to_fp32, send_to_device
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
-from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
+from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, speed_metrics
 
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
-from accel_train.hf.inputs import collate_of, collator_of, counted, in_batches, is_columns, is_stream, readable
-from accel_train.hf.loss import num_items_in
+from accel_train.hf.inputs import (
+    collate_of,
+    collator_of,
+    counted,
+    in_batches,
+    is_columns,
+    is_stream,
+    readable,
+    reading_of,
+)
+from accel_train.hf.sharding import is_spread
+from accel_train.hf.sharding import prediction_step as prediction_step_of
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
+
+
+ONLY_FORWARDED = -1
+"""In place of the number of targets of a batch that counts nothing: a sharded model is forwarded by all processes alike."""
 
 
 @dataclass
@@ -126,13 +141,15 @@ def _evaluate_batches(
     keep: bool,
 ) -> EvalLoopOutput:
     args, accelerator = trainer.args, trainer.accelerator
-    trainer.model.to(accelerator.device)
+    if not is_spread(trainer):
+        trainer.model.to(accelerator.device)
     if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
         trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)  # for good, as in transformers
     loss_only = args.prediction_loss_only if loss_only is None else loss_only
     by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
     with evaluation_mode(trainer.model), accelerator.autocast():
-        own = (_forward(trainer, dict(inputs), targets, loss_only, ignore_keys) for inputs, targets in batches)
+        forwarded = (_forward(trainer, dict(inputs), targets, loss_only, ignore_keys) for inputs, targets in batches)
+        own = (each for each in forwarded if each.num_targets != ONLY_FORWARDED)
         if by_batch:
             outputs, scores = _score_by_batch(trainer, own, keep=keep)
         else:
@@ -145,8 +162,11 @@ def _evaluate_batches(
         scores = _score(trainer, outputs, predictions, labels, inputs)
     metrics: dict[str, Any] = {}
     if outputs and outputs[0].loss is not None:
-        total = sum(one.loss * one.num_targets for one in outputs if one.num_targets)  # without targets it is NaN
-        metrics["loss"] = total / max(sum(one.num_targets for one in outputs), 1)
+        weights = [one.num_samples if trainer.match_transformers else one.num_targets for one in outputs]
+        total = sum(
+            one.loss * weight for one, weight in zip(outputs, weights, strict=True) if weight
+        )  # without targets it is NaN
+        metrics["loss"] = total / max(sum(weights), 1)
     metrics |= denumpify_detensorize(dict(scores))
     metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
     return EvalLoopOutput(predictions, labels, metrics, sum(one.num_samples for one in outputs))
@@ -159,20 +179,30 @@ def _own_batches(trainer: "Trainer", dataset: Any, loader: Any) -> Iterator[Micr
     if loader is None:
         dataset = readable(trainer, dataset)
         if not is_stream(dataset):
-            lists = evaluation_batches(len(dataset), args.per_device_eval_batch_size, rank, world_size)
+            size = args.per_device_eval_batch_size
+            drops = trainer.match_transformers and args.dataloader_drop_last
+            num_samples = len(dataset) // size * size if drops else len(dataset)
             pin = args.dataloader_pin_memory and accelerator.device.type == "cuda"
-            reading = Reading(args.dataloader_num_workers, pin)
-            yield from read_batches(dataset, collate_of(trainer), lists, accelerator.device, reading)
+            read = partial(read_batches, dataset, collate_of(trainer), device=accelerator.device)
+            reading = Reading(args.dataloader_num_workers, pin, **reading_of(args))
+            yield from read(evaluation_batches(num_samples, size, rank, world_size), reading=reading)
+            if is_spread(trainer) and 0 < -(-num_samples // size) % world_size <= rank:
+                for inputs, _ in read(iter([[0]]), reading=Reading(0, pin)):
+                    yield inputs, ONLY_FORWARDED
             return
         loader = in_batches(dataset, args.per_device_eval_batch_size, collator_of(trainer))
     if world_size > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
         raise ValueError(
             "get_eval_dataloader returned a prepared loader; return the DataLoader itself, every process reads it"
         )
+    number, first = -1, None
     for number, batch in enumerate(loader):
+        inputs, num_targets = counted(batch, trainer.signature)
+        first = inputs if first is None else first
         if number % world_size == rank:
-            inputs, num_targets = counted(batch, trainer.signature)
             yield send_to_device(inputs, accelerator.device), num_targets
+    if is_spread(trainer) and first is not None and 0 < (number + 1) % world_size <= rank:
+        yield send_to_device(first, accelerator.device), ONLY_FORWARDED
 
 
 def _forward(
@@ -182,7 +212,7 @@ def _forward(
     kept = inputs.get(name) if "inputs" in trainer.args.include_for_metrics else None
     rows = find_batch_size(inputs) or 1
     with torch.no_grad():
-        loss, logits, labels = trainer.prediction_step(trainer.model, inputs, loss_only, ignore_keys=ignore_keys)
+        loss, logits, labels = prediction_step_of(trainer, inputs, loss_only, ignore_keys)
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         logits = convert_to_fp32(logits)
@@ -254,40 +284,3 @@ def joined(batches: list[Any], concatenate: bool) -> Any:
     if not concatenate or half == 0:
         return batches[0] if concatenate else batches
     return nested_concat(joined(batches[:half], True), joined(batches[half:], True))
-
-
-def prediction_step(
-    trainer: "Trainer",
-    model: torch.nn.Module,
-    inputs: dict[str, Any],
-    prediction_loss_only: bool,
-    ignore_keys: list[str] | None = None,
-) -> tuple[torch.Tensor | None, Any, Any]:
-    """Return loss, outputs (but the loss and what the model says to ignore) and labels of one batch.
-
-    An override is used in evaluate and predict.
-    """
-    names = trainer.signature.label_names
-    has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
-    gives_loss = not names and bool(
-        trainer.can_return_loss if inputs.get("return_loss") is None else inputs["return_loss"]
-    )
-    if ignore_keys is None:
-        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
-    loss = labels = None
-    if has_labels or gives_loss:
-        labels = nested_detach(tuple(inputs.get(name) for name in names))
-        labels = labels[0] if len(labels) == 1 else labels
-        num_items = num_items_in(trainer, inputs)
-        loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
-    else:
-        outputs = model(**inputs)
-    if prediction_loss_only:
-        return loss, None, None
-    if isinstance(outputs, dict):
-        drop = {*ignore_keys, "loss"} if loss is not None else set(ignore_keys)
-        logits: Any = tuple(value for name, value in outputs.items() if name not in drop)
-    else:
-        logits = outputs[1:] if loss is not None and isinstance(outputs, list | tuple) else outputs
-    logits = nested_detach(logits)
-    return loss, logits[0] if isinstance(logits, list | tuple) and len(logits) == 1 else logits, labels

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 ONLY_FOR_RESUMING = [OPTIMIZER, TRAINER, "manifest.json"]
-NOT_PUSHED = ["_*", "checkpoints/*", "checkpoint-*/*", "previous-*/*", ".*"]
+NOT_PUSHED = [
+    *("_*", ".*", "checkpoints/*", "checkpoint-*/*", "previous-*/*", "run-*/*"),
+    *("model/*", "adapter/*"),  # the weights of `save_model` lie beside them
+    *("events.jsonl*", "metrics.jsonl*", "incidents/*", "profile/*", "*.log"),
+]
+"""What lies in a run folder and is for whoever trained: nothing of it goes to the Hub."""
 
 
 def init_hf_repo(trainer: "Trainer", token: str | None = None, private: bool | None = None) -> None:

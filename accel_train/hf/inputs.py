@@ -36,21 +36,25 @@ class Signature:
     """Its loss is a sum divided by `num_items_in_batch`, where that is given."""
     shifts_labels: bool
     """Position i predicts label i + 1, so the first label of a row is no target."""
+    weighs_batches: bool = False
+    """Micro-batches weigh alike, however many targets they hold."""
 
     @classmethod
-    def of(cls, model: nn.Module, label_names: Sequence[str] | None) -> "Signature":
-        """Return the signature as transformers' Trainer finds it."""
+    def of(cls, model: nn.Module, label_names: Sequence[str] | None, *, match: bool = False) -> "Signature":
+        """Return the signature as transformers' Trainer finds it; with `match` targets are counted as there, too."""
         inner = unwrap_peft_model(model)
         parameters = inspect.signature(inner.forward).parameters
         labels = tuple(find_labels(type(inner)) if label_names is None else label_names)
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         loss_type = getattr(inner, "loss_type", None)
         is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        shifts = is_causal or LOSS_MAPPING.get(loss_type) is ForCausalLMLoss
+        shifts = (is_causal and not match) or LOSS_MAPPING.get(loss_type) is ForCausalLMLoss
+        takes_num_items = getattr(inner, "accepts_loss_kwargs", takes_any)
         return cls(
             columns=(*parameters, "label", "label_ids", *labels),
             label_names=labels,
-            takes_num_items=getattr(inner, "accepts_loss_kwargs", takes_any),
+            takes_num_items=takes_num_items,
+            weighs_batches=match and not takes_num_items,
             shifts_labels=shifts and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False),
         )
 
@@ -141,6 +145,8 @@ def targets_in(inputs: Mapping[str, Any], signature: Signature) -> Tensor | int:
 
     A tensor where the inputs are on a device, so that nothing waits for it.
     """
+    if signature.weighs_batches:
+        return 1
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return int(find_batch_size(dict(inputs)) or 1)
@@ -149,6 +155,26 @@ def targets_in(inputs: Mapping[str, Any], signature: Signature) -> Tensor | int:
     elif signature.shifts_labels:
         labels = labels[..., 1:]
     return labels.ne(-100).sum()
+
+
+def reading_of(args: TrainingArguments) -> dict[str, Any]:
+    """Return how workers read, as far as the arguments say it."""
+    given = {"prefetch_factor": args.dataloader_prefetch_factor}
+    given["multiprocessing_context"] = args.dataloader_multiprocessing_context
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def num_input_tokens(trainer: "Trainer", inputs: Mapping[str, Any]) -> Any:
+    """Return the tokens of a batch for `include_num_input_tokens_seen`: all, or those that are no padding; 0 where nothing says them."""
+    main = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
+    if not isinstance(main, Tensor):
+        return 0
+    if trainer.args.include_num_input_tokens_seen == "non_padding":
+        if isinstance(inputs.get("attention_mask"), Tensor):
+            return inputs["attention_mask"].sum()
+        if (pad := getattr(trainer.processing_class, "pad_token_id", None)) is not None:
+            return main.ne(pad).sum()
+    return main.numel()
 
 
 def get_train_dataloader(trainer: "Trainer") -> DataLoader[Any]:

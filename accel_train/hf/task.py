@@ -28,7 +28,8 @@ from accel_train.hf.inputs import (
     lengths_of,
     targets_in,
 )
-from accel_train.hf.loss import num_items_in
+from accel_train.hf.sharding import copy_whole, is_spread, train_batch_size, whole_model
+from accel_train.hf.step import loss_of_step
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
@@ -62,6 +63,7 @@ class HFTask(Task):
             fingerprint=fingerprint(dataset) if self.loader is None else type(self.loader).__name__,
             facts={"num_train": per_epoch if streamed else len(dataset)},
             lengths=lengths,
+            seeds_reading=True,
             step_batches=self._read_from if streamed else None,
         )
 
@@ -100,11 +102,17 @@ class HFTask(Task):
                 settable.set_epoch(epoch)
         if self.loader is not None:
             return iter(self.loader)
-        return in_batches(source, args.per_device_train_batch_size, collator_of(self.trainer))
+        return in_batches(source, train_batch_size(args), collator_of(self.trainer))
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Return the user's model itself, so that `trainer.model` is what was trained."""
-        model, args = self.trainer.model, self.trainer.args
+        """Return the user's model itself, so that `trainer.model` is what was trained; once it is sharded, a copy of it to load
+        whole weights into."""
+        trainer, args = self.trainer, self.trainer.args
+        if is_spread(trainer) and trainer.whole_model is not None:
+            return trainer.whole_model
+        model = trainer.model
+        if trainer.whole_model is None:
+            trainer.whole_model = copy_whole(trainer, recipe)
         if recipe.precision.recomputed == "blocks":
             enable = enable_method(model)
             if enable is None:
@@ -122,8 +130,12 @@ class HFTask(Task):
         if not all(isinstance(value, Tensor) for value in inputs.values()):
             inputs = send_to_device(inputs, trainer.accelerator.device)  # what is nested; the reader moved the rest
         self.flow.count(inputs)
-        loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in(trainer, inputs))
-        return loss.float() * targets_in(inputs, trainer.signature)
+        return loss_of_step(trainer, model, inputs).float() * targets_in(inputs, trainer.signature)
+
+    def predict_batch(self, model: nn.Module, batch: Any) -> Any:
+        """Return what `prediction_step` of the trainer does: of a sharded model, whose forward has to come through here."""
+        inputs, loss_only, ignore_keys = batch
+        return self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write configuration and tokenizer, so that `from_pretrained` reads a checkpoint."""
@@ -147,6 +159,15 @@ def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)
+
+
+def save_model(trainer: "Trainer", output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """Write weights, configuration and tokenizer for `from_pretrained`, on the main process; all processes call it of a sharded model."""
+    model = whole_model(trainer)
+    if trainer.is_world_process_zero():
+        save_pretrained(trainer, model, Path(output_dir or trainer.args.output_dir))
+    if trainer.args.push_to_hub and not _internal_call:
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
 
 def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:

@@ -12,7 +12,6 @@ resume are the loop's own. docs/hf_trainer.md says what becomes of every argumen
 import time
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import (
@@ -41,14 +41,13 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import can_return_loss, logging
 
-from accel_train.hf import evaluation, hub, inputs, loss
+from accel_train.hf import evaluation, hub, inputs, search, step, task, training
 from accel_train.hf.argument_table import has_recipe_optimizer
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides
 from accel_train.hf.checkpoints import get_last_checkpoint
 from accel_train.hf.inputs import Signature
-from accel_train.hf.task import save_pretrained
+from accel_train.hf.sharding import load_whole, train_batch_size
 from accel_train.hf.training import check_optimizer, evaluation_accelerator, model_hooks, run_training
-from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
 
 __all__ = ["Trainer", "get_last_checkpoint"]
@@ -60,6 +59,9 @@ class Trainer:
     Raises:
         ValueError: an argument or an overridden method cannot be honoured; the text names it and says what to do.
     """
+
+    generates = False
+    """Evaluations may generate texts (Seq2SeqTrainer)."""
 
     from transformers.trainer_pt_utils import (
         get_learning_rates,
@@ -85,14 +87,21 @@ class Trainer:
     get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
 
     # Methods that other modules here define.
-    compute_loss = loss.compute_loss
+    call_model_init = search.call_model_init
+    hyperparameter_search = search.hyperparameter_search
+    create_optimizer = training.create_optimizer
+    save_model = task.save_model
+    compute_loss = step.compute_loss
+    compute_loss_context_manager = step.compute_loss_context_manager
+    training_step = step.training_step
+    floating_point_ops = step.floating_point_ops
     get_train_dataloader = inputs.get_train_dataloader
     get_eval_dataloader = inputs.get_eval_dataloader
     get_test_dataloader = inputs.get_test_dataloader
     evaluate = evaluation.evaluate
     evaluation_loop = evaluation.evaluation_loop
     predict = evaluation.predict
-    prediction_step = evaluation.prediction_step
+    prediction_step = step.prediction_step
     init_hf_repo = hub.init_hf_repo
     push_to_hub = hub.push_to_hub
     create_model_card = hub.create_model_card
@@ -114,8 +123,11 @@ class Trainer:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         *,
         tokenizer: Any = None,
+        match_transformers: bool = False,
     ) -> None:
         check_overrides(type(self), Trainer)
+        self.match_transformers = match_transformers
+        """Weigh and leave out as transformers does, where this differs on purpose: docs/hf_trainer.md has the table."""
         self.args = args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
         self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
@@ -142,6 +154,16 @@ class Trainer:
         self._trained_optimizer = self.optimizer
         self.recipe: Recipe | None = None
         """The translated arguments, once train() has begun."""
+        self.strategy: Any = None
+        """How the model of the last train() is spread over processes."""
+        self.whole_model: nn.Module | None = None
+        """Of a sharded model, on the main process: a copy to load its whole weights into."""
+        self.trial: Any = None
+        self.hp_space: Any = None
+        self.hp_name: Any = None
+        self.compute_objective: Any = None
+        self.objective: float | None = None
+        self._initial_num_input_tokens_seen = 0
         self.hub_model_id: str | None = None
         self.pushes: list[Any] = []
         self._seed()
@@ -174,8 +196,14 @@ class Trainer:
     def _adopt(self, model: nn.Module) -> None:
         """Set the model, and find out how it computes its loss."""
         validate_quantization_for_training(model)
-        self.model = model
-        self.signature = Signature.of(model, self.args.label_names)
+        if self.args.deepspeed:
+            load_whole(model)
+        if self.args.use_liger_kernel:
+            apply_liger_kernel(model, self.args.liger_kernel_config)
+        self.model = self.model_wrapped = model
+        self.strategy = None
+        match = self.match_transformers and self.compute_loss_func is None
+        self.signature = Signature.of(model, self.args.label_names, match=match)
         self.label_names = list(self.signature.label_names)
         self.can_return_loss = bool(can_return_loss(type(unwrap_peft_model(model))))
         config = getattr(model, "config", None)
@@ -211,13 +239,9 @@ class Trainer:
             RestartNeeded: a process of a sharded model ran out of memory; train(resume_from_checkpoint=True) uses smaller micro-batches.
         """
         self._memory_tracker.start()
-        if trial is not None:
-            raise ValueError(
-                "train(trial=...) belongs to hyperparameter_search, which is not here; call train() for each trial"
-            )
         if self.model_init is not None:
             self._seed()
-            self._adopt(self.call_model_init())
+            self._adopt(self.call_model_init(trial))
         knows_tokens = isinstance(self.processing_class, PreTrainedTokenizerBase | transformers.ProcessorMixin)
         if knows_tokens and isinstance(self.model, PreTrainedModel):
             align_special_tokens(self.model, self.processing_class)
@@ -227,7 +251,7 @@ class Trainer:
         self.optimizer, self.lr_scheduler = self.given_optimizers
         self.is_in_train = True
         try:
-            with model_hooks(self):
+            with search.trial_arguments(self, trial), model_hooks(self):
                 flow, num_steps = run_training(self, resume_from_checkpoint or None, ignore_keys_for_eval)
         finally:
             self.is_in_train, self._trained_optimizer = False, self.optimizer
@@ -247,46 +271,20 @@ class Trainer:
         hub.finish_pushes(self)
         return TrainOutput(self.state.global_step, loss, metrics)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return 6 x tokens x parameters without embeddings (forward and backward), as in transformers; for `total_flos`."""
-        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Set and return the optimizer: the one that is there, one of `optimizer_cls_and_kwargs`, or what `optim` names.
-
-        One that was made before train() is the one that train() uses.
-        """
-        if self.recipe is None or self.optimizer is not None or self.makes_optimizer:
-            return transformers.Trainer.create_optimizer(self, model)
-        self.optimizer = build_optimizer(
-            self.model if model is None else model, self.recipe.optimizer, self.accelerator.device
-        )
-        return self.optimizer
-
     @property
     def makes_optimizer(self) -> bool:
         """True where the optimizer's class comes from transformers or from the user, and not from the recipe."""
         own = self.optimizer_cls_and_kwargs is not None or self.overrides("get_optimizer_cls_and_kwargs")
         return own or not has_recipe_optimizer(self.args)
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return a new model of `model_init`."""
-        model = None if self.model_init is None else self.model_init()
-        if model is None:
-            raise ValueError("model_init returned None; it has to return a model")
-        return model
+    def end(self) -> None:
+        """Finish the trackers and leave the process group; call it last."""
+        self.accelerator.end_training()
 
-    # Save and push
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write weights, configuration and tokenizer for `from_pretrained`, on the main process."""
-        if self.is_world_process_zero():
-            save_pretrained(self, self.model, Path(output_dir or self.args.output_dir))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    # This process
+    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
+        """Return the samples of a step over all processes."""
+        args = args or self.args
+        return train_batch_size(args) * args.world_size * args.gradient_accumulation_steps
 
     @cached_property
     def accelerator(self) -> Accelerator:

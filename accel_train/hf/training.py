@@ -1,71 +1,49 @@
 """One call of Trainer.train(): translate, prepare, run the loop, and leave the state that transformers' users expect."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import length_hint
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import (
-    DefaultFlowCallback,
-    PreTrainedModel,
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
-from transformers.integrations import INTEGRATION_TO_CALLBACK, activate_neftune, deactivate_neftune
+from transformers.integrations import activate_neftune, deactivate_neftune
+from transformers.trainer import TRAINER_STATE_NAME
 
 from accel_train.core.state import Requests
 from accel_train.data.batch_sizes import resolve_batch
+from accel_train.engine.run import RunContext
 from accel_train.engine.run_plan import Extensions
 from accel_train.hf.argument_table import has_recipe_optimizer
 from accel_train.hf.arguments import length_of, schedule_of, to_recipe, with_decay_of
 from accel_train.hf.callbacks import Flow
-from accel_train.hf.checkpoints import resume_of
-from accel_train.hf.inputs import epoch_order, is_stream, readable
+from accel_train.hf.checkpoints import load_stock_optimizer, load_stock_weights, resume_of, stock_checkpoint
+from accel_train.hf.inputs import epoch_order, is_stream, readable, reading_of
+from accel_train.hf.sharding import check_sharded
+from accel_train.hf.step import may_ask
 from accel_train.hf.task import HFTask
+from accel_train.optim.optimizers import build_optimizer
 from accel_train.parallel.precision import choose_mixed_precision, start_accelerator
 from accel_train.recipe.reliability import Guard
-from accel_train.recipe.schema import Batch, Precision
+from accel_train.recipe.schema import Batch, Precision, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.exit import exits_are_errors
-from accel_train.runtime.launch_environment import refuse_sharded_launch
+from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.runtime.process_group import start_processes
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
-
-
-INSIDE_A_STEP = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
-ASKS_NOTHING = (DefaultFlowCallback, PrinterCallback, ProgressCallback, *INTEGRATION_TO_CALLBACK.values())
-
-
-def check_callbacks(callbacks: list[TrainerCallback]) -> None:
-    """Refuse callbacks that look into a step: gradients are clipped and used there in one go, on the device.
-
-    Raises:
-        ValueError: naming the callback and its method.
-    """
-    for callback in callbacks:
-        for event in INSIDE_A_STEP:
-            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                raise ValueError(
-                    f"{type(callback).__name__}.{event} would never be called: no event is sent inside a step; use on_step_end "
-                    "(the gradient norm is in state.log_history and metrics.jsonl)"
-                )
-
-
-def may_ask(callbacks: list[TrainerCallback]) -> bool:
-    """Return whether a callback can request something, so that the host has to wait for each step."""
-    return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
 
 
 @exits_are_errors()
@@ -78,8 +56,6 @@ def run_training(
         ValueError: something cannot be honoured.
     """
     args = trainer.args
-    check_callbacks(trainer.callback_handler.callbacks)
-    refuse_sharded_launch()
     loader = trainer.get_train_dataloader() if trainer.overrides("get_train_dataloader") else None
     if loader is None and trainer.train_dataset is None:
         raise ValueError("training needs a train_dataset")
@@ -87,7 +63,8 @@ def run_training(
     num_samples = None if rows is None or is_stream(rows) else len(rows)
     num_batches = length_hint(loader) or None  # 0 without a loader, and for one over a data set without a length
     length = length_of(args, num_samples, num_batches, args.world_size)
-    by_callbacks = may_ask(trainer.callback_handler.callbacks) or args.eval_delay > 0
+    counts_tokens = args.include_num_input_tokens_seen not in ("no", False)
+    by_callbacks = may_ask(trainer.callback_handler.callbacks) or args.eval_delay > 0 or counts_tokens
     requests = Requests() if by_callbacks else None
     recipe = to_recipe(
         args,
@@ -100,22 +77,18 @@ def run_training(
     )
     decayed = trainer.get_decay_parameter_names(trainer.model)
     recipe = trainer.recipe = with_decay_of(recipe, trainer.model, decayed)
-    flow, rates = Flow(trainer, length, requests, ignore_keys), ScheduledRates(trainer, length.max_steps)
-    finds_unused = isinstance(trainer.model, PreTrainedModel) and recipe.precision.recomputed == "nothing"
-    given = args.ddp_find_unused_parameters  # none: as transformers, for its own models
-    extensions = Extensions(
-        observers=(flow,),
-        build_optimizer=rates.build_optimizer,
-        group_learning_rates=rates if rates.are_used else None,
-        epoch_order=epoch_order(args, rows) if loader is None else None,
-        evaluate=flow.evaluate if args.eval_strategy != "no" else None,
-        find_unused_parameters=finds_unused if given is None else given,
-        requests=requests,
-    )
+    flow = Flow(trainer, length, requests, ignore_keys)
+    extensions = extensions_of(trainer, recipe, flow, None if loader is not None else epoch_order(args, rows))
+    stock = flow.stock_checkpoint = stock_checkpoint(args, resume_from_checkpoint)
+    check_sharded(trainer, with_launch_environment(recipe), stock)
+    if stock is not None:
+        load_stock_weights(trainer.model, stock)
     run = prepare_run(recipe, HFTask(trainer, flow, length, rows, loader), extensions)
-    trainer.accelerator = run.accelerator
-    first_step = run.state.step
+    trainer.accelerator, trainer.strategy = run.accelerator, run.strategy
     try:
+        if stock is not None:
+            resume_stock(trainer, run, stock)
+        first_step = run.state.step
         flow.begin(run)
         if args.eval_on_start and trainer.eval_dataset is not None:
             trainer.evaluate(ignore_keys=ignore_keys)
@@ -125,6 +98,53 @@ def run_training(
     train_run(run)
     flow.end()
     return flow, run.state.step - first_step
+
+
+def extensions_of(
+    trainer: "Trainer", recipe: Recipe, flow: Flow, order: Callable[[int], NDArray[np.int64]] | None
+) -> Extensions:
+    """Return what the arguments and the trainer bring along that no recipe can say."""
+    args, rates = trainer.args, ScheduledRates(trainer, flow, flow.length.max_steps)
+    finds_unused = isinstance(trainer.model, PreTrainedModel) and recipe.precision.recomputed == "nothing"
+    given = args.ddp_find_unused_parameters  # none: as transformers, for its own models
+    return Extensions(
+        observers=(flow,),
+        build_optimizer=rates.build_optimizer,
+        group_learning_rates=rates if rates.are_used else None,
+        epoch_order=order,
+        evaluate=flow.evaluate if args.eval_strategy != "no" else None,
+        find_unused_parameters=finds_unused if given is None else given,
+        requests=flow.requests,
+        reading=reading_of(args),
+        ddp={} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb},
+    )
+
+
+def resume_stock(trainer: "Trainer", run: RunContext, folder: Path) -> None:
+    """Go on from a checkpoint that transformers' own Trainer wrote: weights are loaded, the optimizer's state and the step follow."""
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    trained = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
+    groups = [[each for name, each in trained if (name in decayed) is is_decayed] for is_decayed in (True, False)]
+    lost = load_stock_optimizer(run.strategy.optimizer, groups, folder)
+    run.state.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+    run.observer.on_event(
+        "stock_checkpoint",
+        run.state.step,
+        f"goes on from {folder}, which transformers' Trainer wrote: weights, optimizer, step and log are taken; {lost}dropout has "
+        "other random numbers, and the rates are those of the schedule",
+    )
+
+
+def create_optimizer(trainer: "Trainer", model: nn.Module | None = None) -> torch.optim.Optimizer:
+    """Set and return the optimizer: the one that is there, one of `optimizer_cls_and_kwargs`, or what `optim` names.
+
+    One that was made before train() is the one that train() uses.
+    """
+    if trainer.recipe is None or trainer.optimizer is not None or trainer.makes_optimizer:
+        return transformers.Trainer.create_optimizer(trainer, model)
+    own, device = trainer.model if model is None else model, trainer.accelerator.device
+    trainer.optimizer = build_optimizer(own, trainer.recipe.optimizer, device)
+    return trainer.optimizer
 
 
 def check_optimizer(trainer: "Trainer") -> None:
@@ -170,11 +190,14 @@ MAKERS = ("create_optimizer", "create_scheduler", "create_optimizer_and_schedule
 class ScheduledRates:
     """The optimizer of `create_optimizer`, and the rates of its torch scheduler as a function of the step.
 
-    The scheduler is stepped ahead of the loop, once for each step.
+    The scheduler is stepped ahead of the loop, once for each step; one that follows a metric (ReduceLROnPlateau), after each
+    evaluation.
     """
 
-    def __init__(self, trainer: "Trainer", max_steps: int) -> None:
-        self._trainer, self._max_steps = trainer, max_steps
+    _optimizer: torch.optim.Optimizer
+
+    def __init__(self, trainer: "Trainer", flow: Flow, max_steps: int) -> None:
+        self._trainer, self._flow, self._max_steps = trainer, flow, max_steps
         self.are_used = (
             trainer.given_optimizers[0] is not None
             or trainer.makes_optimizer
@@ -183,13 +206,11 @@ class ScheduledRates:
         )
         """Optimizer or schedule are the user's own; else the recipe has the rates."""
 
-    _optimizer: torch.optim.Optimizer
-
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer, and begin its rates.
 
         Raises:
-            ValueError: the scheduler follows a metric, so its rates are no function of the step.
+            ValueError: the scheduler is none of torch's.
         """
         trainer = self._trainer
         if self.are_used:
@@ -198,10 +219,11 @@ class ScheduledRates:
             if trainer.optimizer is None:
                 raise ValueError("create_optimizer_and_scheduler has set no optimizer: it has to set self.optimizer")
             self._optimizer = trainer.optimizer
-            if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+            if isinstance(scheduler, ReduceLROnPlateau):
+                self._flow.scheduler = scheduler
+            elif not isinstance(scheduler, LRScheduler):
                 raise ValueError(
-                    f"the scheduler is a {type(scheduler).__name__}, whose rates follow a metric: here a rate is a function of the "
-                    "step, so that a resume repeats it; use a scheduler of torch.optim.lr_scheduler whose step() takes nothing"
+                    f"the scheduler is a {type(scheduler).__name__}, which is none of torch.optim.lr_scheduler; use one of those"
                 )
             self._scheduler, self._rates = scheduler, [self._current()]
             return self._optimizer
@@ -209,6 +231,8 @@ class ScheduledRates:
 
     def __call__(self, step: int) -> list[float]:
         in_use = self._current()
+        if self._flow.scheduler is not None:  # each evaluation sets them
+            return in_use
         while len(self._rates) <= step:
             self._set(self._rates[-1])  # many schedulers compute from the rate that they find
             with warnings.catch_warnings():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hf_models import flat
 from tests.support.runs import TESTS, run_forked_command
 
 
@@ -15,12 +16,6 @@ def result(folder: Path, processes: int) -> dict[str, Any]:
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
-
-
-def flat(value: Any) -> list[float]:
-    if isinstance(value, dict):
-        return [number for name in sorted(value) for number in flat(value[name])]
-    return [number for item in value for number in flat(item)] if isinstance(value, list) else [float(value)]
 
 
 @pytest.mark.slow

@@ -156,6 +156,13 @@ def history(trainer: Any) -> list[dict[str, float]]:
     ]
 
 
+def flat(value: Any) -> list[float]:
+    """All numbers of a nested value, in order."""
+    if isinstance(value, dict):
+        return [number for name in sorted(value) for number in flat(value[name])]
+    return [number for item in value for number in flat(item)] if isinstance(value, list) else [float(value)]
+
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,

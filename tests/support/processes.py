@@ -2,7 +2,6 @@
 
 `run_forked(["run", "recipe.yaml"], 2, folder=tmp_path)` starts two ranks as torchrun would (RANK, WORLD_SIZE, ...), 3
 seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and counts as ended once `rank-R.exit` is there.
-Their reports have no charts.
 """
 
 import gc
@@ -229,9 +228,7 @@ def _run_rank(job: dict[str, Any], rank: int) -> int:
     os.chdir(job["cwd"].replace("{rank}", str(rank)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from accel_train.cli.main import program
-    from accel_train.report import report
 
-    report.draw_all = lambda runs: []  # a second of CPU a run; the tests of the report draw them
     sys.argv = [job["program"] or "accel-train", *(word.replace("{rank}", str(rank)) for word in job["argv"])]
     try:
         if job["program"]:

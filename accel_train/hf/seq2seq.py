@@ -1,0 +1,120 @@
+"""`accel_train.hf.Seq2SeqTrainer`: transformers' Seq2SeqTrainer by its interface, with evaluations that generate texts."""
+
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.trainer_utils import PredictionOutput
+
+from accel_train.hf.inputs import is_columns
+from accel_train.hf.trainer import Trainer
+
+_DEFAULT_MAX_LENGTH = 20  # of transformers' generate, where no generation config says another
+
+
+class Seq2SeqTrainer(Trainer):
+    """Train, evaluate and predict with the arguments of `transformers.Seq2SeqTrainer`.
+
+    With `predict_with_generate` of Seq2SeqTrainingArguments, evaluate and predict generate the texts that compute_metrics gets as
+    predictions: token ids, padded as transformers does. Every sample is generated once, in order, on any number of processes.
+
+    Raises:
+        ValueError: an argument or an overridden method cannot be honoured; the text names it and says what to do.
+    """
+
+    generates = True
+    _gen_kwargs: dict[str, Any]
+
+    load_generation_config = staticmethod(transformers.Seq2SeqTrainer.load_generation_config)
+    _pad_tensors_to_max_len = transformers.Seq2SeqTrainer._pad_tensors_to_max_len
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Set the model, with the generation config of the arguments where they name one."""
+        super()._adopt(model)
+        self._gen_kwargs = {}
+        named: str | GenerationConfig | None = getattr(self.args, "generation_config", None)
+        if named is not None:
+            inner: Any = model
+            inner.generation_config = self.load_generation_config(named)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """Evaluate one data set, or each of a dict of them; `gen_kwargs` are for `generate`: `max_length`, `num_beams`, ...
+
+        Without them the arguments' `generation_max_length` and `generation_num_beams` hold, else the model's generation config.
+        """
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(data, dict) and not is_columns(data):
+            metrics: dict[str, float] = {}
+            for name, part in data.items():
+                chosen = name if eval_dataset is None else part
+                metrics |= self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}", **gen_kwargs)
+            return metrics
+        self._gen_kwargs = self._with_arguments(gen_kwargs)
+        found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return found
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """Return the generated ids (without predict_with_generate, the logits) and labels in order, and metrics; `gen_kwargs` as in evaluate."""
+        self._gen_kwargs = self._with_arguments(gen_kwargs)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def _with_arguments(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what `generate` is given: the arguments stand in for what the call does not say."""
+        given = {name: value for name, value in gen_kwargs.items() if value is not None}
+        if "max_new_tokens" not in given:
+            given.setdefault("max_length", getattr(self.args, "generation_max_length", None))
+        given.setdefault("num_beams", getattr(self.args, "generation_num_beams", None))
+        return {name: value for name, value in given.items() if value is not None}
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Return loss, generated ids and labels of one batch, both padded to the length of the model's generation config.
+
+        Without predict_with_generate, or for the loss alone, it is Trainer's.
+        """
+        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        labels, loss = inputs.get("labels"), None
+        if labels is not None:
+            loss, *_ = super().prediction_step(model, dict(inputs), True, ignore_keys=ignore_keys)
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        decoder = given.get("decoder_input_ids")
+        if labels is not None and decoder is not None and decoder.shape == labels.shape:
+            # Made from the labels: the text would begin with them.
+            given = {
+                name: each
+                for name, each in given.items()
+                if name not in ("decoder_input_ids", "decoder_attention_mask")
+            }
+        generator: Any = model
+        tokens = generator.generate(**given, **(gen_kwargs or self._gen_kwargs))
+        return loss, self._padded(tokens), None if labels is None else self._padded(labels)
+
+    def _padded(self, tokens: Tensor) -> Tensor:
+        """Return ids padded as transformers pads them: with the padding token, up to the most that the generation config allows."""
+        inner: Any = self.model
+        config = inner.generation_config
+        width, most_new = config.max_length or _DEFAULT_MAX_LENGTH, config.max_new_tokens
+        if tokens.shape[-1] >= width:
+            width = 0 if most_new is None else most_new + 1
+        padded: Tensor = self._pad_tensors_to_max_len(tokens, width) if tokens.shape[-1] < width else tokens
+        return padded

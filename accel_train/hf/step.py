@@ -1,0 +1,206 @@
+"""Parts of a step: the loss and the outputs of a batch, as transformers' Trainer computes them, and what callbacks see of the update."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import nested_detach
+from transformers.trainer_utils import unwrap_peft_model
+
+from accel_train.hf.inputs import targets_in
+
+if TYPE_CHECKING:
+    from accel_train.hf import Trainer
+
+
+OF_AN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
+ASKS_NOTHING = (DefaultFlowCallback, PrinterCallback, ProgressCallback, *INTEGRATION_TO_CALLBACK.values())
+
+
+def compute_loss(
+    trainer: "Trainer",
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Return the mean loss of one micro-batch over its targets; `num_items_in_batch` are this micro-batch's.
+
+    Override it for a loss of your own: return a mean, or a sum divided by `num_items_in_batch`. The loop multiplies by
+    the targets, adds up over micro-batches and processes, and divides once by all targets of the step.
+
+    Raises:
+        ValueError: the model returned no loss.
+    """
+    inputs = dict(inputs)
+    takes_labels = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    labels = inputs.pop("labels", None) if takes_labels else None
+    if trainer.signature.takes_num_items and num_items_in_batch is not None:
+        inputs["num_items_in_batch"] = num_items_in_batch
+    outputs = model(**inputs)
+    if trainer.compute_loss_func is not None:
+        loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+    elif labels is not None and trainer.label_smoother is not None:
+        is_causal = type(unwrap_peft_model(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        options = {"shift_labels": is_causal, "num_items_in_batch": num_items_in_batch}
+        loss = trainer.label_smoother(outputs, labels, **options)
+    elif isinstance(outputs, dict) and "loss" not in outputs:
+        raise ValueError(
+            f"the model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}; give it labels, pass "
+            "compute_loss_func, or override compute_loss"
+        )
+    else:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return (loss, outputs) if return_outputs else loss
+
+
+def compute_loss_context_manager(trainer: "Trainer") -> AbstractContextManager[Any]:
+    """Return the context in which `compute_loss` is called; override it for one of your own. Autocast is around it already."""
+    return nullcontext()
+
+
+def training_step(
+    trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+) -> Tensor:
+    """Return the loss of one micro-batch, detached, after `self.accelerator.backward(loss)`.
+
+    Override it as in transformers, with a call of this method or with a backward of your own. The loop takes the loss that is
+    handed to `backward`, of several their sum, and goes backward once: no gradients are there when the call returns.
+    """
+    model.train()
+    with trainer.compute_loss_context_manager():
+        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+    trainer.accelerator.backward(loss)
+    return loss.detach()
+
+
+def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Return the mean loss of a micro-batch, with its graph.
+
+    Raises:
+        ValueError: an overridden training_step went backward in another way, or not at all.
+    """
+    num_items = num_items_in(trainer, inputs)
+    if not trainer.overrides("training_step"):
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+        return loss
+    handed: list[Tensor] = []
+    accelerator: Any = trainer.accelerator
+    accelerator.backward = lambda loss, **_: handed.append(loss)
+    try:
+        returned = trainer.training_step(model, dict(inputs), num_items)
+    finally:
+        del accelerator.backward
+    if not handed and isinstance(returned, Tensor) and returned.requires_grad:
+        return returned
+    if not handed:
+        raise ValueError(
+            f"{type(trainer).__name__}.training_step never called self.accelerator.backward(loss); call that, and not loss.backward(): "
+            "the loop goes backward itself, once it is known what the loss is divided by"
+        )
+    return torch.stack(handed).sum() if len(handed) > 1 else handed[0]
+
+
+def floating_point_ops(trainer: "Trainer", inputs: dict[str, Any]) -> int:
+    """Return 6 x tokens x parameters without embeddings (forward and backward), as in transformers; for `total_flos`."""
+    main = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
+    return 6 * main.numel() * trainer._num_flops_parameters if isinstance(main, Tensor) else 0
+
+
+def num_items_in(trainer: "Trainer", inputs: dict[str, Any]) -> Tensor | int | None:
+    """Return `num_items_in_batch` of one batch; None where nothing divides by it, as in transformers."""
+    if "labels" not in inputs or not (trainer.signature.takes_num_items or trainer.compute_loss_func is not None):
+        return None
+    count = targets_in(inputs, trainer.signature)
+    return count.clamp(min=1) if isinstance(count, Tensor) else count  # without targets a sum is 0, and 0 / 0 is NaN
+
+
+def prediction_step(
+    trainer: "Trainer",
+    model: nn.Module,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: list[str] | None = None,
+) -> tuple[Tensor | None, Any, Any]:
+    """Return loss, outputs (but the loss and what the model says to ignore) and labels of one batch.
+
+    An override is used in evaluate and predict.
+    """
+    names = trainer.signature.label_names
+    has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+    gives_loss = not names and bool(
+        trainer.can_return_loss if inputs.get("return_loss") is None else inputs["return_loss"]
+    )
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+    loss = labels = None
+    if has_labels or gives_loss:
+        labels = nested_detach(tuple(inputs.get(name) for name in names))
+        labels = labels[0] if len(labels) == 1 else labels
+        num_items = num_items_in(trainer, inputs)
+        with trainer.compute_loss_context_manager():
+            loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
+    else:
+        outputs = model(**inputs)
+    if prediction_loss_only:
+        return loss, None, None
+    if isinstance(outputs, dict):
+        drop = {*ignore_keys, "loss"} if loss is not None else set(ignore_keys)
+        logits: Any = tuple(value for name, value in outputs.items() if name not in drop)
+    else:
+        logits = outputs[1:] if loss is not None and isinstance(outputs, list | tuple) else outputs
+    logits = nested_detach(logits)
+    return loss, logits[0] if isinstance(logits, list | tuple) and len(logits) == 1 else logits, labels
+
+
+def looks_into_steps(callback: TrainerCallback) -> bool:
+    """Return whether a callback has something for the update itself."""
+    own = (getattr(getattr(callback, event), "__func__", None) for event in OF_AN_UPDATE)
+    return any(method is not getattr(TrainerCallback, event) for method, event in zip(own, OF_AN_UPDATE, strict=True))
+
+
+def watch_updates(
+    optimizer: torch.optim.Optimizer,
+    callbacks: Sequence[TrainerCallback],
+    call: Callable[[str], None],
+    hooks: ExitStack,
+) -> None:
+    """Call what callbacks have for the update itself, until `hooks` are closed: before it gradients are clipped, after it they are
+    still there. An update that is skipped on the device is announced all the same."""
+    if not any(map(looks_into_steps, callbacks)):
+        return
+
+    def before(updated: Any, *_: Any) -> None:
+        if (scale := getattr(updated, "grad_scale", None)) is not None:  # the clip, which the fused update would do
+            for parameter in (each for group in updated.param_groups for each in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+            updated.grad_scale = None
+        call("on_pre_optimizer_step")
+
+    hooks.callback(optimizer.register_step_pre_hook(before).remove)
+    hooks.callback(optimizer.register_step_post_hook(lambda *_: call("on_optimizer_step")).remove)
+
+
+def may_ask(callbacks: list[TrainerCallback]) -> bool:
+    """Return whether a callback can request something, so that the host has to wait for each step."""
+    return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
+
+
+def signals_of_all(trainer: "Trainer") -> list[bool]:
+    """* Return what callbacks of any process ask for: to stop, to save, to evaluate."""
+    control = trainer.control
+    signals = torch.tensor(
+        [control.should_training_stop, control.should_save, control.should_evaluate], dtype=torch.int32
+    )
+    if trainer.args.world_size > 1:
+        signals = signals.to(trainer.accelerator.device)
+        dist.all_reduce(signals, op=dist.ReduceOp.MAX)
+    return [bool(signal) for signal in signals.tolist()]

@@ -1,0 +1,133 @@
+"""Checkpoints that transformers' own Trainer wrote are resumed, and schedules that follow a metric are."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from accel_train.hf import Trainer
+from accel_train.hf.checkpoints import load_stock_weights
+from tests.support.hf_models import Plain, arguments, bert, difference, history, plain_rows, rows
+
+CLOSE = 1e-5
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "weight_decay": 0.1, "logging_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with checkpoint-3 and checkpoint-6 of transformers, and the trainer that wrote them."""
+    folder = tmp_path_factory.mktemp("stock")
+    trainer = transformers.Trainer(bert(), arguments(folder, **SAVING), train_dataset=rows(32))
+    trainer.train()
+    return folder, trainer
+
+
+@pytest.mark.parametrize("by", ["name", "True"])
+def test_a_checkpoint_that_transformers_wrote_is_resumed_to_the_same_weights(
+    tmp_path: Path, stock: tuple[Path, Any], by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, theirs = stock
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
+    ours = Trainer(bert(seed=5), arguments(tmp_path, **SAVING), train_dataset=rows(32))
+    result = ours.train(resume_from_checkpoint=True if by == "True" else str(tmp_path / "checkpoint-3"))
+    assert result.global_step == 6
+    assert difference(theirs.model, ours.model) < CLOSE
+    assert [line["step"] for line in history(ours)] == [line["step"] for line in history(theirs)]
+    assert "which transformers' Trainer wrote: weights, optimizer, step and log are taken" in capsys.readouterr().out
+    assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()  # left as it was
+    assert (tmp_path / "checkpoint-6").is_symlink()
+
+
+def test_a_checkpoint_of_transformers_without_an_optimizer_is_resumed_and_that_is_said(
+    tmp_path: Path, stock: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(stock[0] / "checkpoint-3", tmp_path / "old")
+    (tmp_path / "old" / "optimizer.pt").unlink()
+    trainer = Trainer(bert(), arguments(tmp_path / "run", **SAVING), train_dataset=rows(32))
+    assert trainer.train(resume_from_checkpoint=str(tmp_path / "old")).global_step == 6
+    assert "it has no optimizer.pt, so the optimizer begins anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [(bert(hidden_size=16), "another model, by its weight"), (Plain(), "another model")]
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, stock: tuple[Path, Any], model: Any, said: str
+) -> None:
+    data = plain_rows(16) if isinstance(model, Plain) else rows(16)
+    with pytest.raises(ValueError, match=said):
+        Trainer(model, arguments(tmp_path), train_dataset=data).train(
+            resume_from_checkpoint=str(stock[0] / "checkpoint-3")
+        )
+
+
+def test_weights_that_transformers_saves_under_other_names_are_all_loaded(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
+    config = transformers.ViTConfig(**sizes, num_attention_heads=2, intermediate_size=16)
+    saved, fresh = (transformers.ViTForImageClassification(config) for _ in range(2))
+    saved.save_pretrained(tmp_path)
+    load_stock_weights(fresh, tmp_path)
+    assert difference(saved, fresh) == 0
+
+
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_steps": 5,
+    "learning_rate": 0.5,
+    "logging_steps": 1,
+}
+
+
+def plateau(kind: Any, folder: Path, resume: str | None = None) -> list[float]:
+    worse = [{**row, "labels": 2} for row in plain_rows(16)]
+    trainer = kind(Plain(), arguments(folder, **PLATEAU), train_dataset=plain_rows(24), eval_dataset=worse)
+    trainer.train(resume_from_checkpoint=resume)
+    return [line["learning_rate"] for line in history(trainer) if "learning_rate" in line]
+
+
+def test_a_schedule_that_follows_a_metric_gives_the_rates_of_transformers_also_after_a_resume(tmp_path: Path) -> None:
+    expected, found = plateau(transformers.Trainer, tmp_path / "theirs"), plateau(Trainer, tmp_path / "ours")
+    assert found == expected
+    assert found[-1] < found[0]
+    assert plateau(Trainer, tmp_path / "ours", str(tmp_path / "ours" / "checkpoint-3")) == expected
+
+
+def test_a_given_schedule_that_follows_a_metric_is_used(tmp_path: Path) -> None:
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=3, logging_steps=1)
+    data = {"train_dataset": plain_rows(24), "eval_dataset": [{**row, "labels": 2} for row in plain_rows(8)]}
+    schedule = ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+    trainer = Trainer(model, args, optimizers=(optimizer, schedule), **data)
+    trainer.train()
+    assert optimizer.param_groups[0]["lr"] < 0.1
+
+
+def noisy(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator that draws from all generators of its process."""
+    features = torch.stack([sample["features"] for sample in samples])
+    noise = torch.rand(features.shape) + torch.from_numpy(np.random.rand(8)).float() + random.random()
+    return {"features": features + noise, "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_collator_draws_is_the_same_after_a_resume_and_with_workers(tmp_path: Path, workers: int) -> None:
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    setup: dict[str, Any] = {"train_dataset": plain_rows(24), "data_collator": noisy}
+    whole = Trainer(Plain(), arguments(tmp_path / "whole", **saving), **setup)
+    whole.train()
+    args = arguments(tmp_path / "whole", **saving, dataloader_num_workers=workers)
+    again = Trainer(Plain(seed=3), args, **setup)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert difference(whole.model, again.model) == 0

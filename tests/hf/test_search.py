@@ -1,0 +1,62 @@
+"""hyperparameter_search: a run for each trial, the best one returned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from accel_train.hf import Trainer
+from tests.support.hf_models import Plain, arguments, plain_rows
+
+
+def searcher(folder: Path, **args: Any) -> Trainer:
+    data = {"train_dataset": plain_rows(24), "eval_dataset": plain_rows(16, seed=3)}
+    return Trainer(args=arguments(folder, num_train_epochs=1, learning_rate=1e-2, **args), model_init=Plain, **data)
+
+
+def test_each_trial_is_a_run_of_its_own_and_the_best_one_is_returned(tmp_path: Path) -> None:
+    trainer = searcher(tmp_path)
+    rates = {"learning_rate": [1e-6, 0.5, 1e-3]}
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates["learning_rate"])},
+        n_trials=3,
+        sampler=optuna.samplers.GridSampler(rates, seed=0),
+        hp_name=lambda trial: f"rate-{trial.params['learning_rate']}",
+    )
+    assert best.hyperparameters == {"learning_rate": 1e-3}
+    for rate in rates["learning_rate"]:
+        summary = json.loads((tmp_path / f"rate-{rate}" / "summary.json").read_text())
+        assert summary["status"] == "finished"
+    assert trainer.args.learning_rate == 1e-2
+    assert trainer.args.output_dir == str(tmp_path)
+
+
+def test_a_trial_that_is_not_worth_going_on_is_pruned(tmp_path: Path) -> None:
+    trainer = searcher(tmp_path, eval_strategy="epoch")
+    pruner = optuna.pruners.ThresholdPruner(upper=0.0)
+    study_like: dict[str, Any] = {"pruner": pruner, "storage": f"sqlite:///{tmp_path}/study.db", "study_name": "one"}
+    with pytest.raises(ValueError, match="Record does not exist"):  # of a best trial
+        trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.1, 0.2)}, n_trials=1, **study_like
+        )
+    study = optuna.load_study(study_name="one", storage=study_like["storage"])
+    assert [trial.state.name for trial in study.trials] == ["PRUNED"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backend": "ray"}, "only optuna"),
+        ({"hp_space": lambda trial: {"lerning_rate": 1}}, "'lerning_rate', which is no field"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_by_name(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        searcher(tmp_path).hyperparameter_search(n_trials=1, **given)
+
+
+def test_a_search_needs_a_model_init(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a model_init"):
+        Trainer(Plain(), arguments(tmp_path)).hyperparameter_search()
