@@ -13,11 +13,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ENCODER := $(VENV)/.encoder
+OLDEST := $(VENV)/oldest
 # One thread per process: tests start several, and threads that fight for the cores make each of them slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-gpu test-all lint format clean
+.PHONY: help setup demo test test-slow test-faults test-oldest test-gpu test-all lint format clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +50,14 @@ test-slow: $(INSTALLED) $(ENCODER) ## The tests that take minutes.
 
 test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for about 15 minutes.
 	$(PYTEST) -n $(WORKERS) -m 'faults and not gpu'
+
+$(OLDEST): pyproject.toml # what the Trainer's tests run with in the oldest versions of its range, laid over .venv
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST) transformers==5.17.0 accelerate==1.10.0 \
+		'huggingface_hub<2' httpx httpcore h11
+
+test-oldest: $(INSTALLED) $(OLDEST) ## The Trainer's tests with the oldest transformers and Accelerate that are supported.
+	PYTHONPATH=$(OLDEST) $(PYTEST) -n $(WORKERS) -m 'not slow' tests/hf
 
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	$(PYTEST) -m gpu

@@ -171,7 +171,7 @@ def report(found: Sequence[tuple[Run, Run]], arguments: argparse.Namespace, othe
 def main() -> None:
     parser = arguments_of(__doc__)
     parser.add_argument("--steps", type=int, default=2000, help="of the plain loop")
-    parser.add_argument("--share", type=float, default=0.6, help="our steps, as a share of these")
+    parser.add_argument("--share", type=float, default=0.4, help="our steps, as a share of these")
     parser.add_argument("--plain-rate", type=float, default=2e-3)
     parser.add_argument("--rate", type=float, default=1.6e-2)
     parser.add_argument("--rounds", type=int, default=5)

@@ -24,13 +24,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("torch sees no CUDA device on this machine")
 
 
-@pytest.fixture(autouse=True)
-def without_charts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without charts, which take a second each, but for the tests of the report and of the files that it replaces."""
-    if not request.node.nodeid.startswith(("tests/report/", "tests/core/test_ownership.py")):
-        monkeypatch.setattr("accel_train.report.report.draw_all", lambda runs: [])
-
-
 @pytest.fixture
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine without CUDA, also where there is some: for this process, and for those that it starts."""

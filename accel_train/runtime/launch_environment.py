@@ -72,18 +72,6 @@ def with_launch_environment(recipe: Recipe, environment: Mapping[str, str] | Non
     return recipe.model_copy(update={"parallel": section}).with_origins({**recipe.origins(), **origins})
 
 
-def refuse_sharded_launch(environment: Mapping[str, str] | None = None) -> None:
-    """Refuse a launch that shards the model, for a trainer that is data-parallel only.
-
-    Raises:
-        ValueError: the launch says to shard.
-    """
-    for _, variable in _fields_set_by(environment).values():
-        raise ValueError(
-            f"the launch says {variable}, and accel_train.Trainer trains data-parallel only; use launch/ddp.yaml, or a recipe"
-        )
-
-
 def _fields_set_by(variables: Mapping[str, str] | None) -> dict[str, tuple[Any, str]]:
     """Return the fields of `parallel` that the launch sets, each with its value and variable; a ValueError refuses what is not supported."""
     environment = launched_with() if variables is None else variables

@@ -110,7 +110,7 @@ def test_no_secret_reaches_the_run_folder_or_the_screen_and_the_folder_follows_t
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     assert events(run, "skip")
-    for name in ("recipe.resolved.yaml", "report.html", "report-loss.png", "summary.json", "model/config.json"):
+    for name in ("recipe.resolved.yaml", "report.html", "summary.json", "model/config.json"):
         assert (run / name).is_file(), name
     assert list((run / "secret").rglob("events.out.*")), "the tracker wrote nothing, so nothing is proved"
     assert "store.example/bucket" in (run / "recipe.resolved.yaml").read_text(), "what is no secret is kept"

@@ -13,7 +13,7 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
-from accel_train.runtime.launch_environment import launched_with, refuse_sharded_launch, with_launch_environment
+from accel_train.runtime.launch_environment import launched_with, with_launch_environment
 from tests.support.processes import run_forked
 from tests.support.runs import losses, recipe_dict, write_corpus, write_recipe_file
 
@@ -100,10 +100,6 @@ def test_launcher_sets_how_many_neighbours_split_a_sequence() -> None:
     recipe = with_launch_environment(recipe_with(), said)
     assert recipe.parallel == Parallel(sp_size=2)
     assert str(recipe.origin("parallel.sp_size")) == "PARALLELISM_CONFIG_SP_SIZE of the launch"
-    with pytest.raises(
-        ValueError, match=r"PARALLELISM_CONFIG_SP_SIZE, and accel_train\.Trainer trains data-parallel only"
-    ):
-        refuse_sharded_launch(said)
     copies = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
     sharded = with_launch_environment(
         recipe_with(), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **said, **copies}
@@ -172,12 +168,6 @@ def test_launch_that_cannot_be_honoured_is_refused_by_name(changed: dict[str, st
     with pytest.raises(ValueError, match=re.escape(fault)) as caught:
         with_launch_environment(recipe_with(), {**HSDP, **changed})
     assert remedy in str(caught.value)
-
-
-def test_the_hf_trainer_refuses_a_sharded_launch() -> None:
-    refuse_sharded_launch({})
-    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP, and accel_train\.Trainer trains data-parallel only"):
-        refuse_sharded_launch(FSDP)
 
 
 def test_plan_shows_that_the_launcher_set_it(corpus: Path, launched: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ EXPORT = Command(_export, "write the model into a folder for others, and make it
     "--quantize": {"choices": ["int8"], "help": "int8: linear layers in a quarter of the memory (needs torchao)"},
 }, takes_settings=False, processes="one")  # fmt: skip
 
-REPORT = Command(_report, "write report.html (and PNGs) of one run, or a comparison of several", {
+REPORT = Command(_report, "write report.html of one run, or a comparison of several", {
     "runs": {"metavar": "RUN", "nargs": "+", "help": "the output_dir of a run"},
     "--out": {"metavar": "FILE", "help": "where to write the HTML"},
 }, takes_settings=False)  # fmt: skip
