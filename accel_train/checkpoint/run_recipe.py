@@ -46,7 +46,7 @@ def check_settings(settings: Sequence[str]) -> None:
             continue
         if name in _DATA_IS_NAMED_ELSEWHERE:
             raise ValueError(
-                f"--{name}: other data is named by the command's own argument (evaluate RUN --data WHAT, predict RUN WHAT)"
+                f"--{name}: other data is named by the command's own argument (evaluate RUN DATA, predict RUN DATA)"
             )
         if name.split(".")[0] not in SETTINGS and name not in _SETTINGS_OF_MODEL:
             raise ValueError(

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 RECIPE = {"metavar": "RECIPE", "help": "a recipe file"}
 RUN = {"metavar": "RUN", "help": "the output_dir of a finished run"}
+DATA = {
+    "data": {"metavar": "DATA", "nargs": "?", "help": "a file, folder or data set; default: what the run held out"},
+    "--data": {"metavar": "DATA", "dest": "named_data", "help": "the same"},
+}
 
 
 class Command(NamedTuple):
@@ -50,6 +54,18 @@ def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe
 def out_of(arguments: argparse.Namespace) -> Path | None:
     """Return the path of `--out`, None where it is not given."""
     return None if arguments.out is None else output_path(arguments.out)
+
+
+def data_of(arguments: argparse.Namespace) -> str | None:
+    """Return the data that are named as the second argument or by `--data`, None for the run's own.
+
+    Raises:
+        UserError: both are given, and differ.
+    """
+    data, named = arguments.data, arguments.named_data
+    if None not in (data, named) and data != named:
+        raise UserError(f"two sets of data, {data} and --data {named}; name one")
+    return named if data is None else data
 
 
 def use_colour() -> bool:

@@ -11,6 +11,8 @@ import faulthandler
 import gc
 import logging
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -130,7 +132,9 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     while rest:
         word = rest.pop(0)
         is_setting = word.startswith("--") and word in unknown
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
+        if not is_setting and re.fullmatch(r"[a-z_]\w*(\.\w+)*", name) and equals and not os.path.exists(word):
+            raise UserError(f"{word}: a setting begins with two hyphens; write --{name} {shlex.quote(value)}")
         if is_setting and "." not in name and (meant := did_you_mean(name, command.arguments, least=0.8)):
             raise UserError(f"unknown flag {name}; {meant}")
         (settings if is_setting else own).append(word)

@@ -23,7 +23,7 @@ def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] 
     check_file(path, folder, str(path))
     run = open_run(folder, data=data, settings=settings)
     if run.data.eval is None:
-        raise ValueError(f"{folder} held out no data to evaluate on; name some with --data")
+        raise ValueError(f"{folder} held out no data to evaluate on; name some: accel-train evaluate {folder} DATA")
     return run
 
 

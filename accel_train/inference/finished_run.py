@@ -162,7 +162,7 @@ def _check_data_is_there(folder: Path, data: Data) -> None:
     also = f" and from {started_in}, where the run was started" if started_in not in (None, os.getcwd()) else ""
     raise DataNotFound(
         f"{gone}, the data of {folder}, is not there (seen from {os.getcwd()}{also}); "
-        f"name the data: accel-train evaluate {folder} --data DATA, accel-train predict {folder} DATA"
+        f"name the data: accel-train evaluate {folder} DATA, accel-train predict {folder} DATA"
     )
 
 

@@ -164,6 +164,10 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no hyphens": (("run", "r.yaml", "optimizer.learning_rate=1e-3"), ("optimizer.learning_rate=1e-3: a setting begins with two hyphens; write --optimizer.learning_rate 1e-3",)),
+    "no hyphens before the recipe": (("plan", "log.every_steps=a b", "r.yaml"), ("write --log.every_steps 'a b'",)),
+    "no hyphens in place of data": (("evaluate", "run", "seed=1"), ("seed=1: a setting begins with two hyphens; write --seed 1",)),
+    "two sets of data": (("evaluate", "run", "a.csv", "--data", "b.csv"), ("two sets of data, a.csv and --data b.csv; name one",)),
     "unknown": (("run", "r.yaml", "--zzz", "1"), ("unknown flag --zzz", "a recipe has task")),
     "typo": (("run", "r.yaml", "--optimizer.learning_rat", "1"), ("did you mean --optimizer.learning_rate?",)),
     "abbreviated": (("run", "r.yaml", "--optimizer.learn", "1"), ("unknown flag --optimizer.learn", "--optimizer.learning_rate?")),

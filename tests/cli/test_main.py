@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from accel_train import __version__
-from accel_train.cli.command import Command
+from accel_train.cli.command import Command, data_of
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main, parse_arguments
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
@@ -228,6 +228,13 @@ def test_the_recipes_settings_are_told_from_the_commands_own_flags(
 ) -> None:
     parsed, found = parse_arguments(arguments)
     assert (parsed.recipe, parsed.gpu, found) == ("r", gpu, settings)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+@pytest.mark.parametrize("words", [["a.csv"], ["--data", "a.csv"], ["--data=a.csv"]])
+def test_data_is_the_second_argument_of_evaluate_and_predict_or_a_flag(command: str, words: list[str]) -> None:
+    assert data_of(parse_arguments([command, "run", *words])[0]) == "a.csv"
+    assert data_of(parse_arguments([command, "run"])[0]) is None
 
 
 def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def test_other_images_keep_the_classes_of_the_model_whatever_they_hold() -> None
             path = Path("two", str(label), f"{number}.png")
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image * 255 / 16).astype(np.uint8)).save(path)
-    assert main(["evaluate", "digits", "--data", "two"]) == 0
+    assert main(["evaluate", "digits", "two"]) == 0
     details = json.loads(Path("digits/evaluation-two.json").read_text())["details"]["classification"]
     assert details["label_names"] == [str(digit) for digit in range(10)]
     assert [sum(row) for row in details["confusion_matrix"]] == [0, 0, 0, 5, 0, 0, 0, 5, 0, 0]
@@ -163,7 +163,7 @@ def test_a_run_that_held_out_nothing_asks_for_data(capsys: pytest.CaptureFixture
         assert main(["evaluate", "text"]) == 2
     finally:
         recipe.write_text(before)
-    assert "held out no data to evaluate on; name some with --data" in capsys.readouterr().err
+    assert "held out no data to evaluate on; name some: accel-train evaluate" in capsys.readouterr().err
 
 
 def test_numbers_of_test_time_augmentation_are_printed_by_the_run_and_by_evaluate(
@@ -206,7 +206,7 @@ def test_a_run_that_was_moved_is_used_from_another_folder(
     assert main(["evaluate", "moved"]) == 2
     error = capsys.readouterr().err
     assert f"corpus.jsonl, the data of moved, is not there (seen from {away} and from {home}, where the run" in error
-    assert "accel-train evaluate moved --data DATA" in error
+    assert "accel-train evaluate moved DATA" in error
     assert error.count("\n") == 1
     assert main(["generate", "moved", "--max-new-tokens", "1"]) == 0
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RUN, Command, out_of, users_mistakes
+from accel_train.cli.command import DATA, RUN, Command, data_of, out_of, users_mistakes
 from accel_train.core.files import is_written_into
 from accel_train.runtime.exit import end_process_group
 
@@ -20,12 +20,13 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     with users_mistakes():
         from accel_train.inference.evaluate import format_measured, measure, open_for_evaluation, write_evaluation
 
-        run = open_for_evaluation(Path(arguments.run), arguments.data, settings)
+        data = data_of(arguments)
+        run = open_for_evaluation(Path(arguments.run), data, settings)
         _print_notes(run)
     measured = measure(run)
     if run.accelerator.is_main_process:
         print(format_measured(measured))
-        print(write_evaluation(run, measured, arguments.data), file=sys.stderr)
+        print(write_evaluation(run, measured, data), file=sys.stderr)
     end_process_group(run.inner)
     return 0
 
@@ -34,7 +35,7 @@ def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     with users_mistakes():
         from accel_train.inference.predict import open_for_prediction, predict
 
-        run, out = open_for_prediction(Path(arguments.run), arguments.data, arguments.out, settings)
+        run, out = open_for_prediction(Path(arguments.run), data_of(arguments), arguments.out, settings)
         _print_notes(run)
     written = predict(run, out)
     if written is not None and not is_written_into(out):
@@ -96,14 +97,14 @@ def _doctor(_: argparse.Namespace, __: Sequence[str]) -> int:
     return 2 if any(finding.status == "bad" for finding in findings) else 0
 
 
-EVALUATE = Command(_evaluate, "metrics of a finished run, on the data it held out or on other data", {
+EVALUATE = Command(_evaluate, "metrics of a finished run, on the data it held out or on other labelled data", {
     "run": RUN,
-    "--data": {"metavar": "WHAT", "help": "other labelled data: a file, folder or data set; default: its own"},
+    **DATA,
 }, processes="all")  # fmt: skip
 
-PREDICT = Command(_predict, "a table of what a finished run predicts, a row a sample", {
+PREDICT = Command(_predict, "a table of what a finished run predicts, a row a sample, for data with or without labels", {
     "run": RUN,
-    "data": {"metavar": "DATA", "nargs": "?", "help": "with or without labels; default: what the run held out"},
+    **DATA,
     "--out": {"metavar": "FILE", "help": "csv, jsonl or parquet; default: RUN/predictions.csv"},
 }, processes="all")  # fmt: skip
 
