@@ -60,6 +60,27 @@ def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Ro
         yield from _READERS[kind](file, columns, data)
 
 
+def column_names(source: Source, data: Data) -> list[str]:
+    """Return the columns of a source: those of its first file, or data set; of jsonl, the keys of the first row.
+
+    Raises:
+        ValueError: the first row cannot be read; the message names file and line.
+    """
+    if source.dataset is not None:
+        return list(source.dataset.column_names)
+    path = source.files[0]
+    if file_kind(path) == "parquet":
+        with _parquet_file(path) as file:
+            return list(file.schema_arrow.names)
+    lines = read_lines(path, data)
+    first = next((line for line, _ in lines if line.strip()), None)
+    if first is None:
+        raise ValueError(f"{path} holds no rows; name a table that has some")
+    if file_kind(path) == "jsonl":
+        return list(_json_object(first, f"{path}:1", "text"))
+    return next(csv.reader(chain([first], (line for line, _ in lines)), delimiter=_delimiter_of(path, first)))
+
+
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:
     """Return the names of the classes whose ids a column holds, where a data set knows them (`datasets.ClassLabel`)."""
     if source.dataset is None:
@@ -131,13 +152,8 @@ def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]
 
 def _parquet_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     import pyarrow
-    import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: not a parquet file ({error}); is it complete?") from None
-    with file:
+    with _parquet_file(path) as file:
         check_columns(str(path), file.schema_arrow.names, columns, data)
         num_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
         batches = file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=list(dict.fromkeys(columns)))
@@ -145,6 +161,16 @@ def _parquet_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Ro
             yield from _arrow_rows(batches, str(path), columns, num_bytes, data)
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: the file is damaged ({error}); write it again") from None
+
+
+def _parquet_file(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: not a parquet file ({error}); is it complete?") from None
 
 
 _READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}

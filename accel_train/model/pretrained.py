@@ -1,8 +1,9 @@
 """Models of transformers: `model.config` checked, configurations and weights loaded."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,27 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error
+
+
+def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
+    """Return the parameters of pretrained weights: those in the files of a local folder, else those of the configuration."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+    from transformers import AutoModel, AutoModelForSemanticSegmentation
+
+    num_parameters = 0
+    with suppress(SafetensorError):  # the run names a damaged file
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (it is no mapping)
+            num_parameters += sum(map(math.prod, shapes))
+    if num_parameters:
+        return num_parameters
+    with torch.device("meta"):
+        for factory in (AutoModel, AutoModelForSemanticSegmentation):
+            if type(config) in factory._model_mapping:
+                return sum(each.numel() for each in factory.from_config(config).parameters())
+    return 0
 
 
 def transformers_model(

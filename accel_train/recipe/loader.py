@@ -63,9 +63,30 @@ def load_recipe(
         raise ValueError(
             f"{path} {problem}; a recipe begins like `{names.REQUIRED_EXAMPLES['output_dir']}`, a setting a line"
         )
+    return _load(tree, lambda key: Origin("file", f"{path}:{lines[key]}"), str(path), overrides, arguments)
+
+
+def make_recipe(tree: Mapping[str, Any], name: str, *, arguments: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of settings that a program chose, as nested mappings, with those of the command line on top.
+
+    `name` stands for the file in messages; `arguments` are as in `load_recipe`.
+
+    Raises:
+        ValueError: a setting breaks a rule; the text names it.
+    """
+    return _load(tree, lambda _: Origin("python", name), name, {}, arguments)
+
+
+def _load(
+    tree: Mapping[str, Any],
+    origin: Callable[[Key], Origin],
+    name: str,
+    overrides: Mapping[str, Any],
+    arguments: Sequence[str],
+) -> Recipe:
     problems: list[str] = []
     layers = [
-        dict(_flatten(tree, (), lambda key: Origin("file", f"{path}:{lines[key]}"), problems)),
+        dict(_flatten(tree, (), origin, problems)),
         dict(_flatten(overrides, (), lambda _: Origin("python"), problems)),
         _read_arguments(arguments, problems),
     ]
@@ -73,7 +94,7 @@ def load_recipe(
         remember_secrets({names.dotted(key): value for key, (value, _) in layer.items()})
     if problems:
         raise ValueError("\n".join(problems))
-    return _validate(_merge(layers), str(path))
+    return _validate(_merge(layers), name)
 
 
 def _read_text(path: str | Path) -> str:

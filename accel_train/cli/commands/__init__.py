@@ -3,12 +3,14 @@
 A command's module imports what it needs when it runs. Nothing here imports torch."""
 
 from accel_train.cli.command import Command
+from accel_train.cli.commands.finetune import FINETUNE
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
 from accel_train.cli.commands.runs import DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT
 from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
 
 COMMANDS: dict[str, Command] = {
     "run": RUN,
+    "finetune": FINETUNE,
     "plan": PLAN,
     "evaluate": EVALUATE,
     "predict": PREDICT,

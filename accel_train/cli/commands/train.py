@@ -16,15 +16,21 @@ from accel_train.runtime.signals import StopRequest
 
 
 def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    accept = ("--checkpoint.accept_changes", "true") if arguments.accept_changes else ()
+    return run_recipe(arguments.recipe, [*settings, *accept])
+
+
+def run_recipe(path: str, settings: Sequence[str]) -> int:
+    """Train the recipe in a file, or resume it; returns the exit code. The process ends with it."""
     # Read when torch is imported. On a busy CPU, OpenMP threads that spin for long made steps ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if arguments.accept_changes:
-        settings = [*settings, "--checkpoint.accept_changes", "true"]
     stop = StopRequest().__enter__()  # to the end of the process, which ends with a code of its own; `main` closes it
     with users_mistakes(), stop.preparing():
-        recipe = recipe_of(arguments, settings)
+        from accel_train.recipe.loader import load_recipe
+
+        recipe = load_recipe(path, arguments=settings)
         if os.environ.get("RANK", "0") == "0":
-            about = f"{arguments.recipe}: to be trained in {recipe.output_dir}; importing torch first ..."
+            about = f"{path}: to be trained in {recipe.output_dir}; importing torch first ..."
             print(redact_text(about), flush=True)
         from accel_train.engine.run_plan import Extensions
         from accel_train.training.setup import prepare_run

@@ -69,7 +69,7 @@ def _read_pool(name: str, data: Data, key: str, masks: bool) -> list[ImagePool]:
 
 def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | None:
     """The images below a folder with what the folder says of them; None where it holds none (it may hold tables)."""
-    folders = _pair_of_folders(path) if masks else None
+    folders = pair_of_folders(path) if masks else None
     if folders is not None and data.mask_column is not None:
         return _pairs_pool(*folders)
     folder = path if folders is None else folders[0]
@@ -108,7 +108,7 @@ def _with_class_folders(pool: ImagePool, folder: Path, files: list[str], key: st
     return replace(pool, labels=labels, description=f"{pool.description} in {len(folders)} folders")
 
 
-def _pair_of_folders(path: Path) -> tuple[Path, Path] | None:
+def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
     """`path/images` and `path/masks`; or, for a path that goes through a folder `images`, its twin through `masks`."""
     if (path / "images").is_dir() and (path / "masks").is_dir():
         return path / "images", path / "masks"

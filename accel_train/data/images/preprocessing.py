@@ -118,6 +118,25 @@ def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tup
     return _from_settings(settings, default), ()
 
 
+def pretrained_image_size(name: str, config: Any) -> int | None:
+    """Return the edge of the square images that a pretrained model was trained with; None where nothing says so."""
+    own = getattr(config, "image_size", None)
+    if isinstance(own, int):
+        return own
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    try:
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(name)
+    except (OSError, ValueError):
+        return None
+    for key in ("crop_size", "size"):
+        size = settings.get(key)
+        edges = list(size.values()) if isinstance(size, dict) else [size]
+        if edges and isinstance(edges[0], int) and settings.get("do_center_crop", True) | (key == "size"):
+            return int(edges[0])
+    return None
+
+
 def note_of_lost_colours(images: Images, preprocessing: Preprocessing) -> tuple[str, ...]:
     """Return a note where the model takes grey images only, and one of eight that are looked at has colours."""
     looked_at = evenly_spaced(len(images), 0 if preprocessing.mode == "RGB" else _NUM_LOOKED_AT)

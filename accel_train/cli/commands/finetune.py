@@ -1,0 +1,78 @@
+"""`finetune`: a recipe for data of the user's own, written and run."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_train.cli.command import Command, users_mistakes
+from accel_train.cli.commands.train import run_recipe
+from accel_train.core.redaction import redact_text
+
+if TYPE_CHECKING:
+    from accel_train.experiments.finetune.found import Found
+
+
+def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    is_first = os.environ.get("RANK", "0") == "0"
+    with users_mistakes():
+        path, found, output_dir, lines = _write_recipe(arguments, list(settings), is_first=is_first)
+    if is_first:
+        print(redact_text("\n".join(lines)), flush=True)
+    if arguments.dry_run:
+        return 0
+    code = run_recipe(str(path), [])
+    if is_first:
+        from accel_train.experiments.finetune.recipe import how_to_use
+
+        print("\n".join(how_to_use(found, output_dir)))
+    return code
+
+
+def _write_recipe(
+    arguments: argparse.Namespace, settings: list[str], *, is_first: bool
+) -> tuple[Path, "Found", str, list[str]]:
+    """Write the recipe; return its path, what was found, its output folder, and what is to be printed."""
+    from accel_train.experiments.finetune import recipe as own
+    from accel_train.experiments.finetune.models import choose
+    from accel_train.experiments.finetune.recognise import recognise
+    from accel_train.recipe.loader import make_recipe
+
+    data_path = own.path_of(arguments.path)
+    minimal = own.minimal_recipe(data_path, settings)
+    text = tuple((arguments.text or "").split(",")) if arguments.text else ()
+    asked = own.asked_of(
+        data_path, minimal, task=arguments.task, text=text, label=arguments.label, model=arguments.model
+    )
+    if is_first:
+        print(f"{data_path}: looking at the data ...", flush=True)
+    found = recognise(asked)
+    name = arguments.model or minimal.model.pretrained
+    pretrained = None
+    if name:
+        from accel_train.experiments.finetune.pretrained import look_at
+
+        if is_first:
+            print(f"{name}: looking at the model ...", flush=True)
+        pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)
+    chosen = choose(found, pretrained)
+    output_dir = arguments.output_dir or own.default_output_dir(data_path)
+    path = Path(arguments.recipe or f"{output_dir.rstrip('/')}.yaml")
+    recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(path), arguments=settings)
+    is_new = own.keep(path, recipe, own.format_recipe_file(recipe, found, chosen, path), is_first=is_first)
+    lines = own.format_choices(found, chosen, recipe)
+    lines.append(f"recipe: {path} ({'written' if is_new else 'as it was'}; edit it, and `accel-train run {path}`)")
+    return path, found, output_dir, lines
+
+
+FINETUNE = Command(_finetune, "own data in one line: find the task, write its recipe, and train it", {
+    "path": {"metavar": "PATH", "help": "a table (csv, tsv, jsonl, parquet), text files, chats, a folder of images by class, or of images and masks"},
+    "--model": {"metavar": "NAME", "help": "pretrained weights: a folder, or a name on the hub; default: a small model from scratch"},
+    "--text": {"metavar": "COL", "help": "the column with the text; two with a comma between them are read as a pair"},
+    "--label": {"metavar": "COL", "help": "the column with the label"},
+    "--task": {"metavar": "TASK", "help": "text-classification, causal-lm, image-classification or semantic-segmentation; default: found from the data"},
+    "--output_dir": {"metavar": "DIR", "help": "the run folder; default: runs/NAME of the data"},
+    "--recipe": {"metavar": "FILE", "help": "where the recipe is written; default: DIR.yaml"},
+    "--dry-run": {"action": "store_true", "help": "only say what was found, and write the recipe"},
+}, processes="all")  # fmt: skip

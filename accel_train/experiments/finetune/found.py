@@ -1,0 +1,56 @@
+"""Facts that a recipe is made of: what was asked for, and what was found in the data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_train.core.state import Choice
+from accel_train.recipe.data import Data
+
+TASKS = ("text-classification", "causal-lm", "image-classification", "semantic-segmentation")
+"""The tasks for which `accel-train finetune` writes a recipe."""
+
+Settings = Mapping[str, Choice[Any]]
+"""Settings by dotted name, with why; an empty reason is for what needs none."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The words of the user: the path, and flags."""
+
+    path: str
+    data: Data
+    """`data` with the settings of the command line, and the path as `data.train`."""
+    task: str | None = None
+    text: tuple[str, ...] = ()
+    """The text column, or two that are read as a pair."""
+    label: str | None = None
+    model: str | None = None
+    """Pretrained weights."""
+    given: frozenset[str] = frozenset()
+    """Dotted names of the settings on the command line, which are not chosen here."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The data: their task, sizes and columns."""
+
+    task: str
+    why: str
+    """Why it is this task."""
+    description: str
+    """Path, sizes, columns."""
+    num_samples: int
+    """Rows, texts or images; of plain text, documents."""
+    settings: Settings = field(default_factory=dict)
+    """Settings of the recipe's section `data`, and those that follow from the data alone."""
+    num_chars: int = 0
+    """Characters of all texts."""
+    longest: int = 0
+    """Characters of a long text: one of twenty is longer."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Samples by class; empty without classes."""
+    edge: int = 0
+    """Pixels of the short edge of the median image."""
+    is_grey: bool = False
+    is_chat: bool = False

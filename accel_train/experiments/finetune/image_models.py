@@ -1,0 +1,93 @@
+"""The models that see images, and their training; from scratch those of the package's recipes."""
+
+from accel_train.core.state import Choice
+from accel_train.experiments.finetune.found import Found
+from accel_train.experiments.finetune.training import (
+    Choices,
+    Pretrained,
+    batch_for,
+    epochs_for,
+    learning_rate_of,
+    metric_for,
+    training_of,
+)
+
+
+def image_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
+    batch = batch_for(found)
+    flip = Choice(0.0, "grey images may be characters, which a mirror changes") if found.is_grey else Choice(0.5, "")
+    chosen: Choices = {"data.augment.horizontal_flip": flip, "loss.label_smoothing": Choice(0.1, "")}
+    if pretrained is not None:
+        size = Choice(
+            pretrained.image_size or 224, "what the model was trained with" if pretrained.image_size else "usual"
+        )
+        training = training_of(
+            found, learning_rate_of(pretrained), epochs_for(found, batch, 1_000, 3, 10), batch, metric_for(found)
+        )
+        return chosen | {"data.image_size": size, **training, "optimizer.weight_decay": Choice(0.05, "")}
+    config = {
+        "model_type": "resnet",
+        "num_channels": 3,
+        "embedding_size": 32,
+        "hidden_sizes": [32, 64, 128, 256] if _from_scratch_size(found) > 64 else [32, 64, 128],
+        "depths": [2, 2, 2, 2] if _from_scratch_size(found) > 64 else [1, 1, 1],
+        "layer_type": "basic",
+    }
+    grey = "; all images are grey, and pipeline() reads them in colour" if found.is_grey else ""
+    return {
+        "model.config": Choice(config, f"no --model, so a small ResNet from scratch{grey}"),
+        "data.image_size": Choice(
+            _from_scratch_size(found), f"the median image has a short edge of {found.edge} pixels"
+        ),
+        "data.augment.random_resized_crop": Choice([0.7, 1.0] if found.is_grey else [0.35, 1.0], ""),
+        **chosen,
+        **training_of(
+            found,
+            Choice(3e-3, "as in recipes/image_classification.yaml"),
+            epochs_for(found, batch, 600, 5, 40),
+            batch,
+            metric_for(found),
+        ),
+        "optimizer.weight_decay": Choice(0.05, ""),
+        "optimizer.ema_decay": Choice(0.99, ""),
+    }
+
+
+def _from_scratch_size(found: Found) -> int:
+    return next((size for size in (32, 64, 128) if found.edge <= size * 1.25), 128)
+
+
+def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
+    batch = 8 if found.num_samples < 200 else 16
+    metric = Choice("mean_iou", "each class counts alike, however few its pixels")
+    if pretrained is not None:
+        size = Choice(
+            pretrained.image_size or 512, "what the model was trained with" if pretrained.image_size else "usual"
+        )
+        training = training_of(
+            found, learning_rate_of(pretrained), epochs_for(found, batch, 1_500, 10, 60), batch, metric
+        )
+        return {"data.image_size": size, **training, "optimizer.weight_decay": Choice(0.01, "")}
+    edge = _from_scratch_size(found)
+    config = {
+        "model_type": "upernet",
+        "hidden_size": 32,
+        "pool_scales": [1, 2],
+        "use_auxiliary_head": False,
+        "backbone_config": {
+            "model_type": "resnet",
+            "layer_type": "basic",
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64, 96],
+            "depths": [1, 1, 1, 1],
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        },
+    }
+    return {
+        "model.config": Choice(config, "no --model, so a small UPerNet from scratch, as in recipes/segmentation.yaml"),
+        "data.image_size": Choice(edge, f"the median image has a short edge of {found.edge} pixels"),
+        **training_of(
+            found, Choice(1e-2, "as in recipes/segmentation.yaml"), epochs_for(found, batch, 800, 5, 100), batch, metric
+        ),
+        "optimizer.weight_decay": Choice(0.01, ""),
+    }

@@ -1,0 +1,29 @@
+"""Look at pretrained weights: their size, and what they can read."""
+
+from pathlib import Path
+
+from accel_train.data.images.preprocessing import pretrained_image_size
+from accel_train.data.text.tokenizers import load_tokenizer
+from accel_train.experiments.finetune.training import Pretrained
+from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
+from accel_train.recipe.loader import make_recipe
+
+
+def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
+    """Return the facts of pretrained weights, a folder or a name on the hub, of which only the configuration is read.
+
+    Raises:
+        ValueError: there is no such model, or its tokenizer cannot be loaded.
+    """
+    model = {"pretrained": name, "trust_remote_code": trust_remote_code}
+    tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
+    config = pretrained_config(make_recipe(tree, "--model"))
+    is_text = task in ("text-classification", "causal-lm")
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
+    return Pretrained(
+        name,
+        num_pretrained_parameters(config, Path(name).expanduser()),
+        getattr(config.get_text_config(), "max_position_embeddings", None),
+        None if is_text else pretrained_image_size(name, config),
+        bool(tokenizer is not None and tokenizer.chat_template),
+    )

@@ -1,0 +1,175 @@
+"""Write the recipe of what was found: each value with why, and what to do with the trained model."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.core.files import make_folders, write_atomically
+from accel_train.core.redaction import redact
+from accel_train.core.state import Choice
+from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
+from accel_train.data.sources import EMBEDDED_CORPORA
+from accel_train.experiments.finetune.found import Asked, Found
+from accel_train.experiments.finetune.training import Choices
+from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
+from accel_train.recipe.yaml_core import one_line
+
+_WAIT_SECONDS = 60.0
+"""A process of a launch waits so long for the recipe that the first process writes."""
+
+
+def default_output_dir(path: str) -> str:
+    """Return runs/NAME for a file or folder of that name."""
+    return str(Path("runs") / (Path(path).expanduser().resolve().stem or "finetune"))
+
+
+def path_of(path: str) -> str:
+    """Return a path that names no embedded data: a folder `digits` is ./digits."""
+    is_name = path in (*EMBEDDED_CORPORA, *EMBEDDED_IMAGES)
+    return os.path.join(os.curdir, path) if is_name else path
+
+
+def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:
+    """Return what was found and chosen as nested mappings, as `make_recipe` takes them."""
+    tree: dict[str, Any] = {"task": found.task, "output_dir": output_dir}
+    for name, choice in {**found.settings, **chosen}.items():
+        *sections, field = name.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[field] = choice.value
+    return tree
+
+
+def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path) -> str:
+    """Return the recipe as YAML: what differs from the defaults, behind each value why.
+
+    Raises:
+        ValueError: a setting of the command line holds a secret, which is not written into a file.
+    """
+    reasons = {"task": found.why, **{name: choice.reason for name, choice in {**found.settings, **chosen}.items()}}
+    flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
+    lines = [
+        f"# {_printable(found.description)}",
+        "#",
+        f"#   accel-train run {path}",
+        "#",
+        f"# Written by `accel-train finetune {_printable(str(found.settings['data.train'].value))}`; behind each value: why. It is yours to",
+        "# edit. A run does not resume with other settings, so give an edited recipe another output_dir.",
+    ]
+    for depth, name, value in _lines(recipe.model_dump(exclude_unset=True), recipe):
+        field = name.rpartition(".")[2]
+        if redact(value, field) != value:
+            raise ValueError(
+                f"--{name} holds a secret, which finetune does not write into {path}; write the recipe with --dry-run, and give it to `accel-train run`"
+            )
+        reason = "as the command line says" if name in flags else reasons.get(name, "")
+        shown = "" if value is None else f" {one_line(value)}"
+        lines.append("  " * depth + f"{field}:{shown}" + (f"  # {_printable(reason)}" if reason else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _lines(tree: Mapping[str, Any], recipe: Recipe, prefix: str = "") -> list[tuple[int, str, Any]]:
+    """Depth, name and value of what is set; a section of the first level has a line of its own and no value."""
+    lines: list[tuple[int, str, Any]] = []
+    for field, value in tree.items():
+        name = prefix + field
+        is_section = prefix == "" and isinstance(value, dict) and field not in ("tokenizer", "options")
+        if value is None or (is_section and not any(each is not None for each in value.values())):
+            continue
+        lines.append((name.count("."), name, None if is_section else value))
+        if is_section:
+            lines += _lines(value, recipe, f"{name}.")
+    return lines
+
+
+def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
+    """Write the recipe, and return whether it is new; a file with the same settings is left as it is.
+
+    Where `is_first` is false, another process of the launch writes it, and this one waits.
+
+    Raises:
+        ValueError: there is a file of that name with other settings.
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not is_first and not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if path.exists():
+        if load_recipe(path) != recipe:
+            raise ValueError(
+                f"{path} is there already, and not what finetune would write now (edited, other data or flags); train it as it is: "
+                f"accel-train run {path}; or write another: --output_dir DIR, or --recipe FILE"
+            )
+        return False
+    make_folders(path.parent)
+    write_atomically(path, text.encode())
+    return True
+
+
+def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
+    """Return the lines that say what was found and chosen, with why; what the command line says is left out."""
+    flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
+    named = {
+        name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
+    }
+    lines = [found.description, f"  task: {found.task} ({found.why})"]
+    return lines + [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
+
+
+def _short(choice: Choice[Any]) -> str:
+    if isinstance(choice.value, dict) and "model_type" in choice.value:
+        return str(choice.value["model_type"])
+    shown = one_line(choice.value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def how_to_use(found: Found, output_dir: str) -> list[str]:
+    """Return the lines that say what to do with the trained model."""
+    model = os.path.join(output_dir, "model")
+    code = {
+        "text-classification": (f'pipeline("text-classification", model="{model}")("a text")', "NEW.csv"),
+        "causal-lm": (f'pipeline("text-generation", model="{model}")("Once upon a time")', ""),
+        "image-classification": (f'pipeline("image-classification", model="{model}")("an_image.jpg")', "FOLDER"),
+        "semantic-segmentation": (f'pipeline("image-segmentation", model="{model}")("an_image.jpg")', "FOLDER"),
+    }
+    call, data = code[found.task]
+    command = f"accel-train predict {output_dir} {data} --out predictions.csv"
+    if found.task == "causal-lm":
+        command = f"accel-train generate {output_dir} --prompt 'Once upon a time'"
+    if found.is_chat:
+        call = call.replace('"Once upon a time"', '[{"role": "user", "content": "Hello"}]')
+    return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:
+    """Return a recipe of the command line's settings alone, which checks them and says how the data are to be read.
+
+    Raises:
+        ValueError: a setting breaks a rule; the text names it.
+    """
+    tree = {
+        "task": "causal-lm",
+        "output_dir": "runs",
+        "model": {"config": {"model_type": "gpt2"}},
+        "data": {"train": path},
+        "schedule": {"max_steps": 10**9},
+    }
+    return make_recipe(tree, path, arguments=arguments)
+
+
+def asked_of(path: str, recipe: Recipe, **flags: Any) -> Asked:
+    """Return what was asked for, of a `minimal_recipe` and the flags of the command.
+
+    Raises:
+        ValueError: a setting says what the path says already.
+    """
+    given = frozenset(name for name, origin in recipe.origins().items() if origin.kind == "command line")
+    if "data.train" in given:
+        raise ValueError("--data.train: PATH is the training data; give one of the two")
+    return Asked(path, recipe.data, given=given, **flags)

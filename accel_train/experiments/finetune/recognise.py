@@ -1,0 +1,126 @@
+"""Find out what lies at a path: a table, chats, text, images by class, or images with masks."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_train.core.files import files_below
+from accel_train.core.format import did_you_mean
+from accel_train.core.state import Choice
+from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
+from accel_train.data.images.pools import pair_of_folders
+from accel_train.data.sources import file_kind
+from accel_train.data.text.documents import read_documents
+from accel_train.experiments.finetune.found import TASKS, Asked, Found
+from accel_train.experiments.finetune.images import recognise_classes, recognise_masks
+from accel_train.experiments.finetune.tables import recognise_table, source_of
+
+_READ_AT_MOST = 50_000_000
+"""Bytes of plain text that are counted in characters; of more, the bytes stand for them."""
+_EVAL_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
+_TEST_NAME = re.compile(r"(?:^|[^a-z])test(?:[^a-z]|$)")
+_TABLES = ("csv", "jsonl", "parquet")
+
+
+def recognise(asked: Asked) -> Found:
+    """Return what the data at the path are, with the settings that say so in a recipe.
+
+    Raises:
+        ValueError: there is nothing that can be learned from, or several readings are possible; the message shows the flag.
+    """
+    if asked.task is not None and asked.task not in TASKS:
+        meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
+        raise ValueError(f"--task {asked.task}: finetune writes no recipe for it; {meant}")
+    path = Path(asked.path).expanduser()
+    if path.is_dir():
+        return _recognise_folder(asked, path)
+    if not path.exists():
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        meant = did_you_mean(path.name, names, "check the path", least=0.5, show=lambda name: str(path.parent / name))
+        raise ValueError(f"there is no file or folder {asked.path!r} (seen from {Path.cwd()}); {meant}")
+    return _recognise_file(asked, path)
+
+
+def _recognise_file(asked: Asked, path: Path) -> Found:
+    kind = file_kind(path)
+    if kind in _TABLES:
+        return recognise_table(asked, path)
+    if kind == "text":
+        return _recognise_text(asked, [path])
+    if kind == "json":
+        raise ValueError(
+            f"{path}: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with "
+            "json.dumps(row) for each row; SQuAD's own files are for recipes/question_answering.yaml"
+        )
+    if kind in ("tokens", "conll"):
+        recipe = "gpt_tiny" if kind == "tokens" else "token_classification"
+        raise ValueError(
+            f"{path}: finetune does not read {kind} files; recipes/{recipe}.yaml does, with --data.train {path}"
+        )
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        raise ValueError(f"{path} is one image; name the folder with all of them, CLASS/*{path.suffix}")
+    raise ValueError(
+        f"{path}: finetune reads tables (.csv, .tsv, .jsonl, .parquet), text (.txt, .md, ...) and folders, and no "
+        f"{path.suffix or 'file without an extension'}; rename or convert it"
+    )
+
+
+def _recognise_folder(asked: Asked, folder: Path) -> Found:
+    if asked.task != "image-classification" and pair_of_folders(folder) is not None:
+        return recognise_masks(asked, folder)
+    files = [path for path in files_below(folder) if path.is_file()]
+    tables = [path for path in files if file_kind(path) in _TABLES]
+    images, _ = list_images(folder)
+    if images and len(tables) == 1 and not any("/" in name for name in images):
+        return recognise_table(asked, tables[0])  # of file names and labels
+    if images and asked.task not in ("causal-lm", "text-classification"):
+        return recognise_classes(asked, folder)
+    if tables:
+        return recognise_table(asked, *_training_table(folder, tables))
+    texts = [path for path in files if file_kind(path) == "text"]
+    if texts:
+        return _recognise_text(asked, texts, folder)
+    raise ValueError(
+        f"{folder} holds nothing that finetune reads: a table (.csv, .tsv, .jsonl, .parquet), text files, images in CLASS/ "
+        "folders, or images/ and masks/"
+    )
+
+
+def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
+    """Return the table to train on, and the one to evaluate on where its name says so."""
+    held_out = [path for path in tables if _EVAL_NAME.search(path.stem.lower())]
+    others = [path for path in tables if path not in held_out and not _TEST_NAME.search(path.stem.lower())]
+    if len(others) != 1 or len(held_out) > 1:
+        named = ", ".join(str(path) for path in tables[:5])
+        raise ValueError(f"{folder} holds several tables ({named}); name one: accel-train finetune {tables[0]}")
+    return others[0], held_out[0] if held_out else None
+
+
+def _recognise_text(asked: Asked, files: Sequence[Path], folder: Path | None = None) -> Found:
+    """Plain text, which a language model learns to continue."""
+    name = asked.path
+    if asked.task not in (None, "causal-lm"):
+        raise ValueError(
+            f"--task {asked.task}: {name} is plain text, from which a language model learns (causal-lm); {asked.task} needs a "
+            "table (.csv, .tsv, .jsonl, .parquet) or images"
+        )
+    if asked.text or asked.label:
+        flag = "--text" if asked.text else "--label"
+        raise ValueError(f"{flag}: {name} is plain text and has no columns; leave it out, or name a table")
+    num_bytes = sum(path.stat().st_size for path in files)
+    num_chars = num_bytes
+    if num_bytes <= _READ_AT_MOST:
+        num_chars = sum(
+            len(document.text) for path in files for document in read_documents(source_of(path), asked.data)
+        )
+    if not num_chars:
+        raise ValueError(f"{name} is empty; name text that a model can learn from")
+    what = f"{len(files):,} files" if folder else "a text file"
+    return Found(
+        "causal-lm",
+        "plain text, without columns: a language model learns to continue it",
+        f"{name}: {what}, {num_chars:,} characters",
+        num_samples=len(files),
+        settings={"data.train": Choice(name, "")},
+        num_chars=num_chars,
+    )

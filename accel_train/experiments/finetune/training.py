@@ -1,0 +1,76 @@
+"""Choices that all tasks make alike: learning rate by size, batch size, passes over the data, metric.
+
+Learning rates for pretrained weights are the usual ones: BERT 2e-5 to 5e-5 (Devlin et al. 2019), small encoders above that, LoRA
+2e-4 (Hu et al. 2021).
+"""
+
+from typing import Any, NamedTuple
+
+from accel_train.core.format import format_count
+from accel_train.core.state import Choice
+from accel_train.experiments.finetune.found import Found
+
+LORA_FROM_PARAMETERS = 1_000_000_000
+"""Models of this size and larger are trained by adapters: AdamW's state of all weights takes 16 bytes for each parameter."""
+
+Choices = dict[str, Choice[Any]]
+
+
+class Pretrained(NamedTuple):
+    """Facts that decide how pretrained weights are trained on."""
+
+    name: str
+    num_parameters: int
+    num_positions: int | None
+    """The longest text it can read, in tokens; None where nothing limits it."""
+    image_size: int | None
+    has_chat_template: bool
+
+
+def num_parameters_in_words(number: int) -> str:
+    """Return 22.7M or 1.1B."""
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+
+
+def learning_rate_of(pretrained: Pretrained) -> Choice[float]:
+    size = pretrained.num_parameters
+    if size >= LORA_FROM_PARAMETERS:
+        return Choice(2e-4, "usual for LoRA")
+    steps = ((10e6, 5e-4), (50e6, 2e-4), (200e6, 5e-5), (500e6, 3e-5), (float("inf"), 2e-5))
+    rate = next(rate for limit, rate in steps if size < limit)
+    return Choice(rate, f"usual for {num_parameters_in_words(size)} pretrained parameters: the larger, the lower")
+
+
+def batch_for(found: Found) -> int:
+    return 16 if found.num_samples < 2_000 else 32 if found.num_samples < 50_000 else 64
+
+
+def epochs_for(found: Found, batch: int, steps: int, least: int, most: int) -> Choice[int]:
+    """Return as many passes over the data as make about so many steps, between `least` and `most`."""
+    per_epoch = max(1, round(found.num_samples * 0.8 / batch))
+    epochs = min(most, max(least, round(steps / per_epoch)))
+    return Choice(epochs, f"{epochs * per_epoch:,} steps of {batch}")
+
+
+def metric_for(found: Found) -> Choice[str]:
+    counts = found.counts
+    if not counts:
+        return Choice("pearson", "the correlation of prediction and label, for numbers")
+    total = sum(counts.values())
+    most, count = max(counts.items(), key=lambda item: item[1])
+    if count > 1.5 * total / len(counts):
+        return Choice("f1_macro", f"{count / total:.0%} are {most!r}: accuracy would count it too much")
+    return Choice("accuracy", "the classes are of like size")
+
+
+def training_of(found: Found, rate: Choice[float], epochs: Choice[int], batch: int, metric: Choice[str]) -> Choices:
+    return {
+        "batch.global_batch_size": Choice(batch, f"{format_count(found.num_samples, 'sample')}"),
+        "optimizer.learning_rate": rate,
+        "schedule.type": Choice("warmup_cosine", ""),
+        "schedule.num_epochs": epochs,
+        "schedule.warmup_ratio": Choice(0.1, ""),
+        "evaluate.every_epochs": Choice(max(1, epochs.value // 8), ""),
+        "evaluate.metric_for_best_model": metric,
+        "checkpoint.every_steps": Choice(0, "saved when an evaluation is the best so far, and when the run is stopped"),
+    }

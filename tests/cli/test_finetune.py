@@ -1,0 +1,251 @@
+"""`finetune`: from data of the user's own to a model that transformers opens, by one command; and what is wrong with such data."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
+from transformers import pipeline
+
+from accel_train.cli.main import main
+from accel_train.data.builtin.digit_scenes import digit_scenes
+from tests.support.runs import write_base
+
+QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
+NARROW = '{model_type: modernbert, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, layer_types: [full_attention]}'  # fmt: skip
+WORDS = ("the film was long and dull", "a bright and funny story", "nobody laughed at the end of it", "we all cried")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, in no launch."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def write_reviews(name: str = "reviews.csv", header: str = "id,review,stars") -> None:
+    rows = [f"{number},{WORDS[number % 4]} {number},{'good' if number % 2 else 'bad'}" for number in range(60)]
+    Path(name).write_text("\n".join([header, *rows]) + "\n")
+
+
+def write_digits(folder: str = "digits") -> None:
+    digits = load_digits()
+    for number in range(40):
+        path = Path(folder, f"digit-{digits.target[number] % 2}", f"{number}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[number] * 15).astype(np.uint8)).save(path)
+
+
+def write_scenes(folder: str = "scenes") -> None:
+    for name, images in zip(("images", "masks"), digit_scenes(held_out=True)):
+        Path(folder, name).mkdir(parents=True, exist_ok=True)
+        for number in range(16):
+            images[number].save(Path(folder, name, f"{number}.png"))
+
+
+def write_chats(name: str = "chats.jsonl", **keys: str) -> None:
+    lines = []
+    for number in range(60):
+        said = (("user", f"what is {number % 7} plus {number}?"), ("assistant", f"it is {number % 7 + number}."))
+        turns = [{keys.get("role", "role"): role, keys.get("content", "content"): text} for role, text in said]
+        lines.append(json.dumps({"messages": turns}) + "\n")
+    Path(name).write_text("".join(lines))
+
+
+def recipe_of(path: str) -> Any:
+    return yaml.safe_load(Path(path).read_text())
+
+
+def test_a_csv_becomes_a_text_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews()
+    assert main(["finetune", "reviews.csv", "--model.config", NARROW, *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert "data.text_columns: [review] (the only column of texts: 6 words on average)" in printed
+    assert "data.label_column: stars (its name)" in printed
+    assert "evaluate.metric_for_best_model: accuracy (the classes are of like size)" in printed
+    assert "recipe: runs/reviews.yaml (written" in printed
+    assert "accel-train predict runs/reviews NEW.csv" in printed
+    (answer,) = pipeline("text-classification", model="runs/reviews/model")("a funny story")
+    assert answer["label"] in ("good", "bad")
+
+
+def test_a_folder_of_images_becomes_an_image_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder has the name of embedded data, which are not what is asked for."""
+    write_digits()
+    assert main(["finetune", "digits", *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert "digits: 40 images in 2 classes (digit-0, digit-1)" in printed
+    assert "data.image_size: 32 (the median image has a short edge of 8 pixels)" in printed
+    answers = pipeline("image-classification", model="runs/digits/model")(str(next(Path("digits").rglob("*.png"))))
+    assert {answer["label"] for answer in answers} == {"digit-0", "digit-1"}
+
+
+def test_images_and_masks_become_a_segmentation_model(capsys: pytest.CaptureFixture[str]) -> None:
+    write_scenes()
+    assert main(["finetune", "scenes", *QUICK]) == 0
+    assert "scenes/images and scenes/masks: 16 pairs" in capsys.readouterr().out
+    found = pipeline("image-segmentation", model="runs/scenes/model")("scenes/images/0.png")
+    assert found[0]["mask"].size == (64, 64)
+
+
+def test_chats_become_a_model_that_chats(capsys: pytest.CaptureFixture[str]) -> None:
+    write_chats()
+    assert main(["finetune", "chats.jsonl", *QUICK]) == 0
+    assert "data.format: chat (each is a list of {role, content}" in capsys.readouterr().out
+    chat = pipeline("text-generation", model="runs/chats/model")
+    (answer,) = chat([{"role": "user", "content": "what is 3 plus 4?"}], max_new_tokens=3)
+    assert answer["generated_text"][-1]["role"] == "assistant"
+
+
+def test_a_text_file_becomes_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("corpus.txt").write_text(" ".join(WORDS) * 60)
+    assert main(["finetune", "corpus.txt", *QUICK]) == 0
+    assert "corpus.txt: a text file, 5,760 characters" in capsys.readouterr().out
+    (answer,) = pipeline("text-generation", model="runs/corpus/model")("the film", max_new_tokens=3)
+    assert answer["generated_text"].startswith("the film")
+
+
+def test_a_pretrained_model_is_trained_on_with_settings_for_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    base = write_base(Path())
+    from accel_train.data.text.tokenizers import byte_tokenizer
+
+    byte_tokenizer().save_pretrained(str(base))
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(40))
+    )
+    assert main(["finetune", "rows.jsonl", "--model", str(base), *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert "model.pretrained: base (as --model says; 0.0378M parameters)" in printed
+    assert "optimizer.learning_rate: 0.0005 (usual for 0.0378M pretrained parameters: the larger, the lower)" in printed
+    assert recipe_of("runs/rows.yaml")["data"]["format"] == "prompt_completion"
+
+
+def test_the_same_command_again_keeps_the_recipe_and_one_with_other_settings_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_reviews()
+    again = ["finetune", "reviews.csv", "--dry-run", "--optimizer.learning_rate", "1e-3"]
+    assert main(again) == 0
+    written = Path("runs/reviews.yaml").read_text()
+    assert "learning_rate: 0.001  # as the command line says" in written
+    assert main(again) == 0
+    assert "recipe: runs/reviews.yaml (as it was" in capsys.readouterr().out
+    assert main(["finetune", "reviews.csv", "--dry-run"]) == 2
+    assert "error: runs/reviews.yaml is there already, and not what finetune would write now" in capsys.readouterr().err
+    assert Path("runs/reviews.yaml").read_text() == written
+    assert not Path("runs/reviews").exists()  # --dry-run trains nothing
+
+
+def columns(header: str, row: Callable[[int], str]) -> Callable[[], None]:
+    return lambda: (
+        Path("t.csv").write_text("\n".join([header, *map(row, range(40))]) + "\n"),
+        None,
+    )[1]
+
+
+def image_outside_a_class() -> None:
+    write_digits("t")
+    next(Path("t").rglob("*.png")).rename("t/loose.png")
+
+
+def mask_missing() -> None:
+    write_scenes("t")
+    Path("t/masks/3.png").unlink()
+
+
+WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
+    "two columns of text": (
+        columns("title,body,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{n % 2}"),
+        "t.csv",
+        (),
+        "t.csv: columns title, body are all text; choose one: --text title, or --text title,body for both as a pair",
+    ),
+    "two columns of labels": (
+        columns("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
+        "t.csv",
+        (),
+        "t.csv: 2 columns may be the label; choose one: --label colour or --label size",
+    ),
+    "no column of labels": (
+        columns("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"),
+        "t.csv",
+        (),
+        "t.csv: no column looks like a label beside text (there are id); name it: --label COLUMN; or --task causal-lm --text text "
+        "for a language model of the texts",
+    ),
+    "a label that is another one in each row": (
+        columns("text,label", lambda n: f"{WORDS[n % 4]},{n}"),
+        "t.csv",
+        (),
+        "t.csv: column 'label' has 40 different values in 40 rows, too many for labels; name another: --label COLUMN; or for numbers to "
+        "predict: --model.problem_type regression",
+    ),
+    "a column that is not there": (
+        columns("text,label", lambda n: f"{WORDS[n % 4]},{n % 2}"),
+        "t.csv",
+        ("--label", "lable"),
+        "--label lable: t.csv has no such column; did you mean 'label'? There are text, label",
+    ),
+    "images outside of class folders": (
+        image_outside_a_class,
+        "t",
+        (),
+        "t: t/loose.png lies in no class folder; for classes put each image into t/CLASS/; for segmentation put images into t/images/ "
+        "and masks of the same names into t/masks/",
+    ),
+    "an image without a mask": (
+        mask_missing,
+        "t",
+        (),
+        "t/images/3.png has no mask: there is no t/masks/3.png (or another image format); add it, or remove the image",
+    ),
+    "chats with other keys": (
+        lambda: write_chats("t.jsonl", role="from", content="value"),
+        "t.jsonl",
+        (),
+        "column 'messages' holds messages with the keys from, value; write each as {role: user or assistant, content: ...}",
+    ),
+    "prompts with a third column": (
+        lambda: (Path("t.jsonl").write_text((json.dumps({"instruction": "translate", "input": "a word", "output": "ein Wort"}) + "\n") * 3), None)[1],
+        "t.jsonl",
+        (),
+        "t.jsonl: instruction and output look like prompt and completion, and input would not be read; join them in your data, or say "
+        "--data.prompt_column instruction --data.completion_column output",
+    ),
+    "an empty text file": (
+        lambda: Path("t.txt").touch(),
+        "t.txt",
+        (),
+        "t.txt is empty; name text that a model can learn from",
+    ),
+    "one JSON document": (
+        lambda: (Path("t.json").write_text("[]"), None)[1],
+        "t.json",
+        (),
+        "t.json: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with json.dumps(row) for each "
+        "row; SQuAD's own files are for recipes/question_answering.yaml",
+    ),
+    "a task of another kind": (
+        lambda: (Path("t.txt").write_text("text"), None)[1],
+        "t.txt",
+        ("--task", "text-classification"),
+        "--task text-classification: t.txt is plain text, from which a language model learns (causal-lm); text-classification needs a table "
+        "(.csv, .tsv, .jsonl, .parquet) or images",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_data_are_one_line_that_shows_the_flag(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write, path, flags, said = WRONG[what]
+    write()
+    assert main(["finetune", path, "--dry-run", *flags]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+    assert not Path("runs").exists()
