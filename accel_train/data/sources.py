@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FileKind = Literal["text", "jsonl", "csv", "parquet", "conll", "json", "tokens"]
 
-_OF_STDLIB = tuple(f"stdlib-{name}" for name in ("functions", "docstrings", "tags", "questions"))
+_OF_STDLIB = tuple(f"stdlib-{name}" for name in ("functions", "docstrings", "tags", "questions", "names"))
 EMBEDDED_CORPORA = ("python-stdlib", *_OF_STDLIB, "hangul-letters")
 
 _TEXT_NAMES = """
@@ -165,7 +165,7 @@ def _resolve(name: str, data: Data, key: str) -> Source:
 
 
 def _embedded(name: str) -> Source:
-    from accel_train.data.builtin import hangul, stdlib, stdlib_questions, stdlib_tags
+    from accel_train.data.builtin import hangul, stdlib, stdlib_names, stdlib_questions, stdlib_tags
 
     title = f"{name} of Python {platform.python_version()}"
     if name == "python-stdlib":
@@ -176,6 +176,7 @@ def _embedded(name: str) -> Source:
         "stdlib-tags": stdlib_tags.stdlib_tags,
         "hangul-letters": hangul.hangul_letters,
         "stdlib-questions": stdlib_questions.stdlib_questions,
+        "stdlib-names": stdlib_names.stdlib_names,
     }
     return _describe_dataset(title, makers[name]())
 
