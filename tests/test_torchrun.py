@@ -34,6 +34,8 @@ if code == "follows":
         time.sleep(0.01)
     time.sleep(float(sys.argv[3]))
     code = "75"
+if code == "sleeps":
+    time.sleep(60)
 if code == "lost":
     while not os.path.exists(f"{folder}/ready"):
         time.sleep(0.01)
@@ -183,7 +185,7 @@ def test_stop_signal_is_heard_while_a_restart_waits_for_a_machine_that_was_lost(
             [sys.executable, *torchrun, f"--rdzv_conf=is_host={is_host}", str(tmp_path / "worker.py"), str(tmp_path), f"{code},{code}/0,0"],
             env=environment(PYTHONPATH=str(REPOSITORY)),
         )
-        for code, is_host in (("lost", 1), ("stop", 0))
+        for code, is_host in (("lost", 1), ("sleeps", 0))
     )  # fmt: skip
     try:
         wait_until(lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2)
