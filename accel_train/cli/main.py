@@ -14,9 +14,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from accel_train.cli.command import Command
 from accel_train.cli.commands import COMMANDS
 from accel_train.core.errors import UserError
 from accel_train.core.format import did_you_mean
@@ -99,8 +100,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return argparse's parser of all commands."""
+def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | None = None) -> argparse.ArgumentParser:
+    """Return argparse's parser of all commands; `extend` gets each command's own, to add to it."""
     parser = _Parser(
         prog="accel-train", description="Train on any number of GPUs, guarded and resumable.", allow_abbrev=False
     )
@@ -113,6 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         for argument, options in command.arguments.items():
             own.add_argument(argument, **options)
+        if extend is not None:
+            extend(own, command)
     return parser
 
 

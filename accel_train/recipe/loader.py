@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import remember_secrets
 from accel_train.recipe import names, schema
+from accel_train.recipe.shipped import shipped_or, shipped_recipes
 from accel_train.recipe.values import Origin, Section
 from accel_train.recipe.yaml_core import Key, parse_yaml, show
 
@@ -49,7 +50,7 @@ class Recipe(schema.Recipe):
 def load_recipe(
     path: str | Path, *, overrides: Mapping[str, Any] = MappingProxyType({}), arguments: Sequence[str] = ()
 ) -> Recipe:
-    """Read a recipe file, with settings of Python and of the command line on top, each value with who set it.
+    """Read a recipe file, or the package's recipe of that name, with settings of Python and of the command line on top.
 
     `overrides` are sections as mappings, `{"optimizer": {"learning_rate": 1e-3}}`; `arguments` are `--section.field VALUE`
     or `--section.field=VALUE`, where VALUE is a YAML scalar or flow collection, and the text as it is for a text setting.
@@ -57,6 +58,7 @@ def load_recipe(
     Raises:
         ValueError: the file cannot be read, or a setting breaks a rule; one line per problem: value, who set it, rule, remedy.
     """
+    path = shipped_or(path)
     tree, lines = parse_yaml(_read_text(path), str(path))
     if not isinstance(tree, Mapping):
         problem = "is empty" if tree is None else f"holds {show(tree)}, which is not a mapping of settings"
@@ -108,8 +110,12 @@ def _read_text(path: str | Path) -> str:
     except FileNotFoundError as error:
         folder = Path(path).parent
         known = [file.name for file in folder.glob("*")]
+        there_are = f"look for it from {Path.cwd()}, or take one of `accel-train recipes`"
         remedy = did_you_mean(
-            Path(path).name, known, f"look for it from {Path.cwd()}", show=lambda name: str(folder / name)
+            Path(path).name,
+            [*known, *shipped_recipes()],
+            there_are,
+            show=lambda name: name if name in shipped_recipes() else str(folder / name),
         )
         raise ValueError(f"{path}: no such recipe file; {remedy}") from error
     except OSError as error:

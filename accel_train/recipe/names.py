@@ -196,7 +196,8 @@ def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[st
         elif raw is None and problem["type"] == "missing":
             yield f"{name} is missing from {path}; add `{REQUIRED_EXAMPLES.get(name, f'{name}: ...')}`"
         else:
-            yield wrong(name, raw, origins[name])
+            inside = (origin for other, origin in origins.items() if f"{other}.".startswith(f"{name}."))
+            yield wrong(name, raw, next(inside))
 
 
 def _name_at(place: tuple[int | str, ...]) -> str:
@@ -215,7 +216,7 @@ def wrong(name: str, raw: Any, origin: Origin) -> str:
 
 def _remedy(name: str, raw: Any) -> str:
     info = recipe_names()[name]
-    choices = [c for c in _literals(info.annotation if isinstance(info, FieldInfo) else None) if c != "auto"]
+    choices = [choice for choice in literals_of(name) if choice != "auto"]
     for item in raw if isinstance(raw, list | tuple) else [raw]:
         if isinstance(item, str) and item not in choices and (meant := did_you_mean(item, choices)):
             return meant
@@ -230,6 +231,12 @@ def _remedy(name: str, raw: Any) -> str:
     if isinstance(info, FieldInfo) and not info.is_required():
         return f"leave it out for the default, {show(info.default)}"
     return f"for example `{REQUIRED_EXAMPLES[name]}`"
+
+
+def literals_of(name: str) -> list[str]:
+    """Return the words among what a setting takes."""
+    info = recipe_names()[name]
+    return _literals(info.annotation if isinstance(info, FieldInfo) else None)
 
 
 def _literals(annotation: Any) -> list[str]:

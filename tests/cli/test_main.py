@@ -343,3 +343,19 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly() -> None:
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_shell_completes_commands_settings_and_their_words(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert main(["completion", "bash"]) == 0
+    Path("completion.bash").write_text(capsys.readouterr().out)
+    Path("try.bash").write_text(
+        "source completion.bash\n"
+        'complete() { :; }; try() { COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); COMPREPLY=(); _shtab_accel_train; echo "${COMPREPLY[@]}"; }\n'
+        "try accel-train ev; try accel-train run --optimizer.lr; try accel-train plan --schedule.type war\n"
+    )
+    done = subprocess.run(["bash", "try.bash"], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "evaluate",
+        "--optimizer.lr_scaling.rule --optimizer.lr_scaling.base_batch_size",
+        "warmup_cosine warmup_stable_decay",
+    ]

@@ -4,6 +4,7 @@ A command's module imports what it needs when it runs. Nothing here imports torc
 
 from accel_train.cli.command import Command
 from accel_train.cli.commands.finetune import FINETUNE
+from accel_train.cli.commands.recipes import COMPLETION, EXPLAIN, INIT, RECIPES
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
 from accel_train.cli.commands.runs import DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT
 from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
@@ -22,4 +23,8 @@ COMMANDS: dict[str, Command] = {
     "replay": REPLAY,
     "verify": VERIFY,
     "doctor": DOCTOR,
+    "recipes": RECIPES,
+    "init": INIT,
+    "explain": EXPLAIN,
+    "completion": COMPLETION,
 }

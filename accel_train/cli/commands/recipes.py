@@ -1,0 +1,97 @@
+"""`recipes`, `init` and `explain`: what comes with the package, and what its settings mean. `completion`: for shells."""
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_train.cli.command import Command, users_mistakes
+from accel_train.core.errors import UserError
+from accel_train.core.files import output_path
+from accel_train.core.format import did_you_mean
+
+
+def _recipes(_: argparse.Namespace, __: Sequence[str]) -> int:
+    from accel_train.recipe.shipped import shipped_recipes
+
+    width = shutil.get_terminal_size().columns
+    for name, recipe in shipped_recipes().items():
+        print(name)
+        data = recipe.notes.get("Data", "your own").split(":")[0].split(". ")[0]
+        needs = f"needs {recipe.notes['Hardware'].split(';')[0].rstrip('.')}; data: {data.rstrip('.')}"
+        for text in (recipe.about, needs):
+            print(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    "))
+    print("\naccel-train run NAME trains one; accel-train init NAME copies one, to be edited.")
+    return 0
+
+
+@users_mistakes()
+def _init(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from accel_train.recipe.shipped import copy_text, shipped_recipes
+
+    name = Path(arguments.name).stem
+    if name not in shipped_recipes():
+        meant = did_you_mean(name, shipped_recipes(), f"there are {', '.join(shipped_recipes())}")
+        raise UserError(f"no recipe {arguments.name!r} comes with accel_train; {meant}")
+    target = output_path(arguments.file or f"{name}.yaml")
+    text = copy_text(name, target)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UserError(f"{target} is there already; name another file: accel-train init {name} FILE") from error
+    print(f"{target}: edit it, then run `accel-train plan {target}` and `accel-train run {target}`")
+    return 0
+
+
+@users_mistakes()
+def _explain(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from accel_train.recipe.explain import explain
+
+    print(explain(arguments.setting.removeprefix("--"), shutil.get_terminal_size().columns))
+    return 0
+
+
+@users_mistakes()
+def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    try:
+        import shtab
+    except ImportError as error:
+        raise UserError("completion needs shtab: pip install 'accel-train[completion]'") from error
+    from accel_train.cli.main import build_parser
+    from accel_train.recipe.names import is_section, literals_of, recipe_names
+
+    completed = {
+        **dict.fromkeys(("RECIPE", "DATA", "FILE"), shtab.FILE),
+        **dict.fromkeys(("RUN", "INCIDENT", "FOLDER"), shtab.DIRECTORY),
+    }
+
+    def extend(parser: argparse.ArgumentParser, command: Command) -> None:
+        for action in parser._actions:
+            if action.metavar in completed:
+                action.complete = completed[action.metavar]  # type: ignore[attr-defined]
+        for setting, info in recipe_names().items() if command.takes_settings else ():
+            if not is_section(info):
+                parser.add_argument(f"--{setting}", choices=literals_of(setting) or None)
+
+    print(shtab.complete(build_parser(extend), arguments.shell))
+    return 0
+
+
+RECIPES = Command(
+    _recipes, "list the recipes that come with the package, and what each needs", {}, takes_settings=False
+)
+
+INIT = Command(_init, "copy a recipe of the package, to be edited", {
+    "name": {"metavar": "NAME", "help": "a name that `accel-train recipes` lists"},
+    "file": {"metavar": "FILE", "nargs": "?", "help": "default: NAME.yaml"},
+}, takes_settings=False)  # fmt: skip
+
+EXPLAIN = Command(_explain, "what a setting takes, its default, meaning, and an example", {
+    "setting": {"metavar": "SETTING", "nargs": "?", "default": "", "help": "optimizer.lr_scaling, or optimizer; default: all"},
+}, takes_settings=False)  # fmt: skip
+
+COMPLETION = Command(_completion, "print what makes a shell complete commands, flags and settings", {
+    "shell": {"choices": ["bash", "zsh", "tcsh"], "help": "for bash: accel-train completion bash >> ~/.bash_completion"},
+}, takes_settings=False)  # fmt: skip

@@ -1,0 +1,107 @@
+"""What a setting is: type, default, meaning, and an example; or the settings of a section."""
+
+import re
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from accel_train.recipe.names import (
+    REQUIRED_EXAMPLES,
+    free_names,
+    kinds_of,
+    literals_of,
+    look_up,
+    recipe_names,
+    remedy_for_unknown,
+    rule_of,
+)
+from accel_train.recipe.shipped import shipped_recipes
+from accel_train.recipe.yaml_core import parse_yaml, show
+
+_FEW = 3
+"""A section of so few settings is shown whole."""
+
+
+def explain(name: str, width: int = 80) -> str:
+    """Return what a setting or section of the recipe is, by its dotted name, in lines of at most `width` characters.
+
+    The empty name lists the sections.
+
+    Raises:
+        ValueError: there is no such setting; the text names the nearest.
+    """
+    name = next((free for free in free_names() if name.startswith(f"{free}.")), name)
+    if name and name not in recipe_names():
+        raise ValueError(f"unknown setting {name}; {remedy_for_unknown(name)}")
+    info = recipe_names().get(name)
+    below = [other for other in recipe_names() if other.rpartition(".")[0] == name]
+    lines = _lines_of_setting(name, info, width) if isinstance(info, FieldInfo) else []
+    if 0 < len(below) <= _FEW:
+        for other in below:
+            lines += ["", explain(other, width)]
+    elif below:
+        lines += ["", f"{name} has, with defaults:" if name else "A recipe has:"]
+        lines += [line for other in below for line in _summary(other, width)]
+        lines += ["", *textwrap.wrap(f"`accel-train explain {below[-1]}` says more of one.", width)]
+    return "\n".join(lines).lstrip("\n")
+
+
+def example_of(name: str) -> Any:
+    """Return a value that a setting takes: as a recipe of the package has it, else a choice of its type, else its default."""
+    info = recipe_names()[name]
+    default = None if isinstance(info, type) or info.is_required() else info.default
+    for tree in _shipped_trees():
+        value = look_up(tree, name)
+        if value is not None and value != default and not isinstance(value, Mapping):
+            return value
+    choices = [choice for choice in literals_of(name) if choice not in (default, "auto")]
+    if not choices:
+        return True if default is False else default
+    return choices[:1] if isinstance(default, tuple) else choices[0]
+
+
+@cache
+def _shipped_trees() -> list[Any]:
+    return [parse_yaml(recipe.path.read_text(), name)[0] for name, recipe in shipped_recipes().items()]
+
+
+def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
+    def put(what: str, text: str) -> list[str]:
+        return textwrap.wrap(
+            text, width, initial_indent=f"{what:10}", subsequent_indent=" " * 10, break_long_words=False
+        )
+
+    lines = [name, *put("  takes", rule_of(name)), *put("  default", _default(name))]
+    if info.description:
+        lines += put("  meaning", " ".join(info.description.split()))
+    value = example_of(name)
+    if value is None:
+        return [*lines, *(put("  example", REQUIRED_EXAMPLES[name]) if name in REQUIRED_EXAMPLES else [])]
+    written = show(value)
+    as_yaml, path = written, name.split(".")
+    for depth in range(len(path), 0, -1):
+        as_yaml = f"{path[depth - 1]}: {as_yaml}" if depth == 1 else f"{{{path[depth - 1]}: {as_yaml}}}"
+        if depth > 1 and tuple in kinds_of(".".join(path[: depth - 1])):
+            as_yaml, path = f"[{as_yaml}]", [*path[: depth - 1], ""]
+    lines += put("  example", as_yaml)
+    if not path[-1]:
+        return lines  # a list's items have no flags of their own
+    needs_quotes = set(written) & set(" []{}*'\"$")
+    return [*lines, *put("", f"--{name} '{written}'" if needs_quotes else f"--{name} {written}")]
+
+
+def _default(name: str) -> str:
+    info = recipe_names()[name]
+    return "none: it must be given" if isinstance(info, type) or info.is_required() else show(info.default)
+
+
+def _summary(name: str, width: int) -> list[str]:
+    info = recipe_names()[name]
+    fields = [other.rpartition(".")[2] for other in recipe_names() if other.rpartition(".")[0] == name]
+    meaning = "" if isinstance(info, type) else " ".join((info.description or "").split())
+    first = f"has {', '.join(fields)}" if fields else re.split(r"(?<=\w)[.;](?: |$)", meaning)[0]
+    lines = [f"  {name}" if fields else f"  {name}: {_default(name)}"]
+    return [*lines, *textwrap.wrap(first, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]

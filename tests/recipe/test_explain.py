@@ -1,0 +1,54 @@
+"""Every setting can be explained, and its example is one that a recipe takes."""
+
+import pytest
+
+from accel_train.recipe.explain import example_of, explain
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.names import is_section, recipe_names
+from accel_train.recipe.shipped import shipped_recipes
+
+SETTINGS = [name for name, info in recipe_names().items() if not is_section(info)]
+
+
+def test_every_setting_and_section_is_explained_in_lines_that_fit() -> None:
+    for name in ("", *recipe_names()):
+        said = explain(name, 80)
+        assert not name or name in said
+        assert [
+            line for line in said.splitlines() if len(line) > 80 and " " in line.removeprefix("  example").strip()
+        ] == []
+
+
+def test_an_explanation_says_type_default_meaning_and_an_example_in_both_forms() -> None:
+    assert explain("optimizer.lr_scaling.rule").splitlines() == [
+        "optimizer.lr_scaling.rule",
+        "  takes   one of none, linear, sqrt",
+        "  default none",
+        "  meaning linear: learning_rate x global_batch_size / base_batch_size; sqrt: x",
+        "          its square root; none: as written.",
+        "  example optimizer: {lr_scaling: {rule: linear}}",
+        "          --optimizer.lr_scaling.rule linear",
+    ]
+
+
+def test_a_section_shows_its_settings_and_a_name_below_a_free_one_the_free_one() -> None:
+    assert "optimizer.learning_rate: 0.0003" in explain("optimizer")
+    assert explain("model.config.n_layer") == explain("model.config")
+    with pytest.raises(ValueError, match=r"unknown setting learning_rat; did you mean optimizer\.learning_rate\?"):
+        explain("learning_rat")
+
+
+def test_examples_are_taken_as_flags() -> None:
+    """Alone: what a setting excludes or needs beside it is another matter."""
+    path = shipped_recipes()["text_classification"].path
+    refused = []
+    for name in SETTINGS:
+        written = [line.strip() for line in explain(name, 500).splitlines() if line.strip().startswith(f"--{name} ")]
+        for flag, _, value in (line.partition(" ") for line in written):
+            try:
+                load_recipe(path, arguments=[flag, value.strip("'")])
+            except ValueError as error:
+                if f"{name}=" in str(error) and "must be" in str(error):
+                    refused.append(str(error))
+    assert refused == []
+    assert sum(example_of(name) is not None for name in SETTINGS) > 0.8 * len(SETTINGS)

@@ -1,0 +1,59 @@
+"""Recipes that come with the package: found by name, listed with what they need, copied to be edited."""
+
+from pathlib import Path
+
+import pytest
+
+from accel_train.cli.main import main
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.shipped import shipped_recipes
+from tests.support.runs import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    """A folder without recipes."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_all_recipes_of_the_repository_are_in_the_package_with_a_sentence_and_what_they_need() -> None:
+    assert list(shipped_recipes()) == sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
+    for recipe in shipped_recipes().values():
+        assert recipe.about.endswith((".", "`.")), recipe.about
+        assert {"Hardware", "Time", "Expected"} <= set(recipe.notes), recipe.path
+
+
+def test_a_recipe_of_the_package_is_read_by_its_name_unless_there_is_such_a_file() -> None:
+    assert load_recipe("gpt_tiny").output_dir == "runs/gpt-tiny"
+    own = Path("gpt_tiny")
+    own.write_text(
+        "{output_dir: mine, model: {config: {model_type: gpt2}}, data: {train: t}, schedule: {max_steps: 1}}"
+    )
+    assert load_recipe("gpt_tiny").output_dir == "mine"
+
+
+def test_a_mistyped_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt_tny"]) == 2
+    assert capsys.readouterr().err == "error: gpt_tny: no such recipe file; did you mean gpt_tiny?\n"
+    assert main(["init", "gpt_tny"]) == 2
+    assert "no recipe 'gpt_tny' comes with accel_train; did you mean gpt_tiny?" in capsys.readouterr().err
+
+
+def test_recipes_lists_names_that_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    said = capsys.readouterr().out
+    names = [line for line in said.split("\n\n")[0].splitlines() if not line.startswith(" ")]
+    assert names == list(shipped_recipes())
+    assert "A small ResNet on the handwritten digits that come with scikit-learn." in said
+    assert "data: comes with scikit-learn" in said
+
+
+def test_init_copies_a_recipe_that_names_its_own_path_and_replaces_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "sft_lora", "mine.yaml"]) == 0
+    text = Path("mine.yaml").read_text()
+    assert "accel-train run mine.yaml" in text
+    assert "recipes/" not in text
+    assert load_recipe("mine.yaml") == load_recipe("sft_lora")
+    assert main(["init", "gpt_tiny", "mine.yaml"]) == 2
+    assert "mine.yaml is there already; name another file" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == text
