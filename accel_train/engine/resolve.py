@@ -53,7 +53,7 @@ def check_recipe(recipe: Recipe) -> Task:
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
     check_tracker_names(recipe.log.trackers)
-    if recipe.checkpoint.load_best_model_at_end and not recipe.checkpoint.keep_best:
+    if recipe.loads_best_model and not recipe.checkpoint.keep_best:
         raise ValueError(
             "checkpoint.load_best_model_at_end needs the best checkpoint: set checkpoint.keep_best to true as well"
         )

@@ -1,7 +1,9 @@
 """Progress on the screen: a bar in a terminal or notebook, plain lines elsewhere."""
 
 import os
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
@@ -13,6 +15,9 @@ Style = Literal["bar", "lines", "off"]
 
 REFRESH_SECONDS = 0.5
 """A bar is drawn at most this often: a redraw costs about 0.1 ms, and a slow terminal much more."""
+
+_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}, {remaining} left"
+"""What leaves a bar of 10 characters in 80 columns, at six digits of steps."""
 
 
 def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Style:
@@ -78,7 +83,9 @@ class Progress:
         speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} {self._speed_unit}"
         mark = "  skipped" if skipped else ""
         if self._bar is not None:
-            text = f"loss {loss:.4f}, lr {learning_rate:.2e}, {speed}{mark}"
+            if tokens_per_second is not None:
+                speed = f", {self._bar.format_sizeof(tokens_per_second)} {self._speed_unit}"
+            text = f"loss {loss:.4g}, lr {learning_rate:.1e}{speed}{mark}"
             self._guarded(lambda: self._bar.set_postfix_str(text, refresh=False))
         elif self.style == "lines":
             width = len(str(self._total_steps))
@@ -88,8 +95,13 @@ class Progress:
             )
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar if there is one; secrets in it are redacted."""
+        """Print a line of its own, above the bar if there is one; secrets in it are redacted. A terminal's width breaks it between words."""
         text = redact_text(text)
+        width = _width_of(self._stream) if self.style == "bar" and self._stream is not None else 0
+        if 20 < width < len(text) and "\n" not in text:
+            column = re.match(r"[\w.-]+ {2,}(?=\S)", text)
+            hang = " " * (min(column.end(), width // 2) if column else 2)
+            text = textwrap.fill(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
         if self._bar is None:
             self._write_line(text)
         else:
@@ -114,6 +126,7 @@ class Progress:
             smoothing=0.1,
             unit=" steps",
             dynamic_ncols=True,
+            bar_format=_BAR,
         )
 
     def _time_left(self, step: int) -> str:

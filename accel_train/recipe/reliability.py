@@ -61,8 +61,9 @@ class Checkpoint(Section):
     """Newest checkpoints kept; the newest healthy one, and the next one to be healthy, stay for a rollback all the same."""
     keep_best: bool = True
     """Keep the one that evaluated best (`evaluate.metric_for_best_model`) as well."""
-    load_best_model_at_end: bool = False
-    """The weights that evaluated best, not the last ones, are evaluated at the end and written to `model/`."""
+    load_best_model_at_end: Auto | bool = "auto"
+    """The weights that evaluated best, not the last ones, are evaluated at the end and written to `model/`. auto: with early
+    stopping (`evaluate.early_stopping_patience`), whose last weights are never the best."""
     in_background: bool = True
     """Copy the state and write it in the background; off: training waits until it is on the disk."""
     resume: str = "auto"

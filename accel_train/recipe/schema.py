@@ -259,6 +259,13 @@ class Recipe(Section):
         """`tokenizer`, with `auto` resolved."""
         return (self.model.pretrained or "bytes") if self.tokenizer == "auto" else self.tokenizer
 
+    @property
+    def loads_best_model(self) -> bool:
+        """`checkpoint.load_best_model_at_end`, with `auto` resolved."""
+        checkpoint = self.checkpoint
+        by_itself = checkpoint.keep_best and self.evaluate.early_stopping_patience is not None
+        return by_itself if checkpoint.load_best_model_at_end == "auto" else checkpoint.load_best_model_at_end
+
     def origin(self, name: str) -> Origin:
         """Return who set a field, by its dotted name: `recipe.origin("optimizer.learning_rate")`."""
         return self._origins.get(name, Origin("default"))

@@ -68,7 +68,7 @@ def evaluate_at_end(run: RunContext) -> None:
     is_evaluated = state.stopped_early or run.evaluation.details.get("step") == state.step
     if not plan.evaluates_part or (state.best_step is not None and not is_evaluated):
         evaluate_run(run, at_end=True)
-    is_wanted = plan.recipe.checkpoint.load_best_model_at_end and state.best_step not in (None, state.step)
+    is_wanted = plan.recipe.loads_best_model and state.best_step not in (None, state.step)
     is_other = is_wanted and not state.evaluation_owed and load_best(run)
     if (is_other or plan.evaluates_part) and not state.evaluation_owed:
         evaluate_run(run, at_end=True, final=True)
@@ -175,4 +175,11 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
         note(f"  {name:{width}}{text:>14}")
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
         note(augmented)
+    state, plan = run.state, run.plan
+    if state.best_step not in (None, state.step) and not plan.recipe.loads_best_model:
+        metric = plan.recipe.evaluate.metric_for_best_model
+        note(
+            f"model/ holds the weights of the last step. Those of step {state.best_step} evaluated better ({metric} "
+            f"{state.best_metric:.4g}): checkpoint.load_best_model_at_end true, and the same command again, writes them"
+        )
     note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")

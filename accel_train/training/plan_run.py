@@ -108,5 +108,9 @@ def plan_run(
         "schedule.warmup_steps": Choice(steps.warmup_steps, steps.warmup_reason),
         **reading_choices,
     }
+    if recipe.loads_best_model and recipe.checkpoint.load_best_model_at_end == "auto":
+        choices["checkpoint.load_best_model_at_end"] = Choice(
+            True, "early stopping is on: its last weights are never the best"
+        )
     identity = run_identity(recipe, data, sizes, steps)
     return RunPlan(recipe, task, data, order, steps, sizes, reading, identity, choices, extensions, ResumePoint(None))

@@ -121,7 +121,7 @@ def test_the_bar_goes_on_where_the_run_was_left_and_notes_do_not_break_it(monkey
     assert "100/200" in text.split("\r")[1]
     assert "75%" in text
     assert "150/200" in text
-    assert "loss 2.3457, lr 3.00e-04, 12,346 tok/s" in text
+    assert "loss 2.346, lr 3.0e-04, 12.3k tok/s" in text
     assert "\rsaved step-150\r\n" in text.replace("\r\r", "\r")
 
 
@@ -212,3 +212,25 @@ def test_a_step_that_is_not_drawn_costs_microseconds() -> None:
 )
 def test_durations_read_like_a_person_says_them(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_at_80_columns_the_bar_keeps_ten_characters_and_notes_break_between_words() -> None:
+    with open_terminal(80) as terminal:
+        progress = Progress(True, total_steps=100_000, initial_step=10, stream=terminal.stream)
+        progress.note(
+            "batch.per_device_batch_size  4  (all of a process's samples at once; not searched, for a CPU has no limit)"
+        )
+        progress.note("a sample\n" + "x " * 60)
+        progress.begin()
+        progress.show(20_000, loss=2.34567, learning_rate=3e-4, tokens_per_second=1234567.8)
+        progress.advance(20_000)
+        progress.close()
+        text = terminal.text()
+    lines = text.replace("\r\n", "\n").split("\n")
+    assert lines[0] == "batch.per_device_batch_size  4  (all of a process's samples at once; not"
+    assert lines[1] == " " * 29 + "searched, for a CPU has no limit)"
+    assert lines[3] == "x " * 60
+    drawn = [line for line in text.split("\r") if "tok/s" in line][-1]
+    assert len(drawn) <= 80
+    assert "20000/100000, loss 2.346, lr 3.0e-04, 1.23M tok/s" in drawn
+    assert len(drawn.split("|")[1]) >= 10

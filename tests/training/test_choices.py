@@ -130,6 +130,24 @@ def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -
     assert events(folder, "best_model")
 
 
+@pytest.mark.parametrize("choice", ["auto", False])
+def test_early_stopping_keeps_the_best_weights_unless_the_recipe_says_otherwise_and_then_says_what_is_lost(
+    corpus: Path, capsys: pytest.CaptureFixture[str], choice: bool | str
+) -> None:
+    evaluations = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": 2}
+    sections = {"evaluate": evaluations, "checkpoint": {"load_best_model_at_end": choice}}
+    run_with(scripted(corpus, [0.1, 0.9, 0.3, 0.2, 0.2], **sections), ScriptedScores())
+    folder = corpus / "run"
+    final = load_file(folder / "model" / "model.safetensors")
+    kept = checkpoint(folder, 4 if choice == "auto" else 8)
+    assert all(torch.equal(final[name], kept[f"model.safetensors:{name}"]) for name in final)
+    said = capsys.readouterr().out
+    assert ("model/ holds the weights of the last step. Those of step 4 evaluated better (quality 0.9)" in said) == (
+        not choice
+    )
+    assert ("checkpoint.load_best_model_at_end  True  (early stopping is on" in said) == (choice == "auto")
+
+
 @pytest.mark.parametrize(("last", "kept"), [(0.95, 6), (0.3, 4)])
 def test_the_last_step_competes_for_the_best_on_the_samples_of_the_evaluations_before_it(
     corpus: Path, last: float, kept: int
