@@ -199,7 +199,7 @@ def refusal(path: Path, changes: Sequence[Change]) -> str:
 def set_aside(run_folder: Path) -> Path | None:
     """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing; returns that folder."""
     names = (
-        *("metrics.jsonl", "events.jsonl", "evaluation.json", "adapter", "report.html"),
+        *("metrics.jsonl", "events.jsonl", "launches.jsonl", "evaluation.json", "adapter", "report.html"),
         *(RESOLVED_RECIPE, "incidents", "profile", *_FINISHED, ROLLBACKS),
         "checkpoints",  # last: while they are there, a start after a kill sets aside what is left
     )

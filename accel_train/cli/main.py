@@ -24,7 +24,7 @@ from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import keep_secrets_out_of_tracebacks
 from accel_train.core.version import __version__
 from accel_train.runtime.exit import OUTPUT_CLOSED, exit_code, exit_process, exits_are_errors, is_output_closed, report
-from accel_train.runtime.launcher import launch_mistake, stop_with_launcher
+from accel_train.runtime.launcher import launch_mistake, note_start, stop_with_launcher
 from accel_train.runtime.signals import signals_put_back
 
 
@@ -40,6 +40,7 @@ def program() -> NoReturn:
     gc.set_threshold(100_000, 50, 100)
     faulthandler.enable(2)  # a crash of native code (a driver, a kernel) leaves the Python line that led to it
     stop_with_launcher()
+    note_start()
     keep_secrets_out_of_tracebacks()
     try:
         code = _main()

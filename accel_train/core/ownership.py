@@ -26,7 +26,16 @@ RESOLVED_RECIPE = "recipe.resolved.yaml"
 _HEADER = b"# A resolved recipe: "
 """First bytes of a `recipe.yaml` that older versions wrote; any other is the user's."""
 RUN_NAMES = (
-    *("checkpoints", "incidents", "model", "adapter", RESOLVED_RECIPE, "metrics.jsonl", "events.jsonl"),
+    *(
+        "checkpoints",
+        "incidents",
+        "model",
+        "adapter",
+        RESOLVED_RECIPE,
+        "metrics.jsonl",
+        "events.jsonl",
+        "launches.jsonl",
+    ),
     *("summary.json", "evaluation.json", "report.html", "rollbacks.json", ".lock", ".lock.holder", MARKER),
 )
 """Names that a run writes in its folder."""

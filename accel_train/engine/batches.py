@@ -21,9 +21,11 @@ def training_batches(run: RunContext, first_step: int) -> Steps:
         DataError: a large file differs from its digest, or a batch brings no count of targets.
     """
     if run.state.stopped_early:
-        return iter(())
+        return run.observer.reading(iter(()))
     batches = _read_order(run, first_step) if run.plan.data.step_batches is None else _read_stream(run, first_step)
-    return batches if run.digest_check is None else _checked(run, run.digest_check, batches, first_step)
+    if run.digest_check is not None:
+        batches = _checked(run, run.digest_check, batches, first_step)
+    return run.observer.reading(batches)
 
 
 def _is_skipped(run: RunContext, step: int) -> bool:

@@ -40,7 +40,7 @@ def save_run(run: RunContext, *, wait: bool = False) -> None:
             checkpoints are untouched.
     """
     run.state.train_seconds = run.observer.train_seconds
-    with run.observer.pause(), run.memory.phase("save"):
+    with run.observer.pause("saving"), run.memory.phase("save"):
         refused = _start_save(run, wait) if run.accelerator.is_main_process or not run.strategy.is_replicated else None
         report_saves(run)
         if wait:

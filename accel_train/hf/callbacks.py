@@ -239,7 +239,7 @@ class Flow(Observer):
         if kind == "best_model":
             self._is_best_loaded = True
 
-    def pause(self) -> AbstractContextManager[None]:
+    def pause(self, account: str) -> AbstractContextManager[None]:
         """Copy the state for the checkpoint that may follow: an evaluation or a checkpoint begins."""
         if self.run is None:
             return nullcontext()

@@ -17,7 +17,7 @@ ONLY_FOR_RESUMING = [OPTIMIZER, TRAINER, "manifest.json"]
 NOT_PUSHED = [
     *("_*", ".*", "checkpoints/*", "checkpoint-*/*", "previous-*/*", "run-*/*"),
     *("model/*", "adapter/*"),  # the weights of `save_model` lie beside them
-    *("events.jsonl*", "metrics.jsonl*", "incidents/*", "profile/*", "*.log"),
+    *("events.jsonl*", "metrics.jsonl*", "launches.jsonl", "incidents/*", "profile/*", "*.log"),
 ]
 """What lies in a run folder and is for whoever trained: nothing of it goes to the Hub."""
 

@@ -4,11 +4,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from accel_train.core.format import format_seconds
 from accel_train.core.json_io import utc_event
 from accel_train.core.state import JsonRecord, StepResult
+from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RunFolder
 from accel_train.observe.throughput import Meter
@@ -19,6 +20,9 @@ MOST_UNWRITTEN_LINES = 100_000
 """Lines of metrics.jsonl, 50 MB of memory: with more of them the oldest are lost."""
 SILENT_EVENTS = frozenset({"checkpoint", "evaluation"})
 """Routine events: in events.jsonl and the report, but not on the screen."""
+ENDINGS = frozenset({"preempted", "stop", "early_stop"})
+"""Events after which nothing is trained."""
+T = TypeVar("T")
 
 
 class Observer:
@@ -44,9 +48,13 @@ class Observer:
     def note(self, text: str) -> None:
         """Called with a line for the screen that is not kept."""
 
-    def pause(self) -> AbstractContextManager[None]:
-        """Return a context for time that is not training: an evaluation, a save."""
+    def pause(self, account: str) -> AbstractContextManager[None]:
+        """Return a context for time that is not training: an evaluation, a save; `account` is one of `goodput.ACCOUNTS`."""
         return nullcontext()
+
+    def reading(self, batches: Iterator[T]) -> Iterator[T]:
+        """Return the same batches of steps, and measure how long each is waited for; the end of them is that of the training."""
+        return batches
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Called once, when training has ended."""
@@ -81,11 +89,14 @@ class Observers(Observer):
         return self.observers[0].train_seconds
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, account: str) -> Iterator[None]:
         with ExitStack() as stack:
             for observer in self.observers:
-                stack.enter_context(observer.pause())
+                stack.enter_context(observer.pause(account))
             yield
+
+    def reading(self, batches: Iterator[T]) -> Iterator[T]:
+        return self.observers[0].reading(batches)
 
     def __enter__(self) -> Self:
         for observer in self.observers:
@@ -113,11 +124,20 @@ class LogPlan:
 class RunObserver(Observer):
     """The main process's observer: `with RunObserver(...) as observer:` opens the trackers and closes the display.
 
-    `folder` is open, and stays so.
+    `folder` is open, and stays so. The `clock` accounts for the time of this launch.
     """
 
-    def __init__(self, folder: RunFolder, progress: Progress, trackers: Trackers, meter: Meter, plan: LogPlan) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        trackers: Trackers,
+        meter: Meter,
+        plan: LogPlan,
+        clock: LaunchClock | None = None,
+    ) -> None:
         self._folder, self._progress, self._trackers, self._meter = folder, progress, trackers, meter
+        self._clock = LaunchClock() if clock is None else clock
         self._plan, self._rate_name = plan, rate_name(plan.targets)
         self._loss_sum, self._num_losses = 0.0, 0
         self._step = 0
@@ -129,10 +149,17 @@ class RunObserver(Observer):
         """Training time over all launches, without evaluation and checkpoints."""
         return self._meter.train_seconds
 
+    def on_step_begin(self, step: int) -> None:
+        self._clock.begin_step(step)
+
+    def reading(self, batches: Iterator[T]) -> Iterator[T]:
+        return self._clock.reading(batches)
+
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         """Count a step, and write its line if one is due, if it is the last, or if it was skipped."""
         step, plan = result.step, self._plan
         self._step = step
+        self._clock.end_step(step - 1, skipped=result.skipped)
         self._meter.add(result.num_targets, plan.samples_per_step)
         if not result.skipped:
             self._loss_sum += result.loss
@@ -165,12 +192,16 @@ class RunObserver(Observer):
             self._progress.note(message if message.startswith(f"step {step}:") else f"step {step}: {message}")
         if kind in ("start", "resume"):
             self._progress.begin()
+        if kind in ENDINGS:
+            self._clock.switch("stopping")
 
     def note(self, text: str) -> None:
         self._progress.note(text)
 
-    def pause(self) -> AbstractContextManager[None]:
-        return self._meter.paused()
+    @contextmanager
+    def pause(self, account: str) -> Iterator[None]:
+        with self._meter.paused(), self._clock.inside(account):
+            yield
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json with this launch's rates, and close trackers and display.
@@ -185,7 +216,10 @@ class RunObserver(Observer):
             "samples_per_second": overall.samples_per_second,
             "mfu": overall.mfu,
         }
-        self._folder.write_summary({**rates, **summary})
+        goodput = self._clock.goodput()
+        self._folder.write_summary({**rates, **summary, "goodput": goodput})
+        shares = {f"{name}_seconds": seconds for name, seconds in goodput.pop("accounts").items()}
+        self._trackers.log({f"goodput/{name}": value for name, value in {**goodput, **shares}.items()}, self._step)
         self._close()
 
     def __enter__(self) -> Self:

@@ -63,7 +63,7 @@ def diagnose(
     `replay`, which does the same on one process. Weights, gradients that wait for their update, moments, buffers and random
     numbers are left as they are.
     """
-    with run.observer.pause():
+    with run.observer.pause("recovery"):
         allowed = run.plan.recipe.guard.max_incidents
         if on_main(lambda: len(incident_folders(run.plan.output_dir)) >= allowed):
             return None, ""

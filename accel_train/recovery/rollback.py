@@ -55,7 +55,7 @@ def roll_back(run: RunContext, request: RollBack) -> None:
         TrainingStopped: there is no healthy checkpoint.
         CheckpointError: the disk fails.
     """
-    with run.observer.pause():
+    with run.observer.pause("recovery"):
         try:
             name, rollback = on_main(lambda: _choose(run, request))
         except (TrainingStopped, CheckpointError) as error:

@@ -15,6 +15,7 @@ from accel_train.observe.incident_text import main_facts
 from accel_train.observe.trackers import flatten
 from accel_train.report.metric_names import LABELS, MISSING, is_number, label, show_value, words
 from accel_train.report.run import Run
+from accel_train.report.time_spent import describe_time
 
 MOODS = {"done": "good", "finished": "good", "stopped early": "good", "stopped": "bad", "failed": "bad"}
 """Colours of the run's status."""
@@ -91,6 +92,9 @@ HEADLINES = (
     Headline("Steps", partial(_logged, "steps", "step"), large_number),
     Headline("{targets}", lambda run: run.summary.get("num_targets"), large_number),
     Headline("Training time", partial(_logged, "train_seconds", "train_seconds"), format_seconds),
+    Headline(
+        "Productive time", lambda run: run.goodput.get("productive_share"), lambda share: f"{100 * share:.1f}", "%", max
+    ),
     Headline("Throughput", partial(_logged, "throughput", "throughput"), large_number, "{targets}/s", max),
     Headline("Model FLOP utilisation", lambda run: run.summary.get("mfu"), lambda mfu: f"{100 * mfu:.1f}", "%", max),
     Headline("Peak memory", _peak_memory, lambda value: f"{value / 2**30:.1f}", "GiB per device", min),
@@ -123,6 +127,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             {**record, "link": f"{INCIDENTS}/{record['folder']}/{TEXT}", "facts": main_facts(record)}
             for record in run.incidents
         ],
+        "time": describe_time(run),
         "profiles": run.profiles,
         "damage": run.damage,
         "tables": _tables(summary),

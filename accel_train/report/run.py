@@ -12,6 +12,7 @@ import yaml
 from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import JsonRecord
 from accel_train.observe import run_folder
+from accel_train.observe.goodput import goodput_of, read_launches
 from accel_train.observe.incident_record import RECORD, incident_folders
 from accel_train.task import TARGET_UNITS, target_rate
 
@@ -40,6 +41,8 @@ class Run:
     """evaluation.json: `step`, `metrics`, `details`."""
     incidents: Sequence[JsonRecord] = ()
     """Records of its incidents, by step."""
+    launches: Sequence[JsonRecord] = ()
+    """Lines of launches.jsonl, by their start."""
     profiles: Sequence[str] = ()
     """Paths of its traces, tables of operations and snapshots of memory, from the folder."""
     damage: Sequence[str] = ()
@@ -57,6 +60,11 @@ class Run:
         found = self.evaluation.get("details")
         found = found.get(part) if isinstance(found, Mapping) else None
         return found if isinstance(found, Mapping) else {}
+
+    @cached_property
+    def goodput(self) -> JsonRecord:
+        """The accounts of the time of all launches; empty where they are not recorded."""
+        return goodput_of(self.launches) if self.launches else {}
 
     @cached_property
     def recipe(self) -> dict[str, Any] | None:
@@ -101,6 +109,7 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         summary,
         recipe_text="" if recipe is None else recipe.read_text(encoding="utf-8", errors="replace"),
         evaluation=run_folder.read_record(folder / EVALUATION_FILE, damage),
+        launches=read_launches(folder),
         incidents=[record for record in incidents if record],
         profiles=[
             path.relative_to(folder).as_posix() for path in sorted((folder / run_folder.PROFILE_FOLDER).glob("rank-*"))

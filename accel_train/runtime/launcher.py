@@ -13,7 +13,31 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 MAY_RESTART = "accel_train_may_restart"
+_is_for_one_run = False
 LAUNCH_REMEDY = "start with torchrun or `accelerate launch`, which set it, or unset WORLD_SIZE and the RANKs to train on one process"
+
+
+def note_start() -> None:
+    """Note that this process was started for one run, whose time begins with the process."""
+    global _is_for_one_run
+    _is_for_one_run = True
+
+
+def take_age_seconds() -> float:
+    """Return how long this process has lived for its run; 0 for a later run of the process, and for a program's own process."""
+    global _is_for_one_run
+    is_for_this_run, _is_for_one_run = _is_for_one_run, False
+    if not is_for_this_run:
+        return 0.0
+    try:  # to 10 ms; psutil knows the machine's start by the second alone
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+        import psutil
+
+        age = time.time() - psutil.Process().create_time()
+    return max(0.0, age)
 
 
 def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

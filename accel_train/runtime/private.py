@@ -3,8 +3,8 @@
 Each says the version it was seen in and what it is for; `tests/runtime/test_private.py` says what to do when it is gone.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +48,22 @@ def watch_operators(see: Callable[[Any, Any], None]) -> AbstractContextManager[A
             return result
 
     return Watch()
+
+
+@contextmanager
+def watch_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Inside, call `begin` and `end` around all that torch.compile does; `torch._dynamo.callback`, torch 2.13."""
+    from torch._dynamo.callback import callback_handler
+
+    starts, ends = callback_handler.start_callbacks, callback_handler.end_callbacks
+    own = (lambda _: begin()), (lambda _: end())
+    starts.append(own[0])
+    ends.append(own[1])
+    try:
+        yield
+    finally:
+        starts.remove(own[0])
+        ends.remove(own[1])
 
 
 def set_activation_memory_budget(share: float) -> None:

@@ -13,6 +13,7 @@ from accel_train.core.hardware import peak_flops
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.engine.run import RunContext
+from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.observer import LogPlan, RunObserver
 from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, read_events
@@ -23,7 +24,7 @@ from accel_train.runtime.doctor import device_name
 from accel_train.task import TARGET_UNITS
 
 
-def open_observer(run: RunContext, folder: RunFolder) -> RunObserver:
+def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> RunObserver:
     """Return the main process's observer: run folder, progress bar and trackers."""
     plan, state, accelerator = run.plan, run.state, run.accelerator
     recipe, global_batch_size, peak = plan.recipe, run.sizes.global_batch_size, run.facts.peak_flops
@@ -53,6 +54,7 @@ def open_observer(run: RunContext, folder: RunFolder) -> RunObserver:
             num_samples_per_epoch=plan.order.steps_per_epoch * global_batch_size,
             targets=targets,
         ),
+        clock,
     )
 
 

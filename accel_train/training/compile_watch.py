@@ -2,19 +2,22 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 from accel_train.core.state import StepResult
 from accel_train.engine.run import RunContext
+from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.observer import Observer
+from accel_train.runtime.private import watch_compiling
 
 
-def watch_compiler(run: RunContext, observer: Observer) -> tuple[Observer, ...]:
+def watch_compiler(run: RunContext, observer: Observer, clock: LaunchClock) -> tuple[Observer, ...]:
     """Return an observer that tells another one what compiling costs: where the run compiles, on the main process."""
     is_on = "compile_cache" in run.plan.choices and run.accelerator.is_main_process
-    return (CompileWatch(run, observer),) if is_on else ()
+    return (CompileWatch(run, observer, clock),) if is_on else ()
 
 
 class CompileWatch(Observer):
@@ -24,11 +27,19 @@ class CompileWatch(Observer):
     evaluations are not counted: an evaluation computes without gradients, which takes graphs of its own.
     """
 
-    def __init__(self, run: RunContext, observer: Observer) -> None:
+    def __init__(self, run: RunContext, observer: Observer, clock: LaunchClock) -> None:
+        self._clock, self._unwatch = clock, ExitStack()
         self._graphs, self._observer = run.graphs, observer
         self._folder = Path(run.plan.choices["compile_cache"].value)
         self._begin, self._num_files, self._num_graphs = perf_counter(), count_files(self._folder), 0
         self._is_first = True
+
+    def __enter__(self) -> Self:
+        self._unwatch.enter_context(watch_compiling(lambda: self._clock.enter("compile"), self._clock.leave))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unwatch.close()
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Take the time of the start."""

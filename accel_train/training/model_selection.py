@@ -31,7 +31,7 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     began = time.perf_counter()
     state, section, own = run.state, run.plan.recipe.evaluate, run.plan.extensions.evaluate
     try:
-        with run.observer.pause(), run.memory.phase("evaluate"), run.strategy.averaged():
+        with run.observer.pause("evaluation"), run.memory.phase("evaluate"), run.strategy.averaged():
             metrics, details = (dict(own()), {}) if own is not None else _task_scores(run, final)
     except EvaluationLeft:
         state.evaluation_owed = True

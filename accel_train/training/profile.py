@@ -62,7 +62,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         if found is None:
             return
         run, steps = self._run, f"{self._first}-{self._last}"
-        with run.observer.pause():
+        with run.observer.pause("profiling"):
             if self._is_cuda:
                 torch.cuda.synchronize()  # the last step's kernels belong to the trace
             found.stop()

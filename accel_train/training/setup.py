@@ -33,6 +33,7 @@ from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
 from accel_train.model.training_module import TrainingModule
+from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.observer import Observers
 from accel_train.observe.run_folder import RunFolder
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
@@ -44,6 +45,7 @@ from accel_train.runtime.consistency import check_shared
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.heartbeat import open_heartbeats
 from accel_train.runtime.launch_environment import with_launch_environment
+from accel_train.runtime.launcher import take_age_seconds
 from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.process_group import on_main
 from accel_train.runtime.signals import StopRequest
@@ -73,6 +75,7 @@ def prepare_run(
 
 
 def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: StopRequest) -> RunContext:
+    clock = LaunchClock(take_age_seconds())
     remember_secrets(recipe.model_dump())
     recipe = with_launch_environment(recipe)
     task = check_recipe(recipe) if task is None else task
@@ -91,15 +94,18 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         folder = RunFolder(Path(recipe.output_dir)) if accelerator.is_main_process else None
         if folder is not None:
             folder.check()
-        plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
+        with clock.inside("data_preparation"):
+            plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
         # Data that cannot be read leave no folder behind; and nothing of the folder is read before it is locked.
         on_main(lock)
         check_shared(plan.output_dir, accelerator.num_processes)
         plan = replace(plan, resume_point=agree_on_checkpoint(recipe, accelerator, plan.identity))
+        if folder is not None:
+            resources.enter_context(clock.recorded(plan.output_dir, world_size=accelerator.num_processes))
         run, changes = build_run(plan, strategy, stop, watchdog)
         check_metric_name(run)
-        own = run.observer if folder is None else open_observer(run, folder)
-        others = (*watch_compiler(run, own), *extensions.observers)
+        own = run.observer if folder is None else open_observer(run, folder, clock)
+        others = (*watch_compiler(run, own, clock), *extensions.observers)
         run.observer = resources.enter_context(Observers((own, *others)) if others else own)
         if folder is not None:
             announce(run, folder, changes)

@@ -12,6 +12,7 @@ import pytest
 
 from accel_train.checkpoint.store import check
 from tests.support.comparisons import assert_same_bits
+from tests.support.goodput import assert_accounts_add_up
 from tests.support.kills import KilledRun, Tally
 from tests.support.processes import run_forked
 from tests.support.runs import (
@@ -59,11 +60,12 @@ def kill_and_compare(
     assert forked.wait(240) == [0, 0], forked.stderr(0)[-3000:]
     whole, generator, tally = folder / "whole", random.Random(seed), Tally()
     while tally.num_kills < num_kills:
-        name = f"killed-{tally.finished}"
+        name, began = f"killed-{tally.finished}", time.time()
         run = KilledRun(recipe_in(folder, name, max_steps, model), folder / name, generator, tally)
         if not run.kill_until_finished(num_kills):
             run.finish()
         killed = folder / name
+        assert_accounts_add_up(killed, began)
         assert list(losses(killed)) == list(range(1, max_steps + 1))
         assert [loss.hex() for loss in losses(killed).values()] == [loss.hex() for loss in losses(whole).values()]
         assert evaluations(killed) == evaluations(whole)

@@ -43,6 +43,26 @@ def test_the_library_that_draws_the_charts_comes_with_its_licence(html: str) -> 
     assert re.search(r"github.com/leeoniya/uPlot \(v\d+\.\d+\.\d+\)", html)
 
 
+def test_the_report_says_where_the_time_of_all_launches_went(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "Where the time went" not in Page(write_report([run]).read_text()).text  # of an older version
+    accounts: dict[str, Any] = {"launch": 1, "step": 9, "steps": 9, "saves": 0}
+    lines = [
+        {**accounts, "started": 1000.0, "seconds": 60.0, "accounts": {"start_up": 10.0, "productive_steps": 50.0}},
+        {
+            **accounts,
+            "started": 1090.0,
+            "seconds": 10.0,
+            "accounts": {"repeated_steps": 10.0, "of another version": 1.0},
+        },
+    ]
+    (run / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = " ".join(Page(write_report([run]).read_text()).text.split())
+    assert "50.0% of 1m 40s were productive steps, over 2 launches" in text
+    assert "Steps done again or cut off 10.0 s, 10.0%" in text
+    assert "Down between launches 30.0 s, 30.0%" in text
+
+
 def test_everything_that_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "<img src=x onerror=alert(1)>")
     page = Page(write_report([run]).read_text())

@@ -54,6 +54,15 @@ def test_tensors_move_by_a_share_of_their_distance():
         assert tensors[0].tolist() == [1, 3]
 
 
+def test_compiling_is_seen_from_its_begin_to_its_end():
+    seen = []
+    with otherwise("torch._dynamo.callback has changed: without it compiling counts as the first step's time"):
+        with private.watch_compiling(lambda: seen.append("begin"), lambda: seen.append("end")):
+            torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(3))
+        torch.compile(lambda x: x.cos() - 1, backend="eager")(torch.ones(3))
+    assert seen == ["begin", "end"]
+
+
 def test_fake_tensors_have_a_shape_and_no_storage():
     with (
         otherwise("FakeTensorMode has moved: import it from where torch.compile does now"),

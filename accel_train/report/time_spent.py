@@ -1,0 +1,38 @@
+"""The section on where the time of a run went: its goodput, over all launches."""
+
+from typing import Any
+
+from accel_train.core.format import format_count, format_seconds
+from accel_train.observe.goodput import ACCOUNTS
+from accel_train.report.run import Run
+
+LONGEST_PERCENT = 62
+"""Width of the longest bar: its text needs room."""
+
+
+def describe_time(run: Run) -> dict[str, Any] | None:
+    """Return a sentence and a bar for each account, the productive steps first; None where nothing is recorded."""
+    goodput = run.goodput
+    accounts, wall = goodput.get("accounts"), goodput.get("wall_seconds")
+    if not accounts or not wall:
+        return None
+    names = sorted(accounts, key=lambda name: (name != "productive_steps", -accounts[name]))
+    longest = max(accounts.values())
+    launches = format_count(goodput["launches"], "launch", "launches")
+    return {
+        "lead": f"{goodput['productive_share']:.1%} of {format_seconds(wall)} were productive steps, over {launches}: from the "
+        "first start to the last end.",
+        "bars": [
+            {
+                "label": ACCOUNTS[name][:1].upper() + ACCOUNTS[name][1:],
+                "value": f"{_seconds(accounts[name])}, {accounts[name] / wall:.1%}",
+                "percent": round(LONGEST_PERCENT * accounts[name] / longest, 2),
+                "this": name == "productive_steps",
+            }
+            for name in names
+        ],
+    }
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"
