@@ -62,10 +62,15 @@ def daly_interval(save_seconds: float, seconds_between_failures: float) -> float
     return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
-def lost_share(interval_seconds: float, save_seconds: float, seconds_between_failures: float) -> float:
+def lost_share(
+    interval_seconds: float,
+    save_seconds: float,
+    seconds_between_failures: float,
+    restart_seconds: float = RESTART_SECONDS,
+) -> float:
     """Return the share of time without progress: saves, and at each failure half an interval and a restart; 1 at most."""
     saves = save_seconds / (interval_seconds + save_seconds)
-    return min(1.0, saves + (interval_seconds / 2 + RESTART_SECONDS) / seconds_between_failures)
+    return min(1.0, saves + (interval_seconds / 2 + restart_seconds) / seconds_between_failures)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,13 @@ class Interval:
     """With the recipe's `checkpoint.every_steps`; None where that is 0, so that a failure costs everything."""
 
 
-def best_intervals(section: Checkpoint, cost: SavingCost, world_size: int, step_seconds: float) -> tuple[Interval, ...]:
+def best_intervals(
+    section: Checkpoint,
+    cost: SavingCost,
+    world_size: int,
+    step_seconds: float,
+    restart_seconds: float = RESTART_SECONDS,
+) -> tuple[Interval, ...]:
     """Return how often to save for each published rate of failures, and what the recipe's own interval loses."""
     found = []
     for rate in FAILURE_RATES:
@@ -128,8 +139,8 @@ def best_intervals(section: Checkpoint, cost: SavingCost, world_size: int, step_
                 young_interval(cost.stall_seconds, between),
                 daly,
                 steps,
-                lost_share(steps * step_seconds, cost.stall_seconds, between),
-                lost_share(max(now, cost.total_seconds), cost.stall_seconds, between) if now else None,
+                lost_share(steps * step_seconds, cost.stall_seconds, between, restart_seconds),
+                lost_share(max(now, cost.total_seconds), cost.stall_seconds, between, restart_seconds) if now else None,
             )
         )
     return tuple(found)

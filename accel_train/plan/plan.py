@@ -28,6 +28,7 @@ from accel_train.parallel.dims import across_machines
 from accel_train.parallel.sequence_parallel import check_model, slice_of
 from accel_train.parallel.tensor_parallel import part_shapes
 from accel_train.plan.formulas import spread_memory
+from accel_train.plan.measured import measured_in
 from accel_train.plan.place import Hardware, Place, choose_place, count_processes
 from accel_train.plan.step_time import Scale, estimate_scale
 from accel_train.plan.traffic import Collective
@@ -147,6 +148,7 @@ def resolve_plan(
         num_micro_batches=sizes.gradient_accumulation_steps,
         flops_per_step=None if flops is None else flops * num_targets / steps.max_steps,
         checkpoint_bytes=model.checkpoint_bytes,
+        measured=measured_in(Path(recipe.output_dir), processes),
     )  # fmt: skip
     return Plan(
         recipe=recipe,

@@ -4,15 +4,16 @@ A step's time is a roofline of arithmetic, memory and links, with what hides beh
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accel_train.core.hardware import GB, MEMORY_EFFICIENCY, Gpu, Interconnect, choose_interconnect, find_gpu
 from accel_train.core.state import Choice
 from accel_train.model.memory_estimate import num_moments
 from accel_train.model.weights import ModelWeights
-from accel_train.plan.failures import Interval, SavingCost, best_intervals, saving_cost
+from accel_train.plan.failures import RESTART_SECONDS, Interval, SavingCost, best_intervals, saving_cost
 from accel_train.plan.formulas import collectives
 from accel_train.plan.fsdp2 import matrix_gathers
+from accel_train.plan.measured import Measured, with_measured
 from accel_train.plan.place import Layout, Place
 from accel_train.plan.traffic import Collective, Traffic, traffic_of
 from accel_train.recipe.schema import Recipe
@@ -105,6 +106,14 @@ class Scale:
     saving: SavingCost
     intervals: tuple[Interval, ...]
     """One for each published rate of failures; empty where a step's time is not known."""
+    measured: Measured | None = None
+    """Times of saves and restarts of the run in the same folder."""
+
+    @property
+    def restart_seconds(self) -> float:
+        """Time from a failure to the next step: measured, or else assumed."""
+        measured = None if self.measured is None else self.measured.restart_seconds
+        return RESTART_SECONDS if measured is None else measured
 
 
 def choose_mfu(recipe: Recipe, asked: float | None) -> Choice[float]:
@@ -135,6 +144,7 @@ def estimate_scale(
     num_micro_batches: int,
     flops_per_step: float | None,
     checkpoint_bytes: int,
+    measured: Measured | None = None,
 ) -> Scale:
     """Return all of it for a run in this place; `flops_per_step` are of all processes together, `weights` of a group of
     neighbours, and `of_neighbours` what these exchange.
@@ -157,6 +167,10 @@ def estimate_scale(
             num_moments(recipe.optimizer),
         )
         step = model_step(found, work, gpu, network.value)
-    saving = saving_cost(recipe.checkpoint, layout, checkpoint_bytes)
-    intervals = () if step is None else best_intervals(recipe.checkpoint, saving, layout.world_size, step.seconds)
-    return Scale(layout, weights, traffic_of(found, num_micro_batches), gpu, network, mfu, step, saving, intervals)
+    saving = with_measured(saving_cost(recipe.checkpoint, layout, checkpoint_bytes), measured)
+    traffic = traffic_of(found, num_micro_batches)
+    scale = Scale(layout, weights, traffic, gpu, network, mfu, step, saving, (), measured)
+    if step is None:
+        return scale
+    of_rates = best_intervals(recipe.checkpoint, saving, layout.world_size, step.seconds, scale.restart_seconds)
+    return replace(scale, intervals=of_rates)
