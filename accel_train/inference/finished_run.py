@@ -204,7 +204,7 @@ def _load(
             elif is_other and labels_optional and section.label_column is not None:
                 none = dict.fromkeys(("label_column", *LABEL_COLUMNS.values()))
                 left, unlabelled = section.model_copy(update=none), error
-                notes.append(f"no true labels, because with labels it cannot be read: {error}")
+                notes.append(f"true labels are left out, because they cannot be read: {error}")
             else:
                 failure = unlabelled or error
                 if is_other:  # the task knows it as data.train, which nobody has set

@@ -216,11 +216,23 @@ class MaskedLM(Task):
         }
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write configuration and tokenizer in transformers' own layout."""
+        """Write configuration and tokenizer in transformers' own layout, and a model card."""
+        assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
-        tokenizer = data.source.tokenizer
-        tokenizer.model_max_length = self.length
-        tokenizer.save_pretrained(str(folder))
+        mask = data.source.tokenizer.mask_token
+        text = models.card(
+            data.facts,
+            model.config.model_type,
+            title="A masked language model",
+            pipeline_tag="fill-mask",
+            unit=f"windows of {self.length} tokens",
+            lines=[
+                f"Gives: the tokens that stand at `{mask}`; {self.probability:.0%} of all were to be predicted in training",
+                f"Reads: up to {self.length} tokens",
+            ],
+            example=f'fill = pipeline("fill-mask", model="path/of/this/folder")\nfill("a text with a {mask}")',
+        )
+        models.save_tokenizer_and_card(data.source.tokenizer, self.length, text, folder)
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -38,6 +38,13 @@ from accel_train.tasks.text.generation import TextGenerator, decoded, spaced
 NUM_SHOWN = 10
 """Generated texts in the report."""
 
+_EXAMPLE = """
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+model = AutoModelForSeq2SeqLM.from_pretrained("path/of/this/folder")
+tokens = tokenizer("{prefix}a text", truncation=True, return_tensors="pt")
+print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))
+""".strip()
+
 
 @dataclass(frozen=True)
 class Source:
@@ -88,6 +95,7 @@ class Seq2Seq(Task):
         )
         train, evaluation = encode(texts.train, generated=()), encode(rows, generated=generated)
         self.generator = TextGenerator(section, lengths[1], vocab_size_of(tokenizer))
+        self.source_prefix = data.source_prefix
         self.bleu_tokenizer, self.label_smoothing = section.bleu_tokenizer, recipe.loss.label_smoothing
         self.metric_names = ("perplexity", "token_accuracy", *(TEXT_SCORES if generated else ()))
         sizes = np.array([(len(pair.source), len(pair.target)) for pair in train])
@@ -202,11 +210,26 @@ class Seq2Seq(Task):
         return columns | ({"target": targets} if targets[0] is not None else {})
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write configuration, tokenizer, and how texts are generated: `model.generate` then does as the evaluations did."""
+        """Write configuration, tokenizer, model card, and how texts are generated: `model.generate` then does as the evaluations did."""
         assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
         self.generator.config(model).save_pretrained(folder)
-        data.source.tokenizer.save_pretrained(str(folder))
+        facts = data.facts
+        text = models.card(
+            facts,
+            model.config.model_type,
+            title="A model that writes one text from another",
+            pipeline_tag="text2text-generation",
+            unit="pairs of texts",
+            lines=[
+                f"Gives: up to {facts['max_target_length']} tokens",
+                f"Reads: up to {facts['max_source_length']} tokens; longer texts are cut",
+                *([f"Before each text stands: `{self.source_prefix}`"] if self.source_prefix else []),
+            ],
+            imported="AutoModelForSeq2SeqLM, AutoTokenizer",
+            example=_EXAMPLE.format(prefix=self.source_prefix),
+        )
+        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_source_length"], text, folder)
 
     def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
         """Generate a text for the source `evaluate.sample_prompt`."""

@@ -23,4 +23,10 @@ def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.Monk
 
 
 def test_there_are_the_notebooks_that_the_readme_names() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["image_classifier", "several_gpus", "text_classifier", "tiny_gpt"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "image_classifier",
+        "several_gpus",
+        "text_classifier",
+        "text_tasks",
+        "tiny_gpt",
+    ]

@@ -105,7 +105,7 @@ def test_what_has_no_labels_is_predicted_as_if_it_had(capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert main(["predict", "texts", "bare.csv", "--out", "without.csv"]) == 0
     said = capsys.readouterr().err
-    assert "no true labels, because with labels it cannot be read: bare.csv" in said
+    assert "true labels are left out, because they cannot be read: bare.csv" in said
     with_labels, without = read_csv("with.csv"), read_csv("without.csv")
     assert "true_label" not in without[0]
     for row in with_labels:

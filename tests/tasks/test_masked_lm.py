@@ -222,6 +222,12 @@ def test_a_run_learns_and_its_model_opens_in_transformers(trained: Path) -> None
     assert summary["eval"]["perplexity"] < summary["baselines"]["unigram_perplexity"] * 1.2
     model = AutoModelForMaskedLM.from_pretrained(trained / "model")
     assert AutoTokenizer.from_pretrained(trained / "model").mask_token_id < model.config.vocab_size
+    card = (trained / "model" / "README.md").read_text()
+    assert f"on {summary['data']['num_train']:,} windows of" in card
+    names: dict[str, Any] = {}
+    code = card.split("```python")[1].split("```")[0].replace("path/of/this/folder", str(trained / "model"))
+    exec(code, names)
+    assert names["fill"]("a [MASK]")[0]["score"] > 0
 
 
 def test_predict_fills_the_masks_of_a_file_and_without_one_those_of_the_evaluation(

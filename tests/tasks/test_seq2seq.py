@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from accel_train.cli.main import main
 from accel_train.metrics import texts as text_metrics
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.recipe.schema import Recipe
@@ -319,6 +320,26 @@ def test_a_run_learns_and_reports_scores_texts_and_baselines(trained: Path) -> N
     assert details["num_texts"] == summary["data"]["num_eval"]
     assert details["samples"][0].keys() == {"id", "source", "target", "generated"}
     assert "Generated texts" in (trained / "report.html").read_text()
+
+
+def test_the_code_in_the_model_card_writes_what_predict_writes(
+    trained: Path, capsys: pytest.CaptureFixture[str], not_launched: None
+) -> None:
+    summary = json.loads((trained / "summary.json").read_text())
+    card = (trained / "model" / "README.md").read_text()
+    assert (
+        f"on {summary['data']['num_train']} pairs of texts, evaluated on {summary['data']['num_eval']} others" in card
+    )
+    assert "Reads: up to 16 tokens" in card
+    (trained.parent / "one.csv").write_text("source\n31 8\n")
+    assert (
+        main(["predict", str(trained), str(trained.parent / "one.csv"), "--out", str(trained.parent / "one.jsonl")])
+        == 0
+    )
+    capsys.readouterr()
+    code = card.split("```python")[1].split("```")[0].replace("path/of/this/folder", str(trained / "model"))
+    exec(code.replace("a text", "31 8"), {})
+    assert capsys.readouterr().out.rstrip("\n") == json.loads((trained.parent / "one.jsonl").read_text())["generated"]
 
 
 def test_predictions_are_a_row_a_source_with_or_without_targets(trained: Path, tmp_path: Path) -> None:

@@ -235,11 +235,22 @@ def model_card(facts: Mapping[str, Any], model_type: str) -> str:
 
 
 def card(
-    facts: Mapping[str, Any], model_type: str, *, title: str, pipeline_tag: str, lines: list[str], example: str
+    facts: Mapping[str, Any],
+    model_type: str,
+    *,
+    title: str,
+    pipeline_tag: str,
+    lines: list[str],
+    example: str,
+    imported: str = "pipeline",
+    unit: str = "texts",
 ) -> str:
-    """Return a model card in Markdown, with the metadata block that the hub reads; `example` is Python after its import."""
+    """Return a model card in Markdown, with the metadata block that the hub reads.
+
+    `example` is Python after it has `imported` something from transformers; `unit` is what the facts' `num_train` and `num_eval` count.
+    """
     described = "\n".join(f"- {line}" for line in [*lines, f"Data: {facts['sources']}"])
-    how = f"\n```python\nfrom transformers import pipeline\n\n{example}\n```\n" if example else ""
+    how = f"\n```python\nfrom transformers import {imported}\n\n{example}\n```\n" if example else ""
     return f"""---
 library_name: transformers
 pipeline_tag: {pipeline_tag}
@@ -247,7 +258,7 @@ pipeline_tag: {pipeline_tag}
 
 # {title}
 
-A `{model_type}` model, trained with accel_train on {facts["num_train"]:,} texts, evaluated on {facts["num_eval"]:,} others.
+A `{model_type}` model, trained with accel_train on {facts["num_train"]:,} {unit}, evaluated on {facts["num_eval"]:,} others.
 
 {described}
 
