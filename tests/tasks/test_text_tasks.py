@@ -90,3 +90,21 @@ def test_a_nan_is_skipped_and_adapters_are_trained_alone_and_merged(tmp_path: Pa
     assert all(tensor.isfinite().all() for tensor in weights.values())
     adapters = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in adapters)
+
+
+@pytest.mark.slow
+def test_zero_trains_a_reader_as_one_process_does(tmp_path: Path) -> None:
+    alone, sharded = tmp_path / "alone", tmp_path / "sharded"
+    run(recipe(alone, "QuestionAnswering"))
+    run(recipe(sharded, "QuestionAnswering", parallel={"strategy": "deepspeed", "zero_stage": 2}), processes=2)
+    assert_same_run(sharded / "run", alone / "run", 1e-5)
+    assert last_evaluation(sharded / "run") == pytest.approx(last_evaluation(alone / "run"), rel=1e-4, abs=1e-5)
+
+
+@TASKS
+def test_training_stops_early_where_its_metric_gets_no_better(tmp_path: Path, task: str) -> None:
+    metric = "accuracy" if task == "MultipleChoice" else "f1"
+    evaluate = {"every_steps": 1, "metric_for_best_model": metric, "early_stopping_patience": 2}
+    run(recipe(tmp_path, task, optimizer={"learning_rate": 1e-12}, evaluate=evaluate, checkpoint={"every_steps": 0}))
+    assert len(losses(tmp_path / "run")) == 3
+    assert f"{metric} was best at step 1" in events(tmp_path / "run", "early_stop")[0]["message"]

@@ -87,3 +87,12 @@ def test_a_nan_is_skipped_and_adapters_are_trained_alone_and_merged(tmp_path: Pa
     assert not any("lora" in name for name in weights)
     assert all(tensor.isfinite().all() for tensor in weights.values())
     assert any("lora_A" in name for name in load_file(folder / "adapter" / "adapter_model.safetensors"))
+
+
+@TASKS
+def test_training_stops_early_where_its_metric_gets_no_better(tmp_path: Path, task: str) -> None:
+    metric = {"Seq2Seq": "chrf", "MaskedLM": "token_accuracy"}[task]
+    evaluate = {"every_steps": 1, "metric_for_best_model": metric, "early_stopping_patience": 2}
+    run(recipe(tmp_path, task, optimizer={"learning_rate": 1e-12}, evaluate=evaluate, checkpoint={"every_steps": 0}))
+    assert len(losses(tmp_path / "run")) == 3
+    assert f"{metric} was best at step 1" in events(tmp_path / "run", "early_stop")[0]["message"]
