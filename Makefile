@@ -51,13 +51,13 @@ demo: $(PACKAGE) ## Train a small language model on the CPU, from nothing to a r
 test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not faults and not gpu'
 
-test-slow: $(INSTALLED) $(ENCODER) ## The tests that take minutes.
+test-slow: $(INSTALLED) $(ENCODER) $(OLDEST) ## The tests that take minutes.
 	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu'
 
 test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for about 15 minutes.
 	$(PYTEST) -n $(WORKERS) -m 'faults and not gpu'
 
-$(OLDEST): pyproject.toml # what the Trainer's tests run with in the oldest versions of its range, laid over .venv
+$(OLDEST): $(INSTALLED) # what the Trainer's tests run with in the oldest versions of its range, laid over .venv
 	rm -rf $(OLDEST)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST) transformers==5.17.0 accelerate==1.10.0 \
 		'huggingface_hub<2' httpx httpcore h11
