@@ -30,6 +30,8 @@ class LabelScheme:
     are_ids: bool
     """Integers in the column are ids of `names`, and not names themselves."""
     reason: str
+    first_id: int = 0
+    """The number of the first class, where labels are ids (`data.label_ids_from`)."""
 
     def encode(self, values: Sequence[Any], where: Callable[[int], str]) -> NDArray[Any]:
         """Return the labels of rows: (N,) int64 ids, (N, C) fp32 zeros and ones, or (N,) fp32 numbers.
@@ -78,10 +80,10 @@ class LabelScheme:
             listed = ", ".join(self.names[:12]) + (" ..." if len(self.names) > 12 else "")
             remedy = did_you_mean(name, self.names, remedy, show=repr)
             raise _fault(value, f"is none of the labels ({listed})", remedy)
-        number, count = _as_number(value), len(self.names)
-        if number is None or not 0 <= number < count:
-            raise _fault(value, f"is no id of the {count} classes, 0 to {count - 1}", remedy)
-        return int(number)
+        number, count, first = _as_number(value), len(self.names), self.first_id
+        if number is None or not first <= number < first + count:
+            raise _fault(value, f"is no id of the {count} classes, {first} to {first + count - 1}", remedy)
+        return int(number) - first
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -97,6 +99,7 @@ def label_scheme(
     label_names: Sequence[str] | None,
     feature_names: Sequence[str] | None,
     known_names: Sequence[str] | None = None,
+    first_id: int = 0,
 ) -> LabelScheme:
     """Return what the labels of the training rows mean; `where` names a row.
 
@@ -134,7 +137,7 @@ def label_scheme(
             raise ValueError(f"data.label_names names a class twice: {', '.join(given)}; each has one id")
         # Where every label is one of the names, they are names; else integers are ids. One rule for the whole column.
         are_ids = label_names is None or (not found <= set(given) and all(map(_is_integer, found)))
-        scheme = LabelScheme(kind, tuple(given), column, are_ids, reason)
+        scheme = LabelScheme(kind, tuple(given), column, are_ids, reason, first_id)
     else:
         ordered = sorted(found, key=int) if all(map(_is_integer, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_train.core.files import files_below, refuse_link_loops
 from accel_train.core.format import did_you_mean, format_count
+from accel_train.data.delimited import DELIMITERS, delimiter_of
+from accel_train.data.encoding import encoding_of
 from accel_train.recipe.data import Data
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ def file_kind(path: Path) -> FileKind | None:
 
 def _resolve(name: str, data: Data, key: str) -> Source:
     if name in EMBEDDED_CORPORA:
-        return _embedded(name)
+        return _embedded(name, data)
     path = Path(name).expanduser()
     if not path.exists() and glob.has_magic(name):
         if "**" in path.parts:  # which follows links
@@ -154,22 +156,22 @@ def _resolve(name: str, data: Data, key: str) -> Source:
         found = [match for match in matches if match.is_file()]
         if not found:
             raise ValueError(f"{key}: no file matches {name!r} (seen from {Path.cwd()}); check the pattern")
-        return _describe_files(name, found, key=key)
+        return _describe_files(name, found, data, key=key)
     if path.is_dir():
         return _resolve_folder(name, path, data, key)
     if path.exists():
-        return _describe_files(name, [path], key=key)
+        return _describe_files(name, [path], data, key=key)
     if name.startswith(("/", ".", "~")) or file_kind(path) is not None or not name.strip():
         raise ValueError(f"{key}: there is no file or folder {name!r} (seen from {Path.cwd()}){_nearest(path)}")
     return _load_dataset(name, data, key)
 
 
-def _embedded(name: str) -> Source:
+def _embedded(name: str, data: Data) -> Source:
     from accel_train.data.builtin import hangul, stdlib, stdlib_names, stdlib_questions, stdlib_tags
 
     title = f"{name} of Python {platform.python_version()}"
     if name == "python-stdlib":
-        return _describe_files(name, stdlib.python_stdlib_files(), title=title)
+        return _describe_files(name, stdlib.python_stdlib_files(), data, title=title)
     makers = {
         "stdlib-functions": stdlib.stdlib_functions,
         "stdlib-docstrings": stdlib.stdlib_docstrings,
@@ -196,7 +198,7 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
     _refuse_held_out_tables(name, files, key)
     left_out = sorted({*paths} - {*files})
     notes = (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
-    return _describe_files(name, files, notes=notes)
+    return _describe_files(name, files, data, notes=notes)
 
 
 def _load_saved_dataset(name: str, folder: Path, data: Data, key: str) -> Source:
@@ -258,7 +260,7 @@ def _describe_dataset(name: str, dataset: Any) -> Source:
 
 
 def _describe_files(
-    name: str, files: Sequence[Path], *, key: str = "", title: str = "", notes: tuple[str, ...] = ()
+    name: str, files: Sequence[Path], data: Data, *, key: str = "", title: str = "", notes: tuple[str, ...] = ()
 ) -> Source:
     """Files that are all regular ones, and of known kinds."""
     for file in files:
@@ -271,10 +273,7 @@ def _describe_files(
             raise ValueError(
                 f"{file} is no regular file (a pipe or a device), and is not read; write its data into a file"
             )
-    tabbed = [file for file in files if file.suffix.lower() == ".csv" and _has_tabs(file)]
-    if tabbed:
-        more = f" and {len(tabbed) - 1} more" if len(tabbed) > 1 else ""
-        notes += (f"{tabbed[0]}{more}: read as separated by tabs, which its first line has, and no comma",)
+    notes += _readings(files, data)
     total_bytes = sum(file.stat().st_size for file in files)
     described = f"{title or name}: {format_count(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
     return Source(name, described, tuple(files), notes=notes)
@@ -290,11 +289,20 @@ def _nearest(path: Path) -> str:
     return f"{'; ' + meant if meant else ''} (embedded corpora: {', '.join(EMBEDDED_CORPORA)})"
 
 
-def _has_tabs(path: Path) -> bool:
-    """Return whether the fields of a csv file are separated by tabs, as `tables` reads them."""
-    with path.open("rb") as file:
-        header = file.readline(1 << 16)
-    return b"\t" in header and b"," not in header
+def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
+    """Notes on the tables whose delimiter or encoding was found in them, and is not the usual one."""
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        kind = file_kind(file)
+        if kind == "csv" and file.suffix.lower() == ".csv" and (delimiter := delimiter_of(file, data)) != ",":
+            name = DELIMITERS.get(delimiter, repr(delimiter))
+            found.setdefault(f"separated by {name}, which divide its first lines alike", []).append(file)
+        if kind in ("csv", "jsonl") and data.encoding == "auto" and encoding_of(file, data) != "utf-8":
+            found.setdefault("UTF-16, as its byte order mark says", []).append(file)
+    return tuple(
+        f"{named[0]}{f' and {len(named) - 1} more' if len(named) > 1 else ''}: read as {how}"
+        for how, named in found.items()
+    )
 
 
 def _suffix_counts(paths: list[Path]) -> str:

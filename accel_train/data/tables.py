@@ -1,21 +1,19 @@
 """Rows of csv, tsv, jsonl, parquet and data sets, cell by cell, with errors that name file, line or row, and byte."""
 
-import csv
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_train.core.format import did_you_mean
+from accel_train.data.delimited import LINE_COLUMNS, read_delimited, read_label_lines
+from accel_train.data.encoding import decode, read_lines
 from accel_train.data.sources import Source, file_kind, num_bytes_of
 from accel_train.recipe.data import Data
 
 _ROWS_PER_BATCH = 1024
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-BOM = b"\xef\xbb\xbf"
 
 
 class MissingColumn(ValueError):
@@ -51,11 +49,14 @@ def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Ro
         yield from _arrow_rows(batches.iter(batch_size=_ROWS_PER_BATCH), source.name, columns, num_bytes, data)
     for file in source.files:
         kind = file_kind(file)
+        if kind == "text" and data.lines is not None:
+            yield from _label_line_rows(file, columns, data)
+            continue
         if kind not in _READERS:
             raise ValueError(
                 f"{file}: this task reads rows with columns ({', '.join(columns)}), and a "
                 f"{'.bin file holds tokens' if kind == 'tokens' else 'text file has none'}; "
-                "give csv, tsv, jsonl or parquet files, or a data set"
+                "give csv, tsv, jsonl or parquet files, or a data set; lines of a label and a text are read by data.lines"
             )
         yield from _READERS[kind](file, columns, data)
 
@@ -72,13 +73,17 @@ def column_names(source: Source, data: Data) -> list[str]:
     if file_kind(path) == "parquet":
         with _parquet_file(path) as file:
             return list(file.schema_arrow.names)
-    lines = read_lines(path, data)
-    first = next((line for line, _ in lines if line.strip()), None)
-    if first is None:
+    if file_kind(path) == "text" and data.lines is not None:
+        return list(LINE_COLUMNS)
+    if file_kind(path) == "csv":
+        header = next(read_delimited(path, data), None)
+        names = [] if header is None else header.fields
+    else:
+        first = next((line for line, _ in read_lines(path, data) if line.strip()), None)
+        names = [] if first is None else list(_json_object(first, f"{path}:1", "text"))
+    if not names:
         raise ValueError(f"{path} holds no rows; name a table that has some")
-    if file_kind(path) == "jsonl":
-        return list(_json_object(first, f"{path}:1", "text"))
-    return next(csv.reader(chain([first], (line for line, _ in lines)), delimiter=_delimiter_of(path, first)))
+    return names
 
 
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:
@@ -106,39 +111,23 @@ def text_cell(cell: object, column: str, where: str, data: Data) -> str:
 
 def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     """The rows of a csv (or, by its name, tsv) file after its header, without blank lines."""
-    num_bytes = 0
-
-    def read() -> Iterator[str]:
-        nonlocal num_bytes
-        for line, line_bytes in read_lines(path, data):
-            num_bytes += line_bytes
-            yield line
-
-    lines = read()
-    first = next(lines, None)
-    if first is None:
+    records = read_delimited(path, data)
+    header = next(records, None)
+    if header is None:
         return
-    reader = csv.reader(chain([first], lines), delimiter=_delimiter_of(path, first), strict=True)
-    previous_limit = csv.field_size_limit(sys.maxsize)  # the module's own, 128 KiB, is shorter than many texts
-    try:
-        header = next(reader)
-        check_columns(f"{path}:1", header, columns, data, is_csv=True)
-        positions = [header.index(column) for column in columns]
-        number = reader.line_num + 1
-        for row in reader:
-            if row and len(row) != len(header):
-                raise ValueError(
-                    f"{path}:{number}: the row has {len(row)} fields, the header {len(header)} ({', '.join(header)}); "
-                    f'put quotes around a text that holds a separator or line end: "a, b"'
-                )
-            if row:
-                row_bytes, num_bytes = num_bytes, 0
-                yield Row(tuple(row[position] for position in positions), f"{path}:{number}", row_bytes)
-            number = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line") from None
-    finally:
-        csv.field_size_limit(previous_limit)
+    check_columns(f"{path}:{header.line}", header.fields, columns, data, is_csv=data.header != "none")
+    positions = [header.fields.index(column) for column in columns]
+    for record in records:
+        cells = tuple(record.fields[position] for position in positions)
+        yield Row(cells, f"{path}:{record.line}", record.num_bytes)
+
+
+def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
+    check_columns(str(path), LINE_COLUMNS, columns, data)
+    positions = [LINE_COLUMNS.index(column) for column in columns]
+    for record in read_label_lines(path, data):
+        cells = tuple(record.fields[position] for position in positions)
+        yield Row(cells, f"{path}:{record.line}", record.num_bytes)
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
@@ -218,7 +207,7 @@ def check_columns(
             raise ValueError(f"{where}: the column {column!r} is there {count} times; name another. {listed}")
         remedy = did_you_mean(column, available, show=repr)
         if is_csv and not remedy:
-            listed += "; the first line of the file must hold the names of the columns"
+            listed += "; the first line of the file must hold the names of the columns; data.header: none reads a file without them"
         raise MissingColumn(column, f"{where}: there is no column {column!r}; {remedy or 'name another.'} {listed}")
 
 
@@ -226,54 +215,6 @@ def setting_of(column: str, data: Data) -> str:
     """Return the settings that name a column, as in a recipe."""
     columns = {name: value if isinstance(value, tuple) else (value,) for name, value in data if "_column" in name}
     return " or ".join(f"data.{name}" for name, named in columns.items() if column in named) or "the recipe"
-
-
-def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int = 0) -> str:
-    """Return UTF-8 as text; `offset` bytes and `line` lines of the source lie before `raw`.
-
-    Raises:
-        ValueError: a byte is not UTF-8, or 0, and `data.encoding_errors` is strict; the message names its position.
-    """
-    try:
-        text = raw.decode("utf-8", data.encoding_errors)
-    except UnicodeDecodeError as error:
-        utf16 = offset + error.start == 0 and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        hint = (
-            "it looks like UTF-16, so convert it (iconv -f UTF-16 -t UTF-8)" if utf16 else "convert the file to UTF-8"
-        )
-        line += raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{where}: byte 0x{raw[error.start]:02x} at position {offset + error.start} (line {line}) is not UTF-8; {hint}, "
-            f"or set data.encoding_errors: replace"
-        ) from None
-    if data.encoding_errors == "strict" and (nul := raw.find(0)) >= 0:
-        line += raw.count(b"\n", 0, nul) + 1
-        raise ValueError(
-            f"{where}: byte 0x00 at position {offset + nul} (line {line}) is in no text; is it a binary file? set "
-            "data.encoding_errors: replace to read it all the same"
-        )
-    return text
-
-
-def read_lines(path: Path, data: Data) -> Iterator[tuple[str, int]]:
-    """Yield lines with their ends and their bytes, split at LF only: other line ends may stand inside JSON and csv."""
-    offset = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            start = len(BOM) if number == 1 and raw.startswith(BOM) else 0
-            yield decode(raw[start:], data, path, offset=offset + start, line=number - 1), len(raw)
-            offset += len(raw)
-
-
-def _delimiter_of(path: Path, header: str) -> str:
-    """The separator of the fields: a tab in a .tsv, and where the header has tabs and no comma; else a comma."""
-    if path.suffix.lower() == ".tsv" or ("\t" in header and "," not in header):
-        return "\t"
-    if ";" in header and "," not in header:
-        raise ValueError(
-            f"{path}:1: its fields look separated by semicolons ({header.strip()}); save it with commas or tabs"
-        )
-    return ","
 
 
 def _json_object(line: str, where: str, example_column: str) -> dict[str, Any]:

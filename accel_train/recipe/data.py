@@ -1,8 +1,9 @@
 """The data sections of a recipe: data, image augmentation, and the tokenizer."""
 
+import codecs
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from accel_train.recipe.values import (
     Auto,
@@ -21,6 +22,23 @@ LABEL_COLUMNS = {
     "question-answering": "answers_column",
 }
 """The setting of `data` that names the labels, by task; `label_column` for the others. None there: samples to predict."""
+
+
+def _known_encoding(name: str) -> str:
+    try:
+        is_text = name == "auto" or codecs.lookup(name)._is_text_encoding
+    except LookupError:
+        is_text = False
+    if not is_text:
+        raise ValueError(f"data.encoding={name} is no encoding that Python knows; latin-1, cp1252 and utf-16 are some")
+    return name
+
+
+def _one_character(delimiter: str) -> str:
+    delimiter = {"tab": "\t", "\\t": "\t"}.get(delimiter, delimiter)
+    if delimiter != "auto" and (len(delimiter) != 1 or delimiter in '\r\n"'):
+        raise ValueError(f"data.delimiter={delimiter!r} is not one character; give ';', tab or '|', say")
+    return delimiter
 
 
 class TrainBPE(Section):
@@ -75,8 +93,18 @@ class Data(Section):
     mask_documents: bool = False
     """Attention stays within a document, and positions restart at each. Where `model.attn_implementation` is auto each document is
     attended to alone, in memory linear in the length; where that is not possible, under a dense mask. The start says which."""
+    encoding: Annotated[str, AfterValidator(_known_encoding)] = "auto"
+    """Text files, csv, tsv and jsonl: the name of an encoding as Python has it (latin-1, cp1252, utf-16); auto: UTF-8, or UTF-16 where
+    the file begins with its byte order mark."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """A byte that is not UTF-8 stops the run, naming file and position, or becomes U+FFFD."""
+    """A byte that is not of the encoding stops the run, naming file and position, or becomes U+FFFD."""
+    header: Literal["first_line", "none"] = "first_line"
+    """csv and tsv: where the names of the columns stand; none: there are none, and columns are called "1", "2", ..."""
+    delimiter: Annotated[str, AfterValidator(_one_character)] = "auto"
+    """csv: one character, or tab; auto: comma, tab, semicolon or bar, the first that divides the first lines alike."""
+    lines: Literal["label_text", "fasttext", "fasttext_multi"] | None = None
+    """Text files for a classifier: each line is `LABEL TEXT` (label_text), or `__label__LABEL TEXT` (fasttext; fasttext_multi: with
+    several labels). Their columns are called label and text; none: text files have no columns."""
     shuffle: bool = True
     """Read the samples of each epoch in a permuted order; off: in the order of the source."""
     num_workers: Auto | NonNegativeInt = "auto"
@@ -95,6 +123,8 @@ class Data(Section):
     predict, without labels."""
     label_names: tuple[str, ...] | None = None
     """The classes, in the order of their ids; none: those of the training data, sorted."""
+    label_ids_from: NonNegativeInt = 0
+    """The number of the first class, where the labels are numbers and label_names has their names."""
     id_column: str | None = None
     """A column that names a row in predictions; none: its file and row."""
     tokens_column: str = "tokens"

@@ -143,6 +143,57 @@ def test_the_same_command_again_keeps_the_recipe_and_one_with_other_settings_is_
     assert not Path("runs/reviews").exists()  # --dry-run trains nothing
 
 
+def test_a_table_without_header_in_latin_1_between_semicolons_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{'gut' if number % 2 else 'schlecht'};der Film war sch\u00f6n lang {number}, ja" for number in range(40)]
+    Path("filme.csv").write_bytes("\n".join(rows).encode("latin-1"))
+    assert main(["finetune", "filme.csv", "--model.config", NARROW, *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert "filme.csv: read as separated by semicolons, which divide its first lines alike" in printed
+    assert (
+        "data.encoding: cp1252 (byte 0xf6 at position 25 is not UTF-8; Windows' Latin-1 can read all of it)" in printed
+    )
+    assert (
+        "data.header: none ('schlecht' of the first row comes again in later rows, so it is no name of a column)"
+        in printed
+    )
+    assert "data.text_columns: ['2'] (the only column of texts: 7 words on average)" in printed
+    (answer,) = pipeline("text-classification", model="runs/filme/model")("ein Film")
+    assert answer["label"] in ("gut", "schlecht")
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "labels", "said"),
+    [
+        ("__label__{0} {1}", (), {"lines": "fasttext"}, "lines begin with __label__"),
+        ("__label__{0} __label__x {1}", (), {"lines": "fasttext_multi"}, "lines begin with __label__"),
+        ("{0} {1}", ("--task", "text-classification"), {"lines": "label_text"}, "each line begins with one of 2 words, the labels"),
+    ],
+)  # fmt: skip
+def test_lines_with_labels_are_read_as_such(
+    lines: str, flags: tuple[str, ...], labels: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("t.txt").write_text("\n".join(lines.format("ab"[n % 2], WORDS[n % 4]) for n in range(40)))
+    assert main(["finetune", "t.txt", "--dry-run", *flags]) == 0
+    assert said in capsys.readouterr().out
+    assert labels.items() <= recipe_of("runs/t.yaml")["data"].items()
+
+
+def test_names_of_numeric_labels_are_found_in_the_table_or_in_a_file_beside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ("World", "Sports", "Business")
+    rows = [f"{n % 3 + 1},{WORDS[n % 4]} {n},{names[n % 3]}" for n in range(30)]
+    Path("news.csv").write_text("\n".join(["label,text,label_name", *rows]))
+    assert main(["finetune", "news.csv", "--dry-run"]) == 0
+    assert recipe_of("runs/news.yaml")["data"]["label_column"] == "label_name"
+    Path("plain.csv").write_text("\n".join(row.rpartition(",")[0] for row in rows))
+    Path("classes.txt").write_text("\n".join(names))
+    assert main(["finetune", "plain.csv", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "label_names: [World, Sports, Business] (the lines of classes.txt)" in printed
+    assert "data.label_ids_from: 1 (column '1' counts from 1)" in printed
+
+
 def columns(header: str, row: Callable[[int], str]) -> Callable[[], None]:
     return lambda: (
         Path("t.csv").write_text("\n".join([header, *map(row, range(40))]) + "\n"),
@@ -219,6 +270,19 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "t.jsonl: instruction and output look like prompt and completion, and input would not be read; join them in your data, or say "
         "--data.prompt_column instruction --data.completion_column output",
     ),
+    "lines that may begin with labels": (
+        lambda: (Path("t.txt").write_text("".join(f"{'ab'[n % 2]} {WORDS[n % 4]}\n" for n in range(20))), None)[1],
+        "t.txt",
+        (),
+        "t.txt: each line begins with one of 2 words (a, b ...); say --task text-classification if they are labels, or --task "
+        "causal-lm if it is plain text",
+    ),
+    "a row without a label": (
+        columns("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
+        "t.csv",
+        (),
+        "t.csv:9, column 'label': there is no label; fill it in, or drop the row",
+    ),
     "an empty text file": (
         lambda: Path("t.txt").touch(),
         "t.txt",
@@ -237,7 +301,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "t.txt",
         ("--task", "text-classification"),
         "--task text-classification: t.txt is plain text, from which a language model learns (causal-lm); text-classification needs a table "
-        "(.csv, .tsv, .jsonl, .parquet) or images",
+        "(.csv, .tsv, .jsonl, .parquet), lines of a label and a text, or images",
     ),
 }  # fmt: skip
 

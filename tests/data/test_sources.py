@@ -144,8 +144,10 @@ def test_bytes_that_are_not_utf8_are_named_by_file_position_and_line(tmp_path: P
     assert f"{path}: byte 0xe9 at position 12 (line 2) is not UTF-8" in message
     assert "data.encoding_errors: replace" in message
     assert texts(str(path), encoding_errors="replace") == ["first\ncaf\ufffd\n"]
-    path.write_bytes("text".encode("utf-16"))
-    assert "looks like UTF-16" in refusal(str(path))
+    path.write_bytes("first\ncaf\u00e9\n".encode("latin-1"))
+    assert texts(str(path), encoding="latin-1") == ["first\ncaf\u00e9\n"]
+    path.write_bytes("caf\u00e9\n".encode("utf-16"))  # with its byte order mark
+    assert texts(str(path)) == ["caf\u00e9\n"]
 
 
 def test_bytes_that_are_not_utf8_are_found_in_rows_too(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes(tmp_path: Path
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": "x"}\n', "a.jsonl:2: there is no column 'label'"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON"),
         ("a.jsonl", "[1]\n", "a.jsonl:1: [1] is not an object"),
-        ("a.jsonl", b"\xff\xfe{\x00", "it looks like UTF-16"),
+        ("a.jsonl", b"\xff\xfe{", "is not utf-16; name another data.encoding"),
         ("a.parquet", "PAR", "a.parquet: not a parquet file"),
         ("a.txt", "text", "a.txt: this task reads rows with columns (text, label), and a text file has none"),
     ],
@@ -99,6 +99,13 @@ def test_a_table_that_cannot_be_read_is_named_with_its_row(
 ) -> None:
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert said in refusal(tmp_path / name, "text", "label")
+
+
+def test_numbers_are_ids_of_named_classes_counted_from_where_the_recipe_says() -> None:
+    scheme = scheme_of("1", "3", "2", label_names=("World", "Sports", "Business"), first_id=1)
+    assert scheme.encode(("1", "3"), str).tolist() == [0, 2]
+    with pytest.raises(ValueError, match='"0" is no id of the 3 classes, 1 to 3'):
+        scheme.encode(("0",), str)
 
 
 def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text(tmp_path: Path) -> None:

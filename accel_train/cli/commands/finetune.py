@@ -42,9 +42,7 @@ def _write_recipe(
     data_path = own.path_of(arguments.path)
     minimal = own.minimal_recipe(data_path, settings)
     text = tuple((arguments.text or "").split(",")) if arguments.text else ()
-    asked = own.asked_of(
-        data_path, minimal, task=arguments.task, text=text, label=arguments.label, model=arguments.model
-    )
+    asked = own.asked_of(data_path, minimal, task=arguments.task, text=text, label=arguments.label)
     if is_first:
         print(f"{data_path}: looking at the data ...", flush=True)
     found = recognise(asked)

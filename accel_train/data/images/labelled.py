@@ -136,6 +136,7 @@ def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None)
         label_names=data.label_names,
         feature_names=pool.names,
         known_names=known_names,
+        first_id=data.label_ids_from,
     )
     pool = _numbered(pool, scheme)
     other = None if eval_names is None else pool

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Part of every key: raise it when the same sources would give other shards.
 _FORMAT = 1
+_READING = ("encoding", "header", "delimiter")  # in the key only where they are set, so that earlier tokens are found
 
 Samples = TypeVar("Samples")
 
@@ -108,6 +109,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         "eval_fraction": None if inputs.eval else data.eval_fraction,
         "text_column": data.text_column,
         "encoding_errors": data.encoding_errors,
+        **{name: getattr(data, name) for name in _READING if name in data.model_fields_set},
         "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else tokenizer.model_dump(),
     }
 

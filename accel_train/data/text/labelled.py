@@ -98,6 +98,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         label_names=data.label_names,
         feature_names=class_names(sources[0], data.label_column),
         known_names=known_names,
+        first_id=data.label_ids_from,
     )
     train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
     notes += split_notes

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from accel_train.data.encoding import read_lines
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import check_text, read_lines
+from accel_train.data.tables import check_text
 from accel_train.data.text.labelled import TextRow, text_rows
 from accel_train.data.text.tokens import PADDING, WindowDataset
 from accel_train.recipe.data import Data

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from accel_train.data.encoding import decode
 from accel_train.data.sources import Source, describe, file_kind, resolve_both
-from accel_train.data.tables import decode, read_rows, show_cell, text_cell
+from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.labelled import hold_out, repeated_texts
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads

@@ -1,12 +1,25 @@
-"""One column of a table: whether its cells are texts, labels, numbers, chats or images."""
+"""A table as it is read: delimiter, header and encoding; and each column's cells: texts, labels, numbers, chats or images."""
 
+import csv
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_train.core.state import Choice
+from accel_train.data.delimited import read_delimited
+from accel_train.data.encoding import guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import label_name
+from accel_train.data.sources import Source, file_kind, resolve_sources
+from accel_train.data.tables import MissingColumn, column_names, read_rows
+from accel_train.recipe.data import Data
 
 _MOST_CLASSES = 1000
+_ROWS_LOOKED_AT = 200
+_WORDS_OF_A_NAME = 5
 _WORDS_OF_TEXT = 3.0
 """A column with more words in a cell, on average, is one of texts."""
 
@@ -72,3 +85,99 @@ class Column(NamedTuple):
         if isinstance(first, dict):
             return "bytes" in first and "path" in first
         return self.is_strings and all(cell.lower().endswith(IMAGE_SUFFIXES) for cell in self.cells)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with all its rows in memory."""
+
+    path: Path
+    columns: Mapping[str, Column]
+    wheres: Sequence[str]
+    """File and line or row of each row."""
+    settings: Mapping[str, Choice[Any]]
+    """Settings without which it cannot be read."""
+    notes: Sequence[str]
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    @property
+    def names(self) -> str:
+        """Return the names of the columns, listed."""
+        return ", ".join(self.columns)
+
+
+def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[Any]]:
+    """Return how a file has to be read where the defaults do not do: its encoding, and whether a header is missing."""
+    settings: dict[str, Choice[Any]] = {}
+    if "data.encoding" not in given and file_kind(path) != "parquet" and (guess := guess_encoding(path)) is not None:
+        settings["data.encoding"] = Choice(*guess)
+        data = data.model_copy(update={"encoding": guess[0]})
+    if file_kind(path) == "csv" and "data.header" not in given and (why := _missing_header(path, data)) is not None:
+        settings["data.header"] = Choice("none", why)
+    return settings
+
+
+def with_settings(data: Data, settings: Mapping[str, Choice[Any]]) -> Data:
+    """Return `data` with settings of that section."""
+    return data.model_copy(update={name.removeprefix("data."): choice.value for name, choice in settings.items()})
+
+
+def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
+    """Return every row of the columns that all rows have.
+
+    Raises:
+        ValueError: a row cannot be read, or there is none; the message names file and line.
+    """
+    settings = readings(path, data, given)
+    data = with_settings(data, settings)
+    (source,) = resolve_sources(str(path), data, key=str(path))
+    names = column_names(source, data)
+    while True:
+        if not names:
+            raise ValueError(f"{path}: no column is in every row; write the same keys on each line")
+        try:
+            rows = list(read_rows(source, names, data))
+            break
+        except MissingColumn as error:  # of a line of jsonl
+            names.remove(error.column)
+    if not rows:
+        raise ValueError(f"{path} holds no rows; name a table that has some")
+    columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
+    return Table(path, columns, [row.where for row in rows], settings, source.notes)
+
+
+def source_of(path: Path) -> Source:
+    """Return one file as a source."""
+    return Source(str(path), str(path), (path,))
+
+
+def _missing_header(path: Path, data: Data) -> str | None:
+    """Return why the first row of a file is no header; None where it may be one."""
+    try:
+        records = islice(read_delimited(path, data.model_copy(update={"header": "none"})), 1 + _ROWS_LOOKED_AT)
+        rows = [record.fields for record in records][1:]
+    except (ValueError, csv.Error):
+        return None  # the reader names the row
+    if len(rows) < 2 or all(field == str(number) for number, field in enumerate(filter(None, rows[0]))):
+        return None  # numbers in order are the names that pandas gives
+    for number, field in enumerate(rows[0]):
+        if field and _is_number(field):
+            return f"the first row holds the number {field}, which is no name of a column"
+        if len(field.split()) > _WORDS_OF_A_NAME:
+            return f"the first row holds a text of {len(field.split())} words, which is no name of a column"
+        if any(row[number] == field for row in rows[1:]) and len(rows[0]) > 1:
+            return f"{field!r} of the first row comes again in later rows, so it is no name of a column"
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

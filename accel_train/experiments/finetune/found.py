@@ -25,8 +25,8 @@ class Asked:
     text: tuple[str, ...] = ()
     """The text column, or two that are read as a pair."""
     label: str | None = None
-    model: str | None = None
-    """Pretrained weights."""
+    problem_type: str = "auto"
+    """`model.problem_type`."""
     given: frozenset[str] = frozenset()
     """Dotted names of the settings on the command line, which are not chosen here."""
 
@@ -54,3 +54,5 @@ class Found:
     """Pixels of the short edge of the median image."""
     is_grey: bool = False
     is_chat: bool = False
+    notes: tuple[str, ...] = ()
+    """Sentences on how the data are read."""

@@ -114,7 +114,7 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
     named = {
         name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
     }
-    lines = [found.description, f"  task: {found.task} ({found.why})"]
+    lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
     return lines + [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
 
 
@@ -172,4 +172,4 @@ def asked_of(path: str, recipe: Recipe, **flags: Any) -> Asked:
     given = frozenset(name for name, origin in recipe.origins().items() if origin.kind == "command line")
     if "data.train" in given:
         raise ValueError("--data.train: PATH is the training data; give one of the two")
-    return Asked(path, recipe.data, given=given, **flags)
+    return Asked(path, recipe.data, given=given, problem_type=recipe.model.problem_type, **flags)

@@ -6,17 +6,14 @@ from pathlib import Path
 
 from accel_train.core.files import files_below
 from accel_train.core.format import did_you_mean
-from accel_train.core.state import Choice
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.pools import pair_of_folders
 from accel_train.data.sources import file_kind
-from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.found import TASKS, Asked, Found
 from accel_train.experiments.finetune.images import recognise_classes, recognise_masks
-from accel_train.experiments.finetune.tables import recognise_table, source_of
+from accel_train.experiments.finetune.tables import recognise_table
+from accel_train.experiments.finetune.texts import recognise_text
 
-_READ_AT_MOST = 50_000_000
-"""Bytes of plain text that are counted in characters; of more, the bytes stand for them."""
 _EVAL_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
 _TEST_NAME = re.compile(r"(?:^|[^a-z])test(?:[^a-z]|$)")
 _TABLES = ("csv", "jsonl", "parquet")
@@ -46,7 +43,7 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
     if kind in _TABLES:
         return recognise_table(asked, path)
     if kind == "text":
-        return _recognise_text(asked, [path])
+        return recognise_text(asked, [path])
     if kind == "json":
         raise ValueError(
             f"{path}: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with "
@@ -79,7 +76,7 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
         return recognise_table(asked, *_training_table(folder, tables))
     texts = [path for path in files if file_kind(path) == "text"]
     if texts:
-        return _recognise_text(asked, texts, folder)
+        return recognise_text(asked, texts, folder)
     raise ValueError(
         f"{folder} holds nothing that finetune reads: a table (.csv, .tsv, .jsonl, .parquet), text files, images in CLASS/ "
         "folders, or images/ and masks/"
@@ -94,33 +91,3 @@ def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | 
         named = ", ".join(str(path) for path in tables[:5])
         raise ValueError(f"{folder} holds several tables ({named}); name one: accel-train finetune {tables[0]}")
     return others[0], held_out[0] if held_out else None
-
-
-def _recognise_text(asked: Asked, files: Sequence[Path], folder: Path | None = None) -> Found:
-    """Plain text, which a language model learns to continue."""
-    name = asked.path
-    if asked.task not in (None, "causal-lm"):
-        raise ValueError(
-            f"--task {asked.task}: {name} is plain text, from which a language model learns (causal-lm); {asked.task} needs a "
-            "table (.csv, .tsv, .jsonl, .parquet) or images"
-        )
-    if asked.text or asked.label:
-        flag = "--text" if asked.text else "--label"
-        raise ValueError(f"{flag}: {name} is plain text and has no columns; leave it out, or name a table")
-    num_bytes = sum(path.stat().st_size for path in files)
-    num_chars = num_bytes
-    if num_bytes <= _READ_AT_MOST:
-        num_chars = sum(
-            len(document.text) for path in files for document in read_documents(source_of(path), asked.data)
-        )
-    if not num_chars:
-        raise ValueError(f"{name} is empty; name text that a model can learn from")
-    what = f"{len(files):,} files" if folder else "a text file"
-    return Found(
-        "causal-lm",
-        "plain text, without columns: a language model learns to continue it",
-        f"{name}: {what}, {num_chars:,} characters",
-        num_samples=len(files),
-        settings={"data.train": Choice(name, "")},
-        num_chars=num_chars,
-    )

@@ -1,0 +1,132 @@
+"""Fields of csv and tsv files, with or without a header, and lines of a label and a text; the delimiter is found."""
+
+import csv
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_train.data.encoding import read_lines
+from accel_train.recipe.data import Data
+
+DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
+"""Delimiters that are looked for, in this order, and their names."""
+LINE_COLUMNS = ("label", "text")
+"""The columns of `data.lines`."""
+FASTTEXT_PREFIX = "__label__"
+_LINES_LOOKED_AT = 20
+
+
+class Record(NamedTuple):
+    """One row, or the names of the columns."""
+
+    fields: list[Any]
+    line: int
+    """Where it begins, from 1."""
+    num_bytes: int
+
+
+def read_delimited(path: Path, data: Data) -> Iterator[Record]:
+    """Yield the names of the columns, and then each row that is not blank; nothing for an empty file.
+
+    With `data.header: none` the columns are called by their numbers, from 1.
+
+    Raises:
+        ValueError: a row has another number of fields, or its quotes do not close; the message names file and line.
+    """
+    num_bytes = 0
+
+    def read() -> Iterator[str]:
+        nonlocal num_bytes
+        for line, line_bytes in read_lines(path, data):
+            num_bytes += line_bytes
+            yield line
+
+    reader = csv.reader(read(), delimiter=delimiter_of(path, data), strict=True)
+    previous_limit = csv.field_size_limit(sys.maxsize)  # the module's own, 128 KiB, is shorter than many texts
+    header: list[str] | None = None
+    number = 1
+    try:
+        for row in reader:
+            if header is None:
+                is_row = data.header == "none"
+                if is_row and not row:
+                    number = reader.line_num + 1
+                    continue
+                header = [str(column) for column in range(1, len(row) + 1)] if is_row else row
+                yield Record(header, number, 0)
+                if not is_row:
+                    number = reader.line_num + 1
+                    continue
+            if row and len(row) != len(header):
+                raise ValueError(
+                    f"{path}:{number}: the row has {len(row)} fields, the header {len(header)} ({', '.join(header)}); "
+                    f'put quotes around a text that holds a separator or line end: "a, b"'
+                )
+            if row:
+                row_bytes, num_bytes = num_bytes, 0
+                yield Record(row, number, row_bytes)
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line") from None
+    finally:
+        csv.field_size_limit(previous_limit)
+
+
+def delimiter_of(path: Path, data: Data) -> str:
+    """Return the delimiter of a file: `data.delimiter`; a tab in a .tsv; else that by which its first lines have as many fields each.
+
+    Of several that would do, the first of comma, tab, semicolon and bar, those last that a blank always follows, as in prose;
+    where none does, the first in the header, else a comma.
+    """
+    if data.delimiter != "auto":
+        return data.delimiter
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    lines = [line for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
+    found = [each for each in DELIMITERS if _divides(lines, each)]
+    found.sort(
+        key=lambda each: all(part.startswith(" ") for line in lines for part in line.split(each)[1:])
+    )  # prose last
+    in_header = [each for each in DELIMITERS if lines and each in lines[0]]
+    return next(iter([*found, *in_header]), ",")
+
+
+def _divides(lines: list[str], delimiter: str) -> bool:
+    """Return whether all rows have the same number of fields, two at least; the last line may be within a quoted text."""
+    try:
+        rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
+    except csv.Error:
+        return False
+    whole = rows[:-1] if len(lines) == _LINES_LOOKED_AT and len(rows) > 1 else rows
+    return bool(whole) and len(whole[0]) > 1 and all(len(row) == len(whole[0]) for row in whole)
+
+
+def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
+    """Yield label and text of each line that is not blank, by `data.lines`; of fasttext_multi the label is a list.
+
+    Raises:
+        ValueError: a line has no label or no text; the message names file and line.
+    """
+    for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
+        words = line.split()
+        if not words:
+            continue
+        if data.lines == "label_text":
+            label, _, text = line.strip().partition("\t" if "\t" in line else " ")
+            labels = [label]
+        else:
+            labels = [word.removeprefix(FASTTEXT_PREFIX) for word in words if word.startswith(FASTTEXT_PREFIX)]
+            text = " ".join(word for word in words if not word.startswith(FASTTEXT_PREFIX))
+        where = f"{path}:{number}"
+        if not labels or not text.strip():
+            form = "LABEL TEXT" if data.lines == "label_text" else f"{FASTTEXT_PREFIX}LABEL TEXT"
+            raise ValueError(
+                f"{where}: the line has no {'text' if labels else 'label'}; data.lines={data.lines} reads {form}; repair or drop it"
+            )
+        if data.lines == "fasttext" and len(labels) > 1:
+            raise ValueError(
+                f"{where}: the line has {len(labels)} labels; set data.lines: fasttext_multi, which reads lists of them"
+            )
+        yield Record([labels if data.lines == "fasttext_multi" else labels[0], text.strip()], number, num_bytes)

@@ -1,0 +1,97 @@
+"""Text in files: its encoding and its lines, with errors that name file, byte and line."""
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+
+from accel_train.recipe.data import Data
+
+BOM = codecs.BOM_UTF8
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_GUESSED_FROM_BYTES = 50_000_000
+
+
+def encoding_of(path: Path, data: Data) -> str:
+    """Return Python's name of the encoding in which a file is read: `data.encoding`; for auto UTF-8, or UTF-16 by its byte order mark."""
+    if data.encoding != "auto":
+        name = codecs.lookup(data.encoding).name
+        return "utf-8" if name == "utf-8-sig" else name  # a mark is left out either way
+    with path.open("rb") as file:
+        return "utf-16" if file.read(2) in _UTF16_MARKS else "utf-8"
+
+
+def guess_encoding(path: Path) -> tuple[str, str] | None:
+    """Return an encoding in which a file that is no UTF-8 can be read, and why; None for UTF-8, and UTF-16 with its mark."""
+    with path.open("rb") as file:
+        raw = file.read(_GUESSED_FROM_BYTES)
+    if raw[:2] in _UTF16_MARKS:
+        return None
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(raw)  # which may end within a character
+    except UnicodeDecodeError as error:
+        where = f"byte 0x{raw[error.start]:02x} at position {error.start} is not UTF-8"
+        try:
+            raw.decode("cp1252")
+        except UnicodeDecodeError:
+            return "latin-1", f"{where}; in Latin-1 every byte is a character"
+        return "cp1252", f"{where}; Windows' Latin-1 can read all of it"
+    return None
+
+
+def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int = 0, encoding: str = "utf-8") -> str:
+    """Return bytes as text; `offset` bytes and `line` lines of the source lie before `raw`.
+
+    Raises:
+        ValueError: a byte is not of the encoding, or a character is NUL, and `data.encoding_errors` is strict; the message
+            names its position.
+    """
+    try:
+        text = raw.decode(encoding, data.encoding_errors)
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start) + 1
+        at = f"{where}: byte 0x{raw[error.start]:02x} at position {offset + error.start} (line {line})"
+        raise ValueError(_fault(at, encoding)) from None
+    if data.encoding_errors == "strict" and (nul := text.find("\0")) >= 0:
+        line += text.count("\n", 0, nul) + 1
+        position = offset + len(text[:nul].encode(encoding))
+        raise ValueError(
+            f"{where}: byte 0x00 at position {position} (line {line}) is in no text; is it a binary file? set "
+            "data.encoding_errors: replace to read it all the same"
+        )
+    return text
+
+
+def read_lines(path: Path, data: Data) -> Iterator[tuple[str, int]]:
+    """Yield lines with their ends and their bytes, split at LF only: other line ends may stand inside JSON and csv."""
+    encoding = encoding_of(path, data)
+    if encoding != "utf-8":
+        yield from _decoded_lines(path, data, encoding)
+        return
+    offset = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            start = len(BOM) if number == 1 and raw.startswith(BOM) else 0
+            yield decode(raw[start:], data, path, offset=offset + start, line=number - 1), len(raw)
+            offset += len(raw)
+
+
+def _decoded_lines(path: Path, data: Data, encoding: str) -> Iterator[tuple[str, int]]:
+    """Lines of a file in which a line's end may take several bytes."""
+    mark = len("".encode(encoding))  # UTF-16 begins each text that is encoded with one
+    number = 0
+    try:
+        with path.open(encoding=encoding, errors=data.encoding_errors, newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if "\0" in line and data.encoding_errors == "strict":
+                    raise ValueError(
+                        f"{path}: line {number} has a NUL character, which is in no text; is it {encoding}?"
+                    )
+                yield line.removeprefix("\ufeff") if number == 1 else line, len(line.encode(encoding, "replace")) - mark
+    except UnicodeError as error:  # UTF-16 without a mark is one, too
+        raise ValueError(_fault(f"{path}: what follows line {number} ({error})", encoding)) from None
+
+
+def _fault(at: str, encoding: str) -> str:
+    if encoding == "utf-8":
+        return f"{at} is not UTF-8; convert the file, set data.encoding (latin-1, say), or set data.encoding_errors: replace"
+    return f"{at} is not {encoding}; name another data.encoding, or set data.encoding_errors: replace"

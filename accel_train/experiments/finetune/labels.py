@@ -1,0 +1,139 @@
+"""Find the column of labels, what its values are called, and how often each occurs."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from accel_train.core.state import Choice
+from accel_train.data.encoding import read_lines
+from accel_train.data.labels import label_scheme
+from accel_train.experiments.finetune.columns import Column, Table
+from accel_train.experiments.finetune.found import Asked
+
+_USUAL = "label labels class category target sentiment intent topic genre stars rating tag y"
+_LABEL_NAMES = frozenset(_USUAL.split())
+_NAME_FILES = ("classes.txt", "labels.txt", "label_names.txt")
+
+
+class Label(NamedTuple):
+    """The column of labels."""
+
+    name: str
+    settings: Mapping[str, Choice[Any]]
+    counts: Mapping[str, int]
+    """Rows of each class; empty for numbers to predict."""
+
+
+def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
+    """Return the label among the columns that are not `used`.
+
+    Raises:
+        ValueError: none or several may be it, or a row has no label or a wrong one; the message names the row or shows the flag.
+    """
+    column, why = _label_of(asked, table, *used)
+    if asked.label is None and (names := _names_beside(table, column, used)) is not None:
+        column, why = names, f"it names the numbers in column {column.name!r}, one by one"
+    settings: dict[str, Choice[Any]] = {"data.label_column": Choice(column.name, why)}
+    first = _with_names(asked, table, column, settings)
+    scheme = label_scheme(
+        column.cells,
+        lambda index: table.wheres[index],
+        column=column.name,
+        problem_type=asked.problem_type,
+        label_names=settings["data.label_names"].value if "data.label_names" in settings else asked.data.label_names,
+        feature_names=None,
+        first_id=first,
+    )
+    encoded = scheme.encode(column.cells, lambda index: table.wheres[index])
+    if scheme.problem_type == "regression":
+        if asked.problem_type == "auto":
+            settings["model.problem_type"] = Choice("regression", scheme.reason)
+        return Label(column.name, settings, {})
+    if scheme.problem_type == "multi_label":
+        counts = dict(zip(scheme.names, map(int, encoded.sum(0))))
+    else:
+        counts = {scheme.names[number]: count for number, count in sorted(Counter(encoded.tolist()).items())}
+    _check_classes(asked, table, column, counts)
+    return Label(column.name, settings, counts)
+
+
+def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
+    others = [column for column in table.columns.values() if column.name not in used]
+    if asked.label is not None:
+        return table[asked.label], "as --label says"
+    for names in (("label",), _LABEL_NAMES):
+        named = [column for column in others if column.name.lower() in names]
+        if len(named) == 1:
+            return named[0], "its name"
+        if named:
+            break
+    likely = named or [column for column in others if column.may_be_labels]
+    if len(likely) == 2 and _are_the_same(*likely):
+        likely = [column for column in likely if _are_integers(column)] or likely[:1]
+    if len(likely) == 1:
+        return likely[0], f"the only column of few values: {len(likely[0].classes)} in {len(likely[0].cells):,} rows"
+    if likely:
+        some = [f"--label {column.name}" for column in likely]
+        raise ValueError(f"{table.path}: {len(likely)} columns may be the label; choose one: {' or '.join(some)}")
+    there = f"there are {', '.join(column.name for column in others)}" if others else "there is no other column"
+    raise ValueError(
+        f"{table.path}: no column looks like a label beside {', '.join(used)} ({there}); name it: --label COLUMN; or --task causal-lm "
+        f"--text {used[0]} for a language model of the texts"
+    )
+
+
+def _names_beside(table: Table, label: Column, used: tuple[str, ...]) -> Column | None:
+    """The column that has a name for each number of the label."""
+    if not _are_integers(label):
+        return None
+    others = [column for column in table.columns.values() if column.name not in (label.name, *used)]
+    named = [
+        column for column in others if column.is_strings and not _are_integers(column) and _are_the_same(label, column)
+    ]
+    return named[0] if len(named) == 1 and len(set(label.cells)) < len(label.cells) else None
+
+
+def _are_the_same(one: Column, other: Column) -> bool:
+    """Return whether each value of one column stands beside one value of the other, and the other way round."""
+    try:
+        pairs = set(zip(one.cells, other.cells))
+        return len(pairs) == len(set(one.cells)) == len(set(other.cells))
+    except TypeError:  # lists
+        return False
+
+
+def _are_integers(column: Column) -> bool:
+    return bool(column.classes) and all(name.removeprefix("-").isdecimal() for name in column.classes)
+
+
+def _with_names(asked: Asked, table: Table, label: Column, settings: dict[str, Choice[Any]]) -> int:
+    """Add the names in a file beside the table, where its labels are numbers; return the number of the first class."""
+    if not _are_integers(label) or {"data.label_names", "data.label_ids_from"} & asked.given:
+        return asked.data.label_ids_from
+    for name in _NAME_FILES:
+        path = table.path.with_name(name)
+        if not path.is_file():
+            continue
+        names = [line.strip() for line, _ in read_lines(path, asked.data) if line.strip()]
+        numbers = {int(number) for number in label.classes}
+        for first in (0, 1):
+            if (
+                len(set(names)) == len(names) > 1
+                and numbers <= set(range(first, first + len(names)))
+                and max(numbers) >= len(names) - 1
+            ):
+                settings["data.label_names"] = Choice(names, f"the lines of {path}")
+                if first:
+                    settings["data.label_ids_from"] = Choice(first, f"column {label.name!r} counts from {first}")
+                return first
+    return 0
+
+
+def _check_classes(asked: Asked, table: Table, label: Column, counts: Mapping[str, int]) -> None:
+    """Refuse a label that is another one in nearly every row."""
+    num_rows = len(label.cells)
+    if len(counts) > max(2, num_rows // 2) and "data.label_names" not in asked.given:
+        raise ValueError(
+            f"{table.path}: column {label.name!r} has {len(counts):,} different values in {num_rows:,} rows, too many for labels; "
+            "name another: --label COLUMN; or for numbers to predict: --model.problem_type regression"
+        )

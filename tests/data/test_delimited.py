@@ -1,0 +1,111 @@
+"""Tables are read as people have them: any delimiter, no header, UTF-16 and Latin-1, lines of a label and a text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.data.delimited import delimiter_of
+from accel_train.data.encoding import guess_encoding, read_lines
+from accel_train.data.sources import resolve_sources
+from accel_train.data.tables import read_rows
+from accel_train.recipe.data import Data
+
+
+def rows_of(path: Path, *columns: str, **settings: Any) -> list[tuple[Any, ...]]:
+    data = Data(train=str(path), **settings)
+    (source,) = resolve_sources(data.train, data, key="data.train")
+    return [row.cells for row in read_rows(source, columns, data)]
+
+
+@pytest.mark.parametrize(
+    ("content", "delimiter"),
+    [
+        ("text,label\na b,x\n", ","),
+        ("text;label\na, b;x\nc;y\n", ";"),
+        ("text\tlabel\na, b;c\tx\n", "\t"),
+        ("text|label\na|x\n", "|"),
+        ('text,label\n"a;b;c",x\n', ","),
+        ("price;label\n1,5;x\n2,5;y\n", ";"),
+        ("x;first, long\ny;second, long\n", ";"),
+        ("text, label\na, x\n", ","),
+        ("text\nno; delimiter here\nnone\n", ","),
+    ],
+)
+def test_the_delimiter_is_what_divides_the_first_lines_alike(tmp_path: Path, content: str, delimiter: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    assert delimiter_of(path, Data(train=str(path))) == delimiter
+
+
+def test_a_delimiter_that_is_named_wins_and_one_that_was_found_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text;label\na, b;x\n")
+    assert rows_of(path, "text", "label") == [("a, b", "x")]
+    (source,) = resolve_sources(str(path), Data(train=str(path)), key="data.train")
+    assert source.notes == (f"{path}: read as separated by semicolons, which divide its first lines alike",)
+    path.write_text("text#label\na, b#x\n")
+    assert rows_of(path, "label", delimiter="#") == [("x",)]
+    path.write_text("text\tlabel\na\tx\n")
+    assert rows_of(path, "label", delimiter="tab") == [("x",)]
+
+
+def test_columns_without_a_header_are_called_by_their_numbers_from_1(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\n3,"title, long",body\n4,t,b\n')
+    assert rows_of(path, "3", "1", header="none") == [("body", "3"), ("b", "4")]
+    with pytest.raises(ValueError, match=r"a\.csv:2: there is no column 'text'.*There are 1, 2, 3"):
+        rows_of(path, "text", header="none")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-8-sig"])
+def test_an_encoding_that_is_named_is_read(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes("text,label\r\ncaf\u00e9 \u00fc,x\r\n".encode(encoding))
+    assert rows_of(path, "text", encoding=encoding) == [("caf\u00e9 \u00fc",)]
+
+
+def test_utf16_is_read_by_its_mark_with_the_bytes_of_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes("text,label\n\u4e16\u754c,x\n".encode("utf-16"))
+    data = Data(train=str(path))
+    assert list(read_lines(path, data)) == [("text,label\n", 22), ("\u4e16\u754c,x\n", 10)]
+    (source,) = resolve_sources(str(path), data, key="data.train")
+    assert source.notes == (f"{path}: read as UTF-16, as its byte order mark says",)
+
+
+def test_an_encoding_is_guessed_where_utf8_fails(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("caf\u00e9".encode())
+    assert guess_encoding(path) is None
+    path.write_bytes("caf\u00e9 \u20ac".encode("cp1252"))
+    assert guess_encoding(path) == (
+        "cp1252",
+        "byte 0xe9 at position 3 is not UTF-8; Windows' Latin-1 can read all of it",
+    )
+    path.write_bytes(b"caf\xe9 \x81")  # 0x81 is no character of cp1252
+    assert guess_encoding(path) == (
+        "latin-1",
+        "byte 0xe9 at position 3 is not UTF-8; in Latin-1 every byte is a character",
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "content", "rows"),
+    [
+        ("label_text", "DESC:def What is it ?\n\nHUM Who\twas it\n", [("DESC:def", "What is it ?"), ("HUM Who", "was it")]),
+        ("fasttext", "__label__good very good\nbad film __label__bad\n", [("good", "very good"), ("bad", "bad film")]),
+        ("fasttext_multi", "__label__a __label__b text\n__label__a more\n", [(["a", "b"], "text"), (["a"], "more")]),
+    ],
+)  # fmt: skip
+def test_lines_of_a_label_and_a_text_are_rows(tmp_path: Path, lines: Any, content: str, rows: list[Any]) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(content)
+    assert rows_of(path, "label", "text", lines=lines) == rows
+
+
+def test_a_line_with_two_labels_names_the_setting_that_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("__label__a __label__b text\n")
+    with pytest.raises(ValueError, match=r"a\.txt:1: the line has 2 labels; set data\.lines: fasttext_multi"):
+        rows_of(path, "label", lines="fasttext")
