@@ -59,7 +59,7 @@ def recognise_text(asked: Asked, files: Sequence[Path], folder: Path | None = No
 
 
 def _labelled_lines(asked: Asked, path: Path) -> Found | None:
-    """What a file of lines with a label each holds; None where it is plain text."""
+    """Return what a file of lines with a label each holds; None where it is plain text."""
     lines, why = asked.data.lines, "as the command line says"
     if lines is None and asked.task in (None, "text-classification"):
         first = next((line for line, _ in read_lines(path, asked.data) if line.strip()), "")
