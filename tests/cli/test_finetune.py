@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "t.json",
         (),
         "t.json: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with json.dumps(row) for each "
-        "row; SQuAD's own files are for recipes/question_answering.yaml",
+        "row; SQuAD's own files: accel-train run question_answering --data.train t.json",
     ),
     "a task of another kind": (
         lambda: (Path("t.txt").write_text("text"), None)[1],

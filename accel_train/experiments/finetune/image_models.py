@@ -43,7 +43,7 @@ def image_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         **chosen,
         **training_of(
             found,
-            Choice(3e-3, "as in recipes/image_classification.yaml"),
+            Choice(3e-3, "as in the recipe image_classification"),
             epochs_for(found, batch, 600, 5, 40),
             batch,
             metric_for(found),
@@ -84,10 +84,10 @@ def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
         },
     }
     return {
-        "model.config": Choice(config, "no --model, so a small UPerNet from scratch, as in recipes/segmentation.yaml"),
+        "model.config": Choice(config, "no --model, so a small UPerNet from scratch, as in the recipe segmentation"),
         "data.image_size": Choice(edge, f"the median image has a short edge of {found.edge} pixels"),
         **training_of(
-            found, Choice(1e-2, "as in recipes/segmentation.yaml"), epochs_for(found, batch, 800, 5, 100), batch, metric
+            found, Choice(1e-2, "as in the recipe segmentation"), epochs_for(found, batch, 800, 5, 100), batch, metric
         ),
         "optimizer.weight_decay": Choice(0.01, ""),
     }

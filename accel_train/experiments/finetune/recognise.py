@@ -47,12 +47,12 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
     if kind == "json":
         raise ValueError(
             f"{path}: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with "
-            "json.dumps(row) for each row; SQuAD's own files are for recipes/question_answering.yaml"
+            f"json.dumps(row) for each row; SQuAD's own files: accel-train run question_answering --data.train {path}"
         )
     if kind in ("tokens", "conll"):
         recipe = "gpt_tiny" if kind == "tokens" else "token_classification"
         raise ValueError(
-            f"{path}: finetune does not read {kind} files; recipes/{recipe}.yaml does, with --data.train {path}"
+            f"{path}: finetune does not read {kind} files; accel-train run {recipe} --data.train {path} does"
         )
     if path.suffix.lower() in IMAGE_SUFFIXES:
         raise ValueError(f"{path} is one image; name the folder with all of them, CLASS/*{path.suffix}")

@@ -118,8 +118,8 @@ def _images(asked: Asked, table: Table) -> dict[str, Any] | None:
         return None
     if len(images) > 1:
         raise ValueError(
-            f"{table.path}: {' and '.join(column.name for column in images)} are names of images; with masks, run a recipe: "
-            f"recipes/segmentation.yaml --data.image_column {images[0].name} --data.mask_column {images[1].name}"
+            f"{table.path}: {' and '.join(column.name for column in images)} are names of images; with masks: "
+            f"accel-train run segmentation --data.train {table.path} --data.image_column {images[0].name} --data.mask_column {images[1].name}"
         )
     label = recognise_label(asked, table, images[0].name)
     return {
