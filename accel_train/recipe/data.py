@@ -175,6 +175,14 @@ class Data(Section):
     """The column with the image: bytes, a `datasets` image, or a path relative to the table."""
     mask_column: str | None = "mask"
     """semantic-segmentation: the column with the mask; none: images to predict, without masks."""
+    reduce_labels: bool = False
+    """semantic-segmentation: 0 in a mask is no class and counts nowhere, and class 0 is 1 there (ADE20K)."""
+    mask_values: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = None
+    """semantic-segmentation: the numbers in masks, in the order of the classes ([0, 255] for black and white); others count nowhere."""
+    image_mean: tuple[Fraction, ...] | None = None
+    """Mean of each colour, as a fraction of 255; none: the model's own, else ImageNet's."""
+    image_std: tuple[PositiveFloat, ...] | None = None
+    """Standard deviation of each colour, as image_mean."""
     image_size: PositiveInt = 224
     """Images are resized and cropped to this square."""
     crop_size: PositiveInt | None = None

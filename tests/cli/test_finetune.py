@@ -194,6 +194,38 @@ def test_names_of_numeric_labels_are_found_in_the_table_or_in_a_file_beside_it(
     assert "data.label_ids_from: 1 (column '1' counts from 1)" in printed
 
 
+def test_camvids_folders_are_trained_and_evaluated_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for side in ("train", "val"):
+        write_scenes(f"camvid/{side}")
+        Path(f"camvid/{side}/masks").rename(f"camvid/{side}annot")
+        Path(f"camvid/{side}/images").rename("camvid/images")
+        Path(f"camvid/{side}").rmdir()
+        Path("camvid/images").rename(f"camvid/{side}")
+    assert main(["finetune", "camvid", "--dry-run"]) == 0
+    data = recipe_of("runs/camvid.yaml")["data"]
+    assert (data["train"], data["eval"]) == ("camvid/train", "camvid/val")
+    assert "camvid/train and camvid/trainannot: 16 pairs" in capsys.readouterr().out
+
+
+def test_black_and_white_masks_are_two_classes_to_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    write_scenes("photos")
+    for path in Path("photos/masks").glob("*.png"):
+        Image.fromarray(np.where(np.asarray(Image.open(path)) > 0, 255, 0).astype(np.uint8)).save(path)
+    assert main(["finetune", "photos", *QUICK]) == 0
+    assert (
+        "data.mask_values: [0, 255] (masks hold 0 and 255 alone, so they are black and white)"
+        in capsys.readouterr().out
+    )
+    found = pipeline("image-segmentation", model="runs/photos/model")("photos/images/0.png")
+    assert {each["label"] for each in found} <= {"background", "object"}
+
+
+def numbers_far_apart() -> None:
+    write_scenes("t")
+    for path in Path("t/masks").glob("*.png"):
+        Image.fromarray((np.asarray(Image.open(path)) % 3 * 100).astype(np.uint8)).save(path)
+
+
 def columns(header: str, row: Callable[[int], str]) -> Callable[[], None]:
     return lambda: (
         Path("t.csv").write_text("\n".join([header, *map(row, range(40))]) + "\n"),
@@ -256,6 +288,13 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "t",
         (),
         "t/images/3.png has no mask: there is no t/masks/3.png (or another image format); add it, or remove the image",
+    ),
+    "masks with numbers far apart": (
+        numbers_far_apart,
+        "t",
+        (),
+        "t: masks hold the numbers 0, 100, 200, too far apart to be classes in order; say which are, in order: --data.mask_values "
+        "'[0, 100, 200]'",
     ),
     "chats with other keys": (
         lambda: write_chats("t.jsonl", role="from", content="value"),

@@ -1,7 +1,6 @@
 """Resolve a name in `data.train` or `data.eval` to images, each with a label or a mask as its source has it."""
 
 import glob
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.builtin.digit_scenes import digit_scenes, digits
 from accel_train.data.images.images import FileImages, ImagePool, join_images, list_images
+from accel_train.data.images.masks import renumbered
+from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
 from accel_train.data.sources import resolve_sources
 from accel_train.recipe.data import Data
@@ -35,7 +36,7 @@ def read_pools(names: str | Iterable[str], data: Data, key: str, *, masks: bool)
         join_images([pool.images for pool in pools]),
         ", ".join(pool.description for pool in pools),
         [label for pool in pools for label in pool.labels],
-        masks=join_images(all_masks) if all_masks else None,
+        masks=renumbered(join_images(all_masks) if all_masks else None, data),
         names=pools[0].names,
         ids=ids if any(pool.ids for pool in pools) else None,
         notes=tuple(note for pool in pools for note in pool.notes),
@@ -60,6 +61,8 @@ def _read_pool(name: str, data: Data, key: str, masks: bool) -> list[ImagePool]:
         if not found:
             raise ValueError(f"{key}: there is no file {name!r} (seen from {Path.cwd()}); check the path")
         return [array_pool(Path(each), data) for each in found]
+    if masks and path.suffix.lower() in LISTED_SUFFIXES and path.is_file():
+        return [listed_pool(path, data)]
     if path.is_dir() and (pool := _folder_pool(path, data, key, masks)) is not None:
         return [pool]
     (source,) = resolve_sources(name, data, key=key)
@@ -71,7 +74,7 @@ def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | N
     """The images below a folder with what the folder says of them; None where it holds none (it may hold tables)."""
     folders = pair_of_folders(path) if masks else None
     if folders is not None and data.mask_column is not None:
-        return _pairs_pool(*folders)
+        return pairs_pool(*folders)
     folder = path if folders is None else folders[0]
     files, num_others = list_images(folder)
     if not files and not masks and not num_others and any(entry.is_dir() for entry in path.iterdir()):
@@ -84,7 +87,8 @@ def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | N
         return _with_class_folders(pool, folder, files, key)
     if data.mask_column is not None:
         raise ValueError(
-            f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names"
+            f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names (or images/ and annotations/, "
+            f"JPEGImages/ and SegmentationClass/, {path} and {path}annot), or a list with `IMAGE MASK` on each line"
         )
     return pool
 
@@ -106,43 +110,3 @@ def _with_class_folders(pool: ImagePool, folder: Path, files: list[str], key: st
             + (f" (and {len(empty) - 1} more)" if len(empty) > 1 else "")
         )
     return replace(pool, labels=labels, description=f"{pool.description} in {len(folders)} folders")
-
-
-def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
-    """`path/images` and `path/masks`; or, for a path that goes through a folder `images`, its twin through `masks`."""
-    if (path / "images").is_dir() and (path / "masks").is_dir():
-        return path / "images", path / "masks"
-    parts = path.parts
-    if "images" not in parts:
-        return None
-    last = len(parts) - 1 - parts[::-1].index("images")
-    twin = Path(*parts[:last], "masks", *parts[last + 1 :])
-    return (path, twin) if twin.is_dir() else None
-
-
-def _pairs_pool(images: Path, masks: Path) -> ImagePool:
-    """Images and masks of one relative name, whatever the ends (`a/b.jpg` and `a/b.png`)."""
-    image_names, mask_names = list_images(images)[0], list_images(masks)[0]
-    mask_of: dict[str, str] = {}
-    for name in mask_names:
-        stem = os.path.splitext(name)[0]
-        if stem in mask_of:
-            raise ValueError(f"{masks / mask_of[stem]} and {masks / name} are masks of one image; remove one of them")
-        mask_of[stem] = name
-    if not image_names:
-        raise ValueError(f"{images} holds no image; add some, or name another folder")
-    stems = [os.path.splitext(name)[0] for name in image_names]
-    alone = [name for name, stem in zip(image_names, stems) if stem not in mask_of]
-    if alone:
-        more = f" (and {len(alone) - 1} more images have none)" if len(alone) > 1 else ""
-        raise ValueError(
-            f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another image "
-            f"format){more}; add it, or remove the image"
-        )
-    left_out = len(mask_of) - len(set(stems))
-    return ImagePool(
-        FileImages(images, tuple(image_names)),
-        f"{images} and {masks}: {len(stems):,} pairs",
-        masks=FileImages(masks, tuple(mask_of[stem] for stem in stems)),
-        notes=(f"{masks}: left out {left_out} masks without an image",) if left_out else (),
-    )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,26 @@ def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tup
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else (_grey(IMAGENET_MEAN), _grey(IMAGENET_STD))
     default = Preprocessing(size, mean, std)
     if name is None:
-        return default, ()
+        return _normalised_as_asked(default, recipe), ()
     from transformers.image_processing_base import ImageProcessingMixin
 
     try:
         settings, _ = ImageProcessingMixin.get_image_processor_dict(name)
     except (OSError, ValueError):
-        return default, (f"{name} has no preprocessor_config.json: images are normalised with ImageNet's figures",)
-    return _from_settings(settings, default), ()
+        note = f"{name} has no preprocessor_config.json: images are normalised with ImageNet's figures"
+        return _normalised_as_asked(default, recipe), (note,) if recipe.data.image_mean is None else ()
+    return _normalised_as_asked(_from_settings(settings, default), recipe), ()
+
+
+def _normalised_as_asked(preprocessing: Preprocessing, recipe: Recipe) -> Preprocessing:
+    """The same with `data.image_mean` and `data.image_std`, where the recipe has them."""
+    mean, std = recipe.data.image_mean or preprocessing.mean, recipe.data.image_std or preprocessing.std
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != len(preprocessing.mean):
+            raise ValueError(
+                f"data.image_{name}={list(values)} has {len(values)} numbers, and the model takes {len(preprocessing.mean)} colours; give one for each"
+            )
+    return replace(preprocessing, mean=mean, std=std)
 
 
 def pretrained_image_size(name: str, config: Any) -> int | None:

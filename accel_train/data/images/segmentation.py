@@ -20,13 +20,10 @@ from accel_train.data.images.augment import Pixels, color_jitter
 from accel_train.data.images.decoding import Mode, to_mode
 from accel_train.data.images.images import evenly_spaced, in_threads
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
+from accel_train.data.images.masks import Mask, mask_values
 from accel_train.data.images.pools import read_pools, scenes_pool
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.recipe.data import Augment, Data
-
-Mask = NDArray[np.uint8]
-
-_LOSSY_FORMATS = ("JPEG", "MPO")
 
 
 def read_pair(
@@ -77,27 +74,6 @@ def count_pixels(images: ImageRows, limit: int | None = None) -> NDArray[np.int6
     chosen = [] if images.masks is None else evenly_spaced(len(images), limit or len(images))
     found = in_threads(lambda index: np.bincount(read_mask(images, index).reshape(-1), minlength=256), chosen)
     return np.sum([np.zeros(256, np.int64), *found], axis=0, dtype=np.int64)
-
-
-def mask_values(mask: Image.Image, where: str) -> Mask:
-    """Return the numbers in a mask's pixels: grey, palette (the index, not the colour), black and white (0, 1), or 16 bits.
-
-    Raises:
-        DataError: it is a JPEG or a colour image, or a number is above 255.
-    """
-    if mask.format in _LOSSY_FORMATS:
-        raise DataError(
-            f"{where}: a mask must not be a JPEG, which smears class numbers at every edge; write the masks again as PNG, from "
-            "what the JPEG was made of"
-        )
-    if mask.mode not in ("L", "P", "1", "I") and not mask.mode.startswith("I;16"):
-        raise DataError(
-            f"{where}: a mask of mode {mask.mode} holds colours; save it with one class number for each pixel (grey or palette)"
-        )
-    values = np.asarray(mask)
-    if values.size and (values.max() > 255 or values.min() < 0):
-        raise DataError(f"{where}: a pixel is {values.max()}; class numbers are 0 to 255")
-    return values.astype(np.uint8)
 
 
 def read_masked_images(data: Data, known_names: tuple[str, ...] | None = None) -> ImageSets:

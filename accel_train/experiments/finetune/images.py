@@ -1,21 +1,28 @@
 """Folders of images: by class, or with masks; their sizes and colours."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.images.images import evenly_spaced, list_images
-from accel_train.data.images.pools import pair_of_folders, read_pools
+from accel_train.data.images.images import ImagePool, evenly_spaced, in_threads, list_images
+from accel_train.data.images.masks import mask_values
+from accel_train.data.images.pairs import pair_of_folders
+from accel_train.data.images.pools import read_pools
 from accel_train.experiments.finetune.found import Asked, Found
 
 _NUM_LOOKED_AT = 200
 """Images, evenly spaced, whose headers are read for their sizes and colours."""
+_MASKS_LOOKED_AT = 2_000
+_TRAIN = re.compile("train(?:ing|[0-9]+)?")
+_EVAL = re.compile("(?:val|valid|validation|dev)(?:[0-9]+)?")
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 
@@ -51,30 +58,96 @@ def recognise_classes(asked: Asked, folder: Path) -> Found:
     )
 
 
-def recognise_masks(asked: Asked, folder: Path) -> Found:
-    """Return the pairs of a folder with images and masks.
+class Pairs(NamedTuple):
+    """Where images lie with their masks."""
+
+    train: str
+    eval: str | None
+    why: str
+
+
+def find_pairs(name: str) -> Pairs | None:
+    """Return where images and masks lie below a folder, for training and for evaluation; None where there are none."""
+    folder = Path(name).expanduser()
+    lists = [folder / "ImageSets" / "Segmentation" / f"{side}.txt" for side in ("train", "val")]
+    if (folder / "JPEGImages").is_dir() and all(path.is_file() for path in lists):
+        return Pairs(
+            str(lists[0]), str(lists[1]), "JPEGImages/ and SegmentationClass/ hold images and masks, as in VOC"
+        )
+    whole = pair_of_folders(folder)
+    train = _side(whole[0] if whole else folder, _TRAIN)
+    pair = pair_of_folders(train) if train is not None else None
+    if train is not None and pair is not None:
+        held_out = _side(train.parent, _EVAL)
+        is_pair = held_out is not None and pair_of_folders(held_out) is not None
+        return Pairs(
+            str(train),
+            str(held_out) if is_pair else None,
+            f"{pair[0]} and {pair[1]} hold images and masks of the same names",
+        )
+    if whole is None:
+        return None
+    return Pairs(name, None, f"{whole[0].name}/ and {whole[1].name}/ hold images and masks of the same names")
+
+
+def _side(folder: Path, pattern: re.Pattern[str]) -> Path | None:
+    """The folder of training or evaluation images below a folder, by its name."""
+    found = [path for path in sorted(folder.iterdir()) if path.is_dir() and pattern.fullmatch(path.name)]
+    return found[0] if len(found) == 1 else None
+
+
+def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
+    """Return the images and masks of a folder or a list, and which numbers of masks are classes.
 
     Raises:
-        ValueError: an image has no mask; the message names both.
+        ValueError: an image has no mask, or the masks have numbers that are no classes in order; the message names both.
     """
-    _refuse_columns(asked, folder, "images and masks")
+    _refuse_columns(asked, asked.path, "images and masks")
     if asked.task not in (None, "semantic-segmentation"):
-        raise ValueError(f"--task {asked.task}: {folder} holds images and masks, which are for semantic-segmentation")
-    folders = pair_of_folders(folder)
-    assert folders is not None, "who calls this has seen them"
-    pool = read_pools(asked.path, asked.data, asked.path, masks=True)
-    names, _ = list_images(folders[0])
+        raise ValueError(
+            f"--task {asked.task}: {asked.path} holds images and masks, which are for semantic-segmentation"
+        )
+    pool = read_pools(pairs.train, asked.data, asked.path, masks=True)
+    settings = {"data.train": Choice(pairs.train, "")}
+    if pairs.eval is not None and "data.eval" not in asked.given:
+        settings["data.eval"] = Choice(pairs.eval, "its name says that it is for evaluation")
     return Found(
         "semantic-segmentation",
-        f"{folders[0].name}/ and {folders[1].name}/ hold images and masks of the same names",
+        pairs.why,
         pool.description,
         num_samples=len(pool.images),
-        settings={"data.train": Choice(asked.path, "")},
-        **_sizes([folders[0] / name for name in names]),
+        settings={**settings, **_classes_of(asked, pool)},
+        notes=pool.notes,
+        **_sizes([Path(pool.images.where(index)) for index in range(len(pool.images))]),
     )
 
 
-def _refuse_columns(asked: Asked, folder: Path, what: str) -> None:
+def _classes_of(asked: Asked, pool: ImagePool) -> dict[str, Choice[Any]]:
+    """Which numbers in the masks are classes, where they are not 0, 1, 2, ..."""
+    if {"data.mask_values", "data.reduce_labels", "data.label_names"} & asked.given or pool.masks is None:
+        return {}
+    masks = pool.masks
+    found = in_threads(
+        lambda index: set(np.unique(mask_values(masks[index], masks.where(index))).tolist()),
+        evenly_spaced(len(masks), _MASKS_LOOKED_AT),
+    )
+    numbers = sorted(set().union(*found))
+    if len(numbers) == 2 and numbers[1] > 1 and (numbers[1] == asked.data.ignore_index or numbers[0] == 0):
+        why = f"masks hold {numbers[0]} and {numbers[1]} alone, so they are black and white"
+        return {
+            "data.mask_values": Choice(numbers, why),
+            "data.label_names": Choice(["background", "object"], f"{numbers[0]} and {numbers[1]}"),
+        }
+    classes = [number for number in numbers if number != asked.data.ignore_index]
+    if len(classes) > 1 and classes[-1] >= 4 * len(classes):
+        raise ValueError(
+            f"{asked.path}: masks hold the numbers {', '.join(map(str, numbers))}, too far apart to be classes in order; say which are, in "
+            f"order: --data.mask_values '{numbers}'"
+        )
+    return {}
+
+
+def _refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
     for flag, given in (("--text", asked.text), ("--label", asked.label)):
         if given:
             raise ValueError(f"{flag}: {folder} holds {what} and no columns; leave it out, or name a table")

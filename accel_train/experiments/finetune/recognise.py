@@ -7,10 +7,10 @@ from pathlib import Path
 from accel_train.core.files import files_below
 from accel_train.core.format import did_you_mean
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
-from accel_train.data.images.pools import pair_of_folders
+from accel_train.data.images.pairs import LISTED_SUFFIXES
 from accel_train.data.sources import file_kind
 from accel_train.experiments.finetune.found import TASKS, Asked, Found
-from accel_train.experiments.finetune.images import recognise_classes, recognise_masks
+from accel_train.experiments.finetune.images import Pairs, find_pairs, recognise_classes, recognise_masks
 from accel_train.experiments.finetune.tables import recognise_table
 from accel_train.experiments.finetune.texts import recognise_text
 
@@ -40,6 +40,8 @@ def recognise(asked: Asked) -> Found:
 
 def _recognise_file(asked: Asked, path: Path) -> Found:
     kind = file_kind(path)
+    if asked.task == "semantic-segmentation" and path.suffix.lower() in LISTED_SUFFIXES:
+        return recognise_masks(asked, Pairs(asked.path, None, "as --task says: a list of images with their masks"))
     if kind in _TABLES:
         return recognise_table(asked, path)
     if kind == "text":
@@ -63,8 +65,8 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
 
 
 def _recognise_folder(asked: Asked, folder: Path) -> Found:
-    if asked.task != "image-classification" and pair_of_folders(folder) is not None:
-        return recognise_masks(asked, folder)
+    if asked.task != "image-classification" and (pairs := find_pairs(asked.path)) is not None:
+        return recognise_masks(asked, pairs)
     files = [path for path in files_below(folder) if path.is_file()]
     tables = [path for path in files if file_kind(path) in _TABLES]
     images, _ = list_images(folder)

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import ResNetConfig
 
 from accel_train.core.errors import DataError
 from accel_train.data.images import labelled as labelled_images
 from accel_train.data.images.decoding import open_image, to_mode
 from accel_train.data.images.images import FileImages, held_out, inspect_images
 from accel_train.data.images.labelled import ImageRows, ImageSets, read_labelled_images
-from accel_train.data.images.preprocessing import Preprocessing, _from_settings, resize_and_crop
+from accel_train.data.images.preprocessing import Preprocessing, _from_settings, model_preprocessing, resize_and_crop
 from accel_train.recipe.data import Data
+from accel_train.recipe.schema import Recipe
 
 
 def picture(number: int, size: tuple[int, int] = (12, 10)) -> Image.Image:
@@ -507,3 +509,15 @@ def test_the_settings_of_a_pretrained_model_are_taken_over(
     found = _from_settings(settings, Preprocessing(224))
     assert (found.mean[0], found.crop_fraction, found.resample) == (mean, fraction, resample)
     assert len(found.mean) == len(found.std) == 3
+
+
+def test_images_are_normalised_by_the_recipes_own_figures_one_for_each_colour() -> None:
+    def preprocessing(**data: Any) -> Preprocessing:
+        fields = {"output_dir": "x", "model": {"config": {"model_type": "resnet"}}, "schedule": {"max_steps": 1}}
+        recipe = Recipe.model_validate({**fields, "data": {"train": "x", **data}})
+        return model_preprocessing(recipe, ResNetConfig())[0]
+
+    own = preprocessing(image_mean=(0.1, 0.2, 0.3))
+    assert (own.mean, own.std) == ((0.1, 0.2, 0.3), preprocessing().std)
+    with pytest.raises(ValueError, match=r"data\.image_std=\[0\.5\] has 1 numbers, and the model takes 3 colours"):
+        preprocessing(image_std=(0.5,))

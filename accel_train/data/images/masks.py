@@ -1,0 +1,96 @@
+"""Masks as files hold them: the number in each pixel, and numbers that are not those of the classes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from accel_train.core.errors import DataError
+from accel_train.core.files import digest64
+from accel_train.data.images.decoding import Content
+from accel_train.data.images.images import Images, text_digest
+from accel_train.recipe.data import Data
+
+Mask = NDArray[np.uint8]
+
+_LOSSY_FORMATS = ("JPEG", "MPO")
+
+
+def mask_values(mask: Image.Image, where: str) -> Mask:
+    """Return the numbers in a mask's pixels: grey (saved as RGB, too), palette (the index, not the colour), black and white (0, 1), or 16 bits.
+
+    Raises:
+        DataError: it is a JPEG or a colour image, or a number is above 255.
+    """
+    if mask.format in _LOSSY_FORMATS:
+        raise DataError(
+            f"{where}: a mask must not be a JPEG, which smears class numbers at every edge; write the masks again as PNG, from "
+            "what the JPEG was made of"
+        )
+    values = np.asarray(mask)
+    if mask.mode == "RGB" and (values == values[..., :1]).all():
+        values = values[..., 0]
+    elif mask.mode not in ("L", "P", "1", "I") and not mask.mode.startswith("I;16"):
+        raise DataError(
+            f"{where}: a mask of mode {mask.mode} holds colours; save it with one class number for each pixel (grey or palette)"
+        )
+    if values.size and (values.max() > 255 or values.min() < 0):
+        raise DataError(f"{where}: a pixel is {values.max()}; class numbers are 0 to 255")
+    return values.astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class RenumberedMasks(Images):
+    """Masks whose numbers become those of classes by a table of 256."""
+
+    masks: Images
+    table: bytes
+    """The class of each number."""
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def content(self, index: int) -> Content:
+        return self.masks.content(index)
+
+    def where(self, index: int) -> str:
+        return self.masks.where(index)
+
+    def stamp(self) -> str:
+        return text_digest([self.masks.stamp(), self.table.hex()])
+
+    def inspect(self, index: int) -> int:
+        return self.masks.inspect(index) ^ self._digest
+
+    def __getitem__(self, index: int) -> Image.Image:
+        """Return the classes as a grey image; a DataError names a broken mask."""
+        values = mask_values(self.masks[index], self.where(index))
+        return Image.fromarray(np.frombuffer(self.table, np.uint8)[values])
+
+    @cached_property
+    def _digest(self) -> int:
+        return digest64(self.table)
+
+
+def renumbered(masks: Images | None, data: Data) -> Images | None:
+    """Return masks whose numbers are those of the classes, by `data.mask_values` or `data.reduce_labels`; as they are without.
+
+    Raises:
+        ValueError: both are set, or `data.ignore_index` is the number of a class.
+    """
+    if masks is None or not (data.reduce_labels or data.mask_values):
+        return masks
+    if data.reduce_labels and data.mask_values:
+        raise ValueError("data.mask_values and data.reduce_labels both say which numbers are classes; set one of them")
+    table = np.full(256, data.ignore_index, np.uint8)
+    if data.mask_values:
+        if data.ignore_index < len(data.mask_values):
+            raise ValueError(
+                f"data.ignore_index={data.ignore_index} is the number of a class, as data.mask_values are numbered from 0; leave it out"
+            )
+        table[list(data.mask_values)] = np.arange(len(data.mask_values))
+    else:
+        table[1:255] = np.arange(254)
+    return RenumberedMasks(masks, table.tobytes())

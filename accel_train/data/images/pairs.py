@@ -1,0 +1,154 @@
+"""Find images with their masks: two folders (images and masks, CamVid, VOC, ADE20K, COCO's pixel maps), or a list of files."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_train.data.encoding import read_lines
+from accel_train.data.images.images import FileImages, ImagePool, list_images
+from accel_train.recipe.data import Data
+
+FOLDERS = {"images": ("masks", "annotations", "labels"), "JPEGImages": ("SegmentationClass",)}
+"""Names of a folder of images, and of that of their masks beside it."""
+BESIDE = ("annot", "_annot", "_masks", "_mask", "_labels")
+"""Ends by which a folder of masks is told from that of its images: CamVid's `train` and `trainannot`."""
+LISTED_SUFFIXES = frozenset((".txt", ".lst"))
+_MASK_ENDS = re.compile(r"(?:_masks?|_labels?|_seg|_gt|_L)$")
+_LEVELS = 4
+"""Folders above a list in which its files are looked for."""
+
+
+def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
+    """Return the folders of images and masks below a path; or, for a folder of images, itself and that of its masks."""
+    for images, twins in FOLDERS.items():
+        for masks in twins:
+            if (path / images).is_dir() and _holds_masks(path / masks):
+                return path / images, path / masks
+        if images in path.parts:
+            last = len(path.parts) - 1 - path.parts[::-1].index(images)
+            for masks in twins:
+                twin = Path(*path.parts[:last], masks, *path.parts[last + 1 :])
+                if _holds_masks(twin):
+                    return path, twin
+    beside = (path.with_name(path.name + end) for end in BESIDE) if path.name else ()
+    return next(((path, twin) for twin in beside if _holds_masks(twin)), None)
+
+
+def _holds_masks(folder: Path) -> bool:
+    """Return whether a folder is one of masks: its name says so, or images are in it."""
+    return folder.is_dir() and (folder.name == "masks" or bool(list_images(folder)[0]))
+
+
+def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) -> ImagePool:
+    """Return images and masks of one relative name, whatever the ends (`a/b.jpg` and `a/b.png`, or `a/b_mask.png`).
+
+    `stems` are the names that are wanted, without their ends. Of VOC's images only those are taken that have a mask.
+
+    Raises:
+        ValueError: an image has no mask, or two; the message names both.
+    """
+    image_names, mask_names = list_images(images)[0], list_images(masks)[0]
+    if not image_names:
+        raise ValueError(f"{images} holds no image; add some, or name another folder")
+    image_of = {os.path.splitext(name)[0]: name for name in image_names}
+    mask_of: dict[str, str] = {}
+    for name in mask_names:
+        stem = os.path.splitext(name)[0]
+        stem = stem if stem in image_of else _MASK_ENDS.sub("", stem)
+        if stem in mask_of:
+            raise ValueError(f"{masks / mask_of[stem]} and {masks / name} are masks of one image; remove one of them")
+        mask_of[stem] = name
+    wanted = (
+        list(map(os.path.normpath, stems)) if stems is not None else [os.path.splitext(name)[0] for name in image_names]
+    )
+    if images.name == "JPEGImages" and stems is None:
+        wanted = [stem for stem in wanted if stem in mask_of]
+    missing = [stem for stem in wanted if stem not in image_of]
+    if missing:
+        raise ValueError(
+            f"{images / missing[0]}.jpg (or another image format) is listed, and not there; add it, or take it out of the list"
+        )
+    alone = [image_of[stem] for stem in wanted if stem not in mask_of]
+    if alone:
+        more = f" (and {len(alone) - 1} more images have none)" if len(alone) > 1 else ""
+        raise ValueError(
+            f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another image "
+            f"format){more}; add it, or remove the image"
+        )
+    left_out = 0 if stems is not None else len(mask_of) - len(set(wanted))
+    return ImagePool(
+        FileImages(images, tuple(image_of[stem] for stem in wanted)),
+        f"{images} and {masks}: {len(wanted):,} pairs",
+        masks=FileImages(masks, tuple(mask_of[stem] for stem in wanted)),
+        notes=(f"{masks}: left out {left_out} masks without an image",) if left_out else (),
+    )
+
+
+def listed_pool(path: Path, data: Data) -> ImagePool:
+    """Return the images and masks that a list names: `IMAGE MASK` on each line (CamVid), or a name without its end (VOC).
+
+    Paths are relative to the list or a folder above it; the first folders of a path that are not here are left out.
+
+    Raises:
+        ValueError: a line has another form, or its files are not there; the message names file and line.
+    """
+    lines = [(number, line.strip()) for number, (line, _) in enumerate(read_lines(path, data), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} lists no images; write `IMAGE MASK` on each line")
+    if len(_fields(lines[0][1])) == 1:
+        found = next((pair for folder in path.absolute().parents[:_LEVELS] if (pair := pair_of_folders(folder))), None)
+        if found is None:
+            raise ValueError(
+                f"{path}:{lines[0][0]}: {lines[0][1]!r} is one name, and no folder of images with masks (JPEGImages and SegmentationClass) "
+                "lies above; write `IMAGE MASK` on each line"
+            )
+        pool = pairs_pool(
+            *found,
+            stems=[os.path.splitext(line)[0] if line.lower().endswith((".jpg", ".png")) else line for _, line in lines],
+        )
+    else:
+        pool = _listed_pairs(path, lines)
+    return ImagePool(pool.images, f"{path}: {len(pool.images):,} pairs", masks=pool.masks if data.mask_column else None)
+
+
+def _listed_pairs(path: Path, lines: Sequence[tuple[int, str]]) -> ImagePool:
+    images, masks = [], []
+    for number, line in lines:
+        fields = _fields(line)
+        if len(fields) != 2:
+            raise ValueError(
+                f"{path}:{number}: {line!r} is not `IMAGE MASK`, two paths between blanks, a tab or a comma"
+            )
+        images.append(fields[0])
+        masks.append(fields[1])
+    root, skipped = _place_of(path, lines[0][0], images[0])
+    sides = []
+    for names in (images, masks):
+        shortened = [str(Path(*Path(name).parts[skipped:])) for name in names]
+        for (number, _), name in zip(lines, shortened):
+            if not (root / name).is_file():
+                raise ValueError(f"{path}:{number}: there is no file {root / name}; add it, or take the line out")
+        sides.append(FileImages(root, tuple(shortened)))
+    return ImagePool(sides[0], "", masks=sides[1])
+
+
+def _place_of(path: Path, number: int, name: str) -> tuple[Path, int]:
+    """The folder below which the list's files lie, and how many of the first folders of its paths are not here."""
+    if Path(name).is_absolute() and Path(name).is_file():
+        return Path("/"), 0
+    parts = Path(name).parts
+    for skipped in range(len(parts)):
+        for folder in path.absolute().parents[:_LEVELS] if not parts[skipped].startswith("/") else ():
+            if (folder / Path(*parts[skipped:])).is_file():
+                return folder, skipped
+    raise ValueError(
+        f"{path}:{number}: there is no file {name!r}, seen from {path.parent} or above; check the paths in the list"
+    )
+
+
+def _fields(line: str) -> list[str]:
+    for delimiter in ("\t", ","):
+        if delimiter in line:
+            return [field.strip() for field in line.split(delimiter)]
+    return line.split()

@@ -1,0 +1,119 @@
+"""Images find their masks in the layouts of CamVid, VOC, ADE20K and COCO, and in lists; and masks their classes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from accel_train.data.images.pools import read_pools
+from accel_train.data.images.segmentation import read_masked_images, read_pair
+from accel_train.recipe.data import Data
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(*paths: str, values: Any = ((0, 1), (2, 255)), mode: str = "L") -> None:
+    """An image at each path: a mask, for all that the reader knows."""
+    for path in map(Path, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.array(values, np.uint8)).convert(mode).save(path)
+
+
+def pairs(train: str, **data: Any) -> list[tuple[str, str]]:
+    pool = read_pools(train, Data(train=train, **data), "data.train", masks=True)
+    assert pool.masks is not None
+    return [(pool.images.where(index), pool.masks.where(index)) for index in range(len(pool.images))]
+
+
+@pytest.mark.parametrize(
+    ("train", "image", "mask"),
+    [
+        ("s", "s/images/a.png", "s/masks/a.png"),
+        ("s", "s/images/a.png", "s/masks/a_mask.png"),
+        ("s", "s/images/deep/a.png", "s/annotations/deep/a.png"),
+        ("ade/images/training", "ade/images/training/a.png", "ade/annotations/training/a.png"),
+        ("camvid/train", "camvid/train/a.png", "camvid/trainannot/a.png"),
+        ("camvid/train", "camvid/train/a.png", "camvid/train_labels/a_L.png"),
+        ("voc", "voc/JPEGImages/a.png", "voc/SegmentationClass/a.png"),
+    ],
+)
+def test_the_folders_that_people_have_are_pairs(train: str, image: str, mask: str) -> None:
+    write(image, mask)
+    assert pairs(train) == [(image, mask)]
+
+
+def test_of_voc_the_images_with_a_mask_are_taken_or_those_of_a_list(folder: Path) -> None:
+    write("voc/JPEGImages/a.png", "voc/JPEGImages/b.png", "voc/JPEGImages/c.png")
+    write("voc/SegmentationClass/a.png", "voc/SegmentationClass/c.png")
+    assert [image for image, _ in pairs("voc")] == ["voc/JPEGImages/a.png", "voc/JPEGImages/c.png"]
+    listed = Path("voc/ImageSets/Segmentation/train.txt")
+    listed.parent.mkdir(parents=True)
+    listed.write_text("c\n")
+    assert pairs(str(listed)) == [(f"{folder}/voc/JPEGImages/c.png", f"{folder}/voc/SegmentationClass/c.png")]
+    listed.write_text("b\n")
+    with pytest.raises(ValueError, match=r"b\.png has no mask"):
+        pairs(str(listed))
+
+
+def test_a_list_of_pairs_is_read_from_where_its_files_are(folder: Path) -> None:
+    write("camvid/train/a.png", "camvid/trainannot/a.png")
+    Path("camvid/train.txt").write_text("/SegNet/CamVid/train/a.png /SegNet/CamVid/trainannot/a.png\n")
+    assert pairs("camvid/train.txt") == [(f"{folder}/camvid/train/a.png", f"{folder}/camvid/trainannot/a.png")]
+    Path("camvid/train.txt").write_text("train/a.png\ttrainannot/b.png\n")
+    with pytest.raises(
+        ValueError, match=r"camvid/train\.txt:1: there is no file .*trainannot/b\.png; add it, or take the line out"
+    ):
+        pairs("camvid/train.txt")
+    Path("camvid/train.txt").write_text("train/a.png trainannot/a.png 3\n")
+    with pytest.raises(ValueError, match=r"camvid/train\.txt:1: .* is not `IMAGE MASK`"):
+        pairs("camvid/train.txt")
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "classes"),
+    [
+        (((0, 1), (2, 255)), {"reduce_labels": True}, ((255, 0), (1, 255))),
+        (((0, 255), (255, 0)), {"mask_values": (0, 255)}, ((0, 1), (1, 0))),
+        (((0, 64), (128, 7)), {"mask_values": (64, 0, 128)}, ((1, 0), (2, 255))),
+    ],
+)
+def test_numbers_in_masks_become_those_of_classes(values: Any, settings: dict[str, Any], classes: Any) -> None:
+    write("s/images/a.png", "s/masks/a.png", "s/images/b.png", "s/masks/b.png", values=values)
+    images = read_masked_images(Data(train="s", eval_fraction=0, **settings)).train
+    _, mask = read_pair(images, 0, "L", 3, 255)
+    assert mask.tolist() == [list(row) for row in classes]
+
+
+def test_other_numbers_of_classes_are_other_data() -> None:
+    write("s/images/a.png", "s/masks/a.png")
+    plain, reduced = (
+        read_masked_images(Data(train="s", eval_fraction=0, reduce_labels=each)) for each in (False, True)
+    )
+    assert plain.contents != reduced.contents
+
+
+def test_palettes_and_grey_masks_saved_in_colour_are_read_and_colours_refused() -> None:
+    write("s/images/a.png", "s/masks/a.png", mode="RGB")
+    assert read_masked_images(Data(train="s", eval_fraction=0)).label_names == ("0", "1", "2")
+    write("s/masks/a.png", values=(((9, 0, 0), (0, 9, 0)), ((0, 0, 0), (0, 0, 0))), mode="RGB")
+    with pytest.raises(ValueError, match="a mask of mode RGB holds colours"):
+        read_masked_images(Data(train="s", eval_fraction=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mask_values": (0, 1), "reduce_labels": True}, "set one of them"),
+        ({"mask_values": (0, 1), "ignore_index": 1}, "is the number of a class"),
+    ],
+)
+def test_settings_of_numbers_that_contradict_are_refused(settings: dict[str, Any], said: str) -> None:
+    write("s/images/a.png", "s/masks/a.png")
+    with pytest.raises(ValueError, match=said):
+        read_masked_images(Data(train="s", **settings))
