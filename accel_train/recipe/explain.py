@@ -1,4 +1,4 @@
-"""What a setting is: type, default, meaning, and an example; or the settings of a section."""
+"""Explain a setting: type, default, meaning, and an example; or the settings of a section."""
 
 import re
 import textwrap

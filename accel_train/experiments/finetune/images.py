@@ -59,7 +59,7 @@ def recognise_classes(asked: Asked, folder: Path) -> Found:
 
 
 class Pairs(NamedTuple):
-    """Where images lie with their masks."""
+    """The places where images lie with their masks."""
 
     train: str
     eval: str | None
@@ -123,7 +123,7 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
 
 
 def _classes_of(asked: Asked, pool: ImagePool) -> dict[str, Choice[Any]]:
-    """Which numbers in the masks are classes, where they are not 0, 1, 2, ..."""
+    """Return which numbers in the masks are classes, where they are not 0, 1, 2, ..."""
     if {"data.mask_values", "data.reduce_labels", "data.label_names"} & asked.given or pool.masks is None:
         return {}
     masks = pool.masks
