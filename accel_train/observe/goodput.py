@@ -23,21 +23,21 @@ WRITE_SECONDS = 1.0
 LINE_BYTES = 1024
 """Each line is filled up with spaces, so that it can be written again in its place."""
 ACCOUNTS = {
-    "imports": "Python and imports",
-    "start_up": "starting: processes, model, checkpoint",
+    "imports": "imports",
+    "start_up": "starting up",
     "data_preparation": "preparing data",
     "compile": "compiling",
-    "first_step": "first step of each launch",
+    "first_step": "first steps",
     "productive_steps": "productive steps",
-    "repeated_steps": "steps done again or cut off",
+    "repeated_steps": "steps done again",
     "skipped_steps": "skipped steps",
     "waiting_for_data": "waiting for data",
     "evaluation": "evaluation",
     "saving": "saving",
     "recovery": "diagnosis and rollbacks",
     "profiling": "writing profiles",
-    "stopping": "stopping: final weights, report",
-    "down_time": "down between launches",
+    "stopping": "stopping",
+    "down_time": "between launches",
 }
 """All accounts, and what a reader sees for them."""
 UNTIL_A_STEP = ("imports", "start_up", "data_preparation", "compile", "first_step")

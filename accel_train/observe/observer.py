@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from accel_train.core.format import format_seconds
 from accel_train.core.json_io import utc_event
 from accel_train.core.state import JsonRecord, StepResult
 from accel_train.observe.goodput import LaunchClock
-from accel_train.observe.progress import Progress
+from accel_train.observe.progress import Progress, describe_metrics
 from accel_train.observe.run_folder import RunFolder
+from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
 from accel_train.task import rate_name
@@ -124,7 +124,7 @@ class LogPlan:
 class RunObserver(Observer):
     """The main process's observer: `with RunObserver(...) as observer:` opens the trackers and closes the display.
 
-    `folder` is open, and stays so. The `clock` accounts for the time of this launch.
+    `folder` is open, and stays so. The `clock` accounts for the time of this launch; `system` is asked at log lines.
     """
 
     def __init__(
@@ -135,9 +135,10 @@ class RunObserver(Observer):
         meter: Meter,
         plan: LogPlan,
         clock: LaunchClock | None = None,
+        system: SystemMetrics | None = None,
     ) -> None:
         self._folder, self._progress, self._trackers, self._meter = folder, progress, trackers, meter
-        self._clock = LaunchClock() if clock is None else clock
+        self._clock, self._system = LaunchClock() if clock is None else clock, system
         self._plan, self._rate_name = plan, rate_name(plan.targets)
         self._loss_sum, self._num_losses = 0.0, 0
         self._step = 0
@@ -171,10 +172,9 @@ class RunObserver(Observer):
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Write an evaluation's loss and metrics; the split `eval_final` is that of the weights kept at the end, on all samples."""
-        self._write({"step": step, "split": split, **metrics})
-        self._trackers.log({f"{split}/{name}": value for name, value in metrics.items()}, step)
+        self._write_numbers(step, split, metrics)
         kind = "evaluation" if split == "eval" else "final evaluation"
-        self._progress.note(f"step {step}: {kind}: {_describe_metrics(metrics)}")
+        self._progress.note(f"step {step}: {kind}: {describe_metrics(metrics)}")
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Write an event: when, on which process (None: all), and why, in one sentence."""
@@ -248,6 +248,10 @@ class RunObserver(Observer):
         else:
             self._is_failing = False
 
+    def _write_numbers(self, step: int, split: str, numbers: Mapping[str, Any]) -> None:
+        self._write({"step": step, "split": split, **numbers})
+        self._trackers.log({f"{split}/{name}": value for name, value in numbers.items()}, step)
+
     def _log_step(self, result: StepResult, learning_rate: float, *, due: bool) -> None:
         """Write a line: when one is due, for the steps since the line before; for a skipped step in between, for that step alone."""
         loss, num_averaged = result.loss, self._num_losses if due else 0
@@ -257,9 +261,7 @@ class RunObserver(Observer):
             self._loss_sum, self._num_losses = 0.0, 0
         # Not to now: the host reads a step's result while the next one runs, but that of the one before a pause at once.
         rates = self._meter.window(restart=due, until=result.ended)
-        line: JsonRecord = {
-            "step": result.step,
-            "split": "train",
+        numbers: JsonRecord = {
             "loss": loss,
             "step_loss": result.loss,
             "num_averaged_steps": num_averaged,
@@ -274,8 +276,9 @@ class RunObserver(Observer):
             "epoch": round(result.step * self._plan.samples_per_step / self._plan.num_samples_per_epoch, 6),
             "train_seconds": round(self._meter.train_seconds_at(result.ended), 3),
         }
-        self._write(line)
-        self._trackers.log({f"train/{name}": line[name] for name in line if name not in ("step", "split")}, result.step)
+        self._write_numbers(result.step, "train", numbers)
+        if due and self._system is not None and (system := self._system.sample()):
+            self._write_numbers(result.step, "system", system)
         self._progress.show(
             result.step,
             loss=loss,
@@ -283,14 +286,3 @@ class RunObserver(Observer):
             tokens_per_second=rates.tokens_per_second,
             skipped=result.skipped,
         )
-
-
-def _describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """Return `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`."""
-    numbers = [
-        f"{name} {value:.4f}"
-        for name, value in metrics.items()
-        if isinstance(value, float) and name not in ("seconds", "num_targets")
-    ]
-    seconds = f" ({format_seconds(metrics['seconds'])})" if "seconds" in metrics else ""
-    return ", ".join(numbers) + seconds

@@ -5,7 +5,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from accel_train.core.format import format_seconds
@@ -162,3 +162,14 @@ def _discard_stdout() -> None:
         os.close(nowhere)
     except (OSError, ValueError):  # closed, or not a real file: nothing will be flushed
         return
+
+
+def describe_metrics(metrics: Mapping[str, Any]) -> str:
+    """Return `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`."""
+    numbers = [
+        f"{name} {value:.4f}"
+        for name, value in metrics.items()
+        if isinstance(value, float) and name not in ("seconds", "num_targets")
+    ]
+    seconds = f" ({format_seconds(metrics['seconds'])})" if "seconds" in metrics else ""
+    return ", ".join(numbers) + seconds

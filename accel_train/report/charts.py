@@ -60,10 +60,12 @@ class Kind:
     noisy: bool = True
     from_zero: bool = False
     across: bool = False  # the whole width of the page
-    evaluated: bool = False  # a column of the evaluations, not of the steps
+    group: Literal["run", "evaluation", "machine"] = (
+        "run"  # a column of the steps, of the evaluations, or of the machine
+    )
 
     def lines(self, run: Run) -> Sequence[JsonRecord]:
-        return run.evals if self.evaluated else run.train
+        return {"run": run.train, "evaluation": run.evals, "machine": run.system}[self.group]
 
 
 KINDS = (
@@ -72,6 +74,18 @@ KINDS = (
     Kind("grad_norm", "Gradient norm before clipping", "grad_norm", scale="log"),
     Kind("throughput", "{targets} per second", "throughput", from_zero=True),
     Kind("loss_scale", "Loss scale (fp16)", "loss_scale", scale="log2", noisy=False),
+    *(
+        Kind(column, title, column, from_zero=True, group="machine")
+        for column, title in (
+            ("cpu_percent", "CPU, % of all cores"),
+            ("memory_gib", "Memory of the machine in use, GiB"),
+            ("process_memory_gib", "Memory of the main process, GiB"),
+            ("gpu_percent", "GPU, % of the time in use"),
+            ("gpu_memory_gib", "GPU memory in use, GiB"),
+            ("gpu_watts", "GPU power, W"),
+            ("gpu_celsius", "GPU temperature, °C"),
+        )
+    ),
 )
 
 
@@ -80,9 +94,11 @@ def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRe
 
     `targets` is what the runs count: tokens, images, ... Numbers have five digits. A long curve is thinned; its extremes stay.
     """
-    kinds = [kind for kind in KINDS if any(line.get(kind.column) is not None for run in runs for line in run.train)]
+    kinds = [
+        kind for kind in KINDS if any(line.get(kind.column) is not None for run in runs for line in kind.lines(run))
+    ]
     kinds += [
-        Kind(f"eval_{metric}", metric_label(metric), metric, noisy=False, evaluated=True)
+        Kind(f"eval_{metric}", metric_label(metric), metric, noisy=False, group="evaluation")
         for metric in metrics_with_curves(runs)
     ]
     least, most = POINTS_OF_CURVE
@@ -103,12 +119,12 @@ def _describe(kind: Kind, runs: Sequence[Run], title: str, most: int) -> JsonRec
     return {
         "name": kind.name,
         "title": title,
-        "group": "evaluation" if kind.evaluated else "run",
+        "group": kind.group,
         "scale": scale,
         "from_zero": kind.from_zero,
         "across": kind.across,
         "stairs": kind.name == "loss_scale",
-        "each": "each evaluation" if kind.evaluated else "each log line",
+        "each": "each evaluation" if kind.group == "evaluation" else "each log line",
         "ceiling": _ceiling(finite) if scale == "linear" else None,
         "curves": [curve for curve in curves if curve["x"] or curve["up"] or curve["down"]],
         "evaluations": [{"run": number, "x": x, "y": y} for number, x, y in evaluated if x],

@@ -41,6 +41,8 @@ class Run:
     """evaluation.json: `step`, `metrics`, `details`."""
     incidents: Sequence[JsonRecord] = ()
     """Records of its incidents, by step."""
+    system: Sequence[JsonRecord] = ()
+    """Lines of metrics.jsonl about the machine; memory in GiB."""
     launches: Sequence[JsonRecord] = ()
     """Lines of launches.jsonl, by their start."""
     profiles: Sequence[str] = ()
@@ -94,6 +96,7 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     damage: list[str] = []
     lines = sorted(run_folder.read_metrics(folder, damage), key=lambda line: line["step"])
     train, evals = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
+    system = [_in_gib(line) for line in lines if line["split"] == "system"]
     # A run that was killed may not have written one yet.
     events = run_folder.read_events(folder, damage) if (folder / run_folder.EVENTS_FILE).is_file() else []
     summary = _usable_summary(folder / run_folder.SUMMARY_FILE, damage)
@@ -109,6 +112,7 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         summary,
         recipe_text="" if recipe is None else recipe.read_text(encoding="utf-8", errors="replace"),
         evaluation=run_folder.read_record(folder / EVALUATION_FILE, damage),
+        system=system,
         launches=read_launches(folder),
         incidents=[record for record in incidents if record],
         profiles=[
@@ -116,6 +120,16 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         ],
         damage=damage,
     )
+
+
+def _in_gib(line: JsonRecord) -> JsonRecord:
+    """Return a line with `..._gib` in place of `..._bytes`."""
+    return {
+        name.replace("_bytes", "_gib"): value / 2**30
+        if name.endswith("_bytes") and type(value) in (int, float)
+        else value
+        for name, value in line.items()
+    }
 
 
 def _usable_summary(path: Path, damage: list[str]) -> JsonRecord:

@@ -6,8 +6,8 @@ from accel_train.core.format import format_count, format_seconds
 from accel_train.observe.goodput import ACCOUNTS
 from accel_train.report.run import Run
 
-LONGEST_PERCENT = 62
-"""Width of the longest bar: its text needs room."""
+LONGEST_PERCENT = 36
+"""Width of the longest bar: its text needs room on a phone."""
 
 
 def describe_time(run: Run) -> dict[str, Any] | None:

@@ -4,10 +4,13 @@ import os
 import platform
 import shlex
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +19,7 @@ from accel_train.core.format import format_bytes, format_count
 from accel_train.core.redaction import redact_words
 from accel_train.core.version import __version__
 
+GIT_SECONDS = 2.0
 LEAST_FREE_DISK_BYTES = 5 * 2**30
 LEAST_SHARED_MEMORY_BYTES = 2**30
 """Data workers and NCCL pass buffers through /dev/shm; Docker gives it 64 MiB by default."""
@@ -59,6 +63,20 @@ def environment(device: Any) -> dict[str, str]:
         "accel_train": __version__,
         **{name: version(name) for name in ("torch", "accelerate", "transformers")},
     }
+
+
+@cache
+def launch_facts() -> dict[str, str]:
+    """Return the command, host, folder and git commit of this launch, as they were at the first call; no secrets."""
+    words = ["accel-train", *sys.argv[1:]] if _is_our_program() else sys.argv
+    facts = {"command": shlex.join(redact_words(words)), "host": socket.gethostname(), "folder": os.getcwd()}
+    # No hook of the repository runs; `-dirty` stands for changes that are not committed.
+    words = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError, ValueError):  # no git, no repository, or a very large one
+        return facts
+    return {**facts, "git_commit": done.stdout.strip()}
 
 
 def _finding(problem: object, subject: str, text: str, remedy: str, status: Literal["warn", "bad"] = "warn") -> Finding:
@@ -114,10 +132,13 @@ def check_launcher(num_processes_seen: int) -> None:
 
 def _own_command() -> str:
     """Return the command of this process as it stands behind a launcher, without secrets."""
-    program = Path(sys.argv[0])
-    is_ours = program.name == "accel-train" or (program.name, program.parent.name) == ("__main__.py", "accel_train")
-    words = ["-m", "accel_train", *sys.argv[1:]] if is_ours else sys.argv
+    words = ["-m", "accel_train", *sys.argv[1:]] if _is_our_program() else sys.argv
     return shlex.join(redact_words(words))
+
+
+def _is_our_program() -> bool:
+    program = Path(sys.argv[0])
+    return program.name == "accel-train" or (program.name, program.parent.name) == ("__main__.py", "accel_train")
 
 
 def _launcher_finding() -> Iterator[Finding]:

@@ -17,10 +17,11 @@ from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.observer import LogPlan, RunObserver
 from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, read_events
+from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
 from accel_train.recipe.writer import format_recipe
-from accel_train.runtime.doctor import device_name
+from accel_train.runtime.doctor import device_name, launch_facts
 from accel_train.task import TARGET_UNITS
 
 
@@ -55,6 +56,7 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
             targets=targets,
         ),
         clock,
+        SystemMetrics(accelerator.device),
     )
 
 
@@ -93,11 +95,13 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         if rollback.number not in recorded and step <= rollback.to_step:  # killed before it was an event
             message = describe(rollback, plan.recipe.guard.max_rollbacks)
             observer.on_event("rollback", rollback.at_step, message, **asdict(rollback))
+    facts: dict[str, Any] = dict(launch_facts())
     if point.path is None:
         message = f"starting: {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
-        observer.on_event("start", 0, message)
+        observer.on_event("start", 0, message, **facts)
     else:
-        observer.on_event("resume", step, f"resuming from {point.path.name}, at step {step} of {plan.max_steps}")
+        message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
+        observer.on_event("resume", step, message, **facts)
     for change in setting_changes:
         forgotten = "; what was best until then no longer counts" if change.name in OF_BEST else ""
         facts = {"setting": change.name, "was": change.was, "now": change.now}

@@ -20,7 +20,7 @@ from accel_train.inference.evaluate import format_augmentation
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
 from accel_train.report.report import write_report
-from accel_train.runtime.doctor import environment
+from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
 from accel_train.task import TARGET_UNITS, rate_name
 from accel_train.training.model_selection import evaluate_run
@@ -157,7 +157,7 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
         "samples_per_second": state.step * run.sizes.global_batch_size / seconds,
         "peak_memory_bytes": run.memory.peaks,
         "choices": {name: str(choice) for name, choice in plan.choices.items()},
-        "environment": environment(run.accelerator.device),
+        "environment": launch_facts() | environment(run.accelerator.device),
     }
 
 

@@ -19,6 +19,7 @@ from accel_train.observe import read_events, read_metrics, read_summary
 from accel_train.observe.observer import LogPlan, Observer, RunObserver
 from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RunFolder
+from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
 
@@ -78,7 +79,13 @@ class Seen:
 
 @contextmanager
 def observing(
-    path: Path, *, names: tuple[str, ...] = (), total_steps: int = 25, every: int = 10, targets: str = "tokens"
+    path: Path,
+    *,
+    names: tuple[str, ...] = (),
+    total_steps: int = 25,
+    every: int = 10,
+    targets: str = "tokens",
+    system: SystemMetrics | None = None,
 ) -> Iterator[Seen]:
     clock, screen = Clock(), io.StringIO()
     with RunFolder(path) as folder:
@@ -91,6 +98,7 @@ def observing(
             trackers,
             Meter(flops_per_token=1e6, peak_flops=1e9, clock=clock),
             LogPlan(every, total_steps, samples_per_step=4, num_samples_per_epoch=40, targets=targets),
+            system=system,
         )
         with observer:
             yield Seen(observer, folder, clock, screen)

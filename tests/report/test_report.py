@@ -59,8 +59,8 @@ def test_the_report_says_where_the_time_of_all_launches_went(tmp_path: Path) -> 
     (run / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = " ".join(Page(write_report([run]).read_text()).text.split())
     assert "50.0% of 1m 40s were productive steps, over 2 launches" in text
-    assert "Steps done again or cut off 10.0 s, 10.0%" in text
-    assert "Down between launches 30.0 s, 30.0%" in text
+    assert "Steps done again 10.0 s, 10.0%" in text
+    assert "Between launches 30.0 s, 30.0%" in text
 
 
 def test_everything_that_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
@@ -341,3 +341,17 @@ def test_facts_about_data_are_in_words_and_empty_ones_are_left_out(tmp_path: Pat
 )
 def test_axis_labels_are_short(value: float, text: str) -> None:
     assert short_number(value) == text
+
+
+def test_the_machine_has_charts_of_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "The machine over the steps" not in Page(write_report([run]).read_text()).text
+    with RunFolder(run) as folder:
+        for step in range(1, 9):
+            numbers = {"cpu_percent": 50.0, "process_memory_bytes": step * 2**30, "gpu_watts": None}
+            folder.append_metrics({"step": step, "split": "system", **numbers})
+    page = Page(write_report([run]).read_text())
+    assert "The machine over the steps" in page.text
+    machine = {name: chart for name, chart in page.charts.items() if chart["group"] == "machine"}
+    assert list(machine) == ["cpu_percent", "process_memory_gib"]
+    assert machine["process_memory_gib"]["curves"][0]["y"] == list(range(1, 9))

@@ -1,6 +1,7 @@
 """The doctor says what is wrong with a machine or a launch, and a run refuses a launcher that trains fewer processes than asked."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from accel_train.runtime.doctor import (
     check_versions,
     examine,
     format_findings,
+    launch_facts,
 )
 
 JOIN_AND_CHECK = """\
@@ -175,3 +177,27 @@ def test_doctor_exits_with_0_unless_something_is_bad(
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "file"))
     assert main(["doctor"]) == 2
     assert "bad   cache" in capsys.readouterr().out
+
+
+def test_a_launch_is_known_by_its_command_host_folder_and_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["accel-train", "run", "r.yaml", "--options.hub_token", "very-secret"])
+    launch_facts.cache_clear()
+    facts = launch_facts()
+    assert "git_commit" not in facts
+    assert facts["command"].startswith("accel-train run r.yaml --options.hub_token ")
+    assert "very-secret" not in facts["command"]
+    assert (facts["folder"], facts["host"]) == (str(tmp_path), socket.gethostname())
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        (tmp_path / "file").write_text("1")
+        subprocess.run(["git", *words], check=True)
+    launch_facts.cache_clear()
+    clean = launch_facts()["git_commit"]
+    assert len(clean) == 40
+    (tmp_path / "file").write_text("2")
+    launch_facts.cache_clear()
+    assert launch_facts()["git_commit"] == f"{clean}-dirty"
+    launch_facts.cache_clear()
