@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text import choices
 from accel_train.data.text.labelled import classifier_tokenizer
 from accel_train.data.text.padding import joined_arrays, samples_digest
@@ -138,6 +139,20 @@ class MultipleChoice(Task):
         score, label = scores.max(dim=-1)
         return {"label": label, "score": score, "scores": scores}
 
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        """Return the place of the likeliest ending, its text and probability, the right place where that is known, and all probabilities."""
+        evaluated: list[choices.ChoiceRow] = data.source.choices.eval
+        asked, places = [evaluated[index] for index in rows["index"].tolist()], rows["label"].tolist()
+        columns: dict[str, list[Any]] = {
+            "label": [str(place) for place in places],
+            "ending": [row.endings[place] for row, place in zip(asked, places)],
+            "score": _decimals(rows["score"]),
+        }
+        if asked and asked[0].label != IGNORED_LABEL:
+            columns["true_label"] = [str(row.label) for row in asked]
+        scores = rows.get("scores", np.empty((0, 0)))  # left out where there are many endings
+        return columns | {f"score_{place}": _decimals(scores[:, place]) for place in range(scores.shape[1])}
+
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Score the most frequent place, and the ending of whose words most are in the text, on the same split."""
         rows: choices.Choices = data.source.choices
@@ -168,6 +183,11 @@ class MultipleChoice(Task):
             example="",
         )
         models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
+
+
+def _decimals(values: NDArray[Any]) -> list[float]:
+    """Return the shortest decimals that are exact."""
+    return [float(str(value)) for value in values]
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

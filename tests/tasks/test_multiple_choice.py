@@ -204,7 +204,13 @@ def test_predict_writes_the_place_of_the_right_ending_and_a_score_for_each(finis
     assert main(["predict", str(finished / "run"), str(new), "--out", str(out)]) == 0
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["label"] for row in found] == [str(row["label"]) for row in rows(9)]
+    assert [row["ending"] for row in found] == [row["endings"][row["label"]] for row in rows(9)]
+    assert not any("true_label" in row for row in found)
     assert all(sum(row[f"score_{place}"] for place in range(3)) == pytest.approx(1, abs=1e-5) for row in found)
+    assert main(["predict", str(finished / "run"), "--out", str(out)]) == 0
+    held_out = [json.loads(line) for line in out.read_text().splitlines()]
+    places = {row["id"]: str(row["label"]) for row in rows(120)}
+    assert all(row["true_label"] == places[row["id"]] for row in held_out)
     assert main(["evaluate", str(finished / "run"), "--data", str(finished / "a.jsonl")]) == 0
 
 
