@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
@@ -27,7 +26,7 @@ from accel_train.hf.checkpoints import CheckpointNames, exportable, restore_call
 from accel_train.hf.hub import push_checkpoint
 from accel_train.hf.inputs import num_input_tokens
 from accel_train.hf.search import report_to_search
-from accel_train.hf.step import signals_of_all, watch_updates
+from accel_train.hf.step import signals_of_all, stop_in_last_epoch, sum_of_all, watch_updates
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
@@ -56,8 +55,7 @@ class Flow(Observer):
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
         self._is_best_loaded, self._is_optimizer_checked = False, False
-        self._owes_epoch_end = False
-        """What the last step asked for comes before the end of its epoch."""
+        self._epoch_ended_at = 0  # the step of the last on_epoch_end
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied = 0.0, 0
         self._num_skipped = 0
@@ -97,6 +95,7 @@ class Flow(Observer):
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
+        self._epoch_ended_at = run.state.step
         trainer.state = state
         self.names = CheckpointNames(run, trainer)
         self.names.link()  # the folder may hold those of a run that was killed, or archived
@@ -111,6 +110,10 @@ class Flow(Observer):
     def _call(self, event: str) -> None:
         trainer = self.trainer
         trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
+
+    def _end_epoch(self) -> None:
+        self._epoch_ended_at = self.trainer.state.global_step
+        self._call("on_epoch_end")
 
     def _begin_step_after(self, step: int) -> None:
         if step < self.length.max_steps:
@@ -131,7 +134,7 @@ class Flow(Observer):
         """Call on_step_end, and on_epoch_end where it ends one; log now, and request the rest from the loop.
 
         Raises:
-            ValueError: a callback asks to end an epoch early.
+            ValueError: a callback asks to end an epoch early that is not the last.
         """
         trainer, state = self.trainer, self.trainer.state
         state.global_step, state.epoch = result.step, self._epoch(result.step)
@@ -152,15 +155,12 @@ class Flow(Observer):
         self._call("on_step_end")
         if trainer.control.should_log:
             self._log(result, learning_rate)
-        is_last, control = result.step == self.length.max_steps, trainer.control
-        self._owes_epoch_end = is_last and (control.should_evaluate or control.should_save)
-        if not self._owes_epoch_end and (is_last or result.step % self.length.steps_per_epoch == 0):
-            self._call("on_epoch_end")
-        if trainer.control.should_epoch_stop:
-            raise ValueError(
-                f"a callback set control.should_epoch_stop at step {result.step}: which samples make a step is fixed beforehand, so "
-                "an epoch cannot end early; set should_training_stop, or lower num_train_epochs"
-            )
+        control = trainer.control
+        stop_in_last_epoch(control, self.length, result.step)
+        is_last = control.should_training_stop or result.step == self.length.max_steps
+        asks = is_last and (control.should_evaluate or control.should_save)  # which comes before the end of its epoch
+        if not asks and (is_last or result.step % self.length.steps_per_epoch == 0):
+            self._end_epoch()
         if trainer.control.should_log:
             self._log(result, learning_rate)
         self._request(result.step)
@@ -184,6 +184,7 @@ class Flow(Observer):
         if self.requests is None:
             return
         stop, save, evaluate = signals_of_all(self.trainer)
+        self.trainer.control.should_training_stop |= stop
         self.requests.stop |= stop and step < self.length.max_steps
         self.requests.save |= save
         if evaluate and self.trainer.args.eval_strategy == "no":
@@ -210,6 +211,7 @@ class Flow(Observer):
             self.on_metrics(self._by_step[step])
         found = {name.removeprefix("eval_"): value for name, value in self._by_step[step].items()}
         metrics = {name: v for name, v in found.items() if isinstance(v, float | int) and not name.endswith(CLOCKS)}
+        stop_in_last_epoch(trainer.control, self.length, state.global_step)
         if self.requests is not None and trainer.control.should_training_stop:  # EarlyStoppingCallback, in on_evaluate
             self.requests.stop |= state.global_step < self.length.max_steps
         return {"loss": math.nan, **metrics}
@@ -257,8 +259,10 @@ class Flow(Observer):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Note the end of training; the report is not training time."""
         self.ended = time.time()
-        if self._owes_epoch_end:
-            self._call("on_epoch_end")
+        step = self.trainer.state.global_step
+        is_over = self.trainer.control.should_training_stop or step == self.length.max_steps
+        if is_over and step != self._epoch_ended_at:
+            self._end_epoch()
         self.names.link()  # without those that a rotation has removed since
 
     def count(self, inputs: dict[str, Any]) -> None:
@@ -275,18 +279,12 @@ class Flow(Observer):
     def _count_tokens(self) -> None:
         """Add the tokens of the step, over all processes, to the state."""
         if self._tokens:
-            total = torch.as_tensor(sum(self._tokens), dtype=torch.int64, device=self.trainer.accelerator.device)
+            self.trainer.state.num_input_tokens_seen += int(sum_of_all(self.trainer, sum(self._tokens)))
             self._tokens = []
-            if self.trainer.args.world_size > 1:
-                dist.all_reduce(total)
-            self.trainer.state.num_input_tokens_seen += int(total)
 
     def end(self) -> None:
         """Sum the operations over processes, after everything is written."""
-        if self.trainer.args.world_size > 1:
-            flops = torch.tensor(self.flops, device=self.trainer.accelerator.device)
-            dist.all_reduce(flops)
-            self.flops = float(flops)
+        self.flops = sum_of_all(self.trainer, self.flops)
         self.names.note_best()
         self.names.find_best()
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import nested_detach
 from transformers.trainer_utils import unwrap_peft_model
 
+from accel_train.hf.arguments import Length
 from accel_train.hf.inputs import targets_in
 
 if TYPE_CHECKING:
@@ -204,3 +205,29 @@ def signals_of_all(trainer: "Trainer") -> list[bool]:
         signals = signals.to(trainer.accelerator.device)
         dist.all_reduce(signals, op=dist.ReduceOp.MAX)
     return [bool(signal) for signal in signals.tolist()]
+
+
+def sum_of_all(trainer: "Trainer", number: Any) -> float:
+    """* Return a number, or a tensor of one, summed over all processes."""
+    if trainer.args.world_size == 1:
+        return float(number)
+    total = torch.as_tensor(number, device=trainer.accelerator.device)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def stop_in_last_epoch(control: TrainerControl, length: Length, step: int) -> None:
+    """Turn a callback's request to end the epoch at this step into one to stop, if it is the last; where it ends anyway nothing changes.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    epochs, step_in_epoch = divmod(step, length.steps_per_epoch)
+    if not control.should_epoch_stop or step_in_epoch == 0:
+        return
+    if epochs < length.num_epochs - 1:
+        raise ValueError(
+            f"a callback set control.should_epoch_stop at step {step}: which samples make a step is fixed beforehand, so "
+            "no epoch but the last can end early; set should_training_stop, or lower num_train_epochs"
+        )
+    control.should_training_stop = True

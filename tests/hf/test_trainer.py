@@ -800,6 +800,30 @@ def test_callbacks_are_told_what_transformers_tells_them_in_its_order(tmp_path: 
     assert listeners[1].heard == listeners[0].heard
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize(
+    ("flag", "step"), [("should_training_stop", 4), ("should_epoch_stop", 8), ("should_epoch_stop", 6)]
+)
+def test_a_stop_within_an_epoch_ends_the_epoch_as_in_transformers(
+    tmp_path: Path, strategy: str, flag: str, step: int
+) -> None:
+    """Two epochs of six steps: the last one can end early, and the end of an epoch is one already."""
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                setattr(control, flag, True)
+
+    args = {f"{what}_strategy": strategy for what in ("eval", "save", "logging")} | {"eval_steps": 4, "save_steps": 4}
+    args |= {"num_train_epochs": 2, "per_device_train_batch_size": 4}
+    listeners = [Listener(), Listener()]
+    for kind, listener, name in zip((transformers.Trainer, Trainer), listeners, ("theirs", "ours"), strict=True):
+        data = {"train_dataset": plain_rows(24), "eval_dataset": plain_rows(8)}
+        kind(Plain(), arguments(tmp_path / name, **args), callbacks=[Stops(), listener], **data).train()
+    assert listeners[1].heard[-1] == ("on_train_end", 12 if (flag, step) == ("should_epoch_stop", 6) else step)
+    assert listeners[1].heard == listeners[0].heard
+
+
 def test_callbacks_stop_save_evaluate_and_log_at_the_very_step(tmp_path: Path) -> None:
     class StepSignals(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
