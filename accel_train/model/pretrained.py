@@ -29,6 +29,9 @@ def check_model_config(recipe: Recipe) -> None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
+    from accel_train.model import ngrams
+
+    ngrams.register()
     fields = dict(recipe.model.config)
     model_type = fields.pop("model_type")
     at = f"({who_set(recipe, 'model.config')})"
@@ -102,6 +105,9 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     """
     from transformers import AutoConfig
 
+    from accel_train.model import ngrams
+
+    ngrams.register()
     name = recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
     try:

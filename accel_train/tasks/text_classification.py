@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -18,6 +19,7 @@ from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
+from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks import classification
@@ -119,6 +121,10 @@ class TextClassification(Task):
         source: Source = data.source
         model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer))
         data.add_notes(notes)
+        if isinstance(model, NgramsForSequenceClassification) and recipe.model.config and not model.rarity.is_meta:
+            model.measure_rarity(
+                torch.as_tensor(sample.ids, dtype=torch.long) for sample in cast("list[labelled.Sample]", data.train)
+            )
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

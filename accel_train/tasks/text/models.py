@@ -71,6 +71,8 @@ def check_model(recipe: Recipe, head: Head = SEQUENCES) -> None:
     )
     if recipe.model.config is not None:
         model_type = recipe.model.config["model_type"]
+        if model_type == "ngrams" and recipe.tokenizer_in_use != "bytes":
+            raise ValueError("model.config.model_type=ngrams reads the bytes of a text; set tokenizer: bytes")
         if CONFIG_MAPPING[model_type] not in head.mapping:
             known = [config.model_type for config in head.mapping]
             raise ValueError(
@@ -219,6 +221,7 @@ def model_card(facts: Mapping[str, Any], model_type: str) -> str:
     """Return the model card of a text classifier."""
     names = facts["label_names"]
     is_regression = facts["problem_type"].startswith("regression")
+    consent = ", trust_remote_code=True" if model_type == "ngrams" else ""  # its code is the file beside it
     labels = f"{len(names)} labels: {listed(names, 40, ' (config.json has all)')}"
     return card(
         facts,
@@ -230,7 +233,7 @@ def model_card(facts: Mapping[str, Any], model_type: str) -> str:
             f"Gives: {f'a number ({names[0]})' if is_regression else labels}",
             f"Reads: up to {facts['max_length']} tokens; longer texts are cut",
         ],
-        example='classify = pipeline("text-classification", model="path/of/this/folder")\nclassify("a text", truncation=True)',
+        example=f'classify = pipeline("text-classification", model="path/of/this/folder"{consent})\nclassify("a text", truncation=True)',
     )
 
 

@@ -1,0 +1,123 @@
+"""N-grams of bytes and words: the same whatever stands beside a text, weighted as TF-IDF weights them, loaded without the package."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from accel_train.cli.main import main
+from accel_train.model.ngrams import NgramsConfig, NgramsForSequenceClassification, register
+from tests.support.runs import environment
+
+TEXTS = ["The cat, the CAT.", "a cat", "do_it(2) twice", "", "é déjà vu", "x" * 40]
+
+
+def model(**sizes: int) -> NgramsForSequenceClassification:
+    return NgramsForSequenceClassification(NgramsConfig(num_buckets=2**22, num_labels=3, **sizes)).eval()
+
+
+def encoded(texts: list[str], beside: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [list(text.encode()) for text in texts]
+    length = max(map(len, rows)) + beside
+    ids = torch.tensor([row + [257] * (length - len(row)) for row in rows])
+    return ids, torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows])
+
+
+def keys_of(text: str, **sizes: int) -> list[int]:
+    buckets, there = model(**sizes).ngrams(*encoded([text], beside=3))
+    return sorted(buckets[there].tolist())
+
+
+def test_there_is_one_key_for_each_ngram_of_bytes_and_words_and_equal_ones_have_equal_keys() -> None:
+    for text in TEXTS:
+        content = text.lower().encode() if text.isascii() else text.encode()
+        grams = [("c", content[at : at + size]) for size in (1, 2, 3) for at in range(len(content) - size + 1)]
+        words = [
+            bytes(word)
+            for word in "".join(c if c.isalnum() or c == "_" else " " for c in content.decode()).encode().split()
+        ]
+        grams += [("w", word) for word in words] + [("w", one + b" " + two) for one, two in pairwise(words)]
+        counts = {gram: grams.count(gram) for gram in grams}
+        found = keys_of(text, max_characters=3, max_words=2)
+        assert sorted(found.count(key) for key in set(found)) == sorted(counts.values())
+    assert set(keys_of("cat")) <= set(keys_of("The CAT"))
+    assert not set(keys_of("cat", max_characters=1)) & set(keys_of("dog", max_characters=1))
+
+
+def test_padding_and_the_other_texts_of_a_batch_change_nothing() -> None:
+    with torch.no_grad():
+        classifier = model()
+        classifier.table.weight.normal_()
+        together = classifier(*encoded(TEXTS, beside=7)).logits
+        alone = torch.cat([classifier(*encoded([text], beside=1)).logits for text in TEXTS])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+def test_rarity_is_the_inverse_document_frequency_of_scikit_learn() -> None:
+    texts = ["the cat sat", "the dog sat", "a bird flew", "the end"]
+    classifier = model(max_characters=1, max_words=1)
+    classifier.measure_rarity([torch.tensor(list(text.encode())) for text in texts])
+    vectorizer = TfidfVectorizer(token_pattern=r"\w+").fit(texts)
+    single = model(max_characters=1, max_words=1)
+    for word in ("the", "sat", "bird"):
+        buckets, there = single.ngrams(*encoded([word]))
+        weight = classifier.rarity[buckets[there]][-1]
+        assert weight.item() == pytest.approx(vectorizer.idf_[vectorizer.vocabulary_[word]], rel=1e-6)
+
+
+def test_it_trains_past_its_baselines_and_its_folder_works_without_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    rows = []
+    for number in range(300):  # the kind is in the middle of a word, which no whole word tells
+        middle, label = ("ing", "one") if number % 2 else ("ion", "two")
+        syllables = ["".join(generator.choice(list("abcdefghklmnoprstuvwz"), 3)) for _ in range(6)]
+        rows.append(f"{syllables[0]}{middle}{syllables[1]} {' '.join(syllables[2:])},{label}")
+    Path("rows.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    settings = [
+        "--data.train",
+        "rows.csv",
+        "--schedule.num_epochs",
+        "4",
+        "--output_dir",
+        "run",
+        "--model.config.num_buckets",
+        "8192",
+    ]
+    assert main(["run", "text_ngrams", *settings]) == 0
+    said = capsys.readouterr().out
+    scores = {
+        line.rsplit(maxsplit=1)[0].strip(): line.split()[-1] for line in said.splitlines() if line.startswith("  ")
+    }
+    assert float(scores["accuracy"]) > float(scores["tfidf accuracy"]) + 0.2
+
+    register()
+    loaded = NgramsForSequenceClassification.from_pretrained("run/model").eval()
+    ids, mask = encoded(["abcingdef xyz"])
+    expected = loaded(ids, mask).logits.tolist()
+    program = (
+        "import sys; sys.modules['accel_train'] = None\n"
+        "from transformers import AutoModelForSequenceClassification as Auto, AutoTokenizer; import torch\n"
+        "model = Auto.from_pretrained('run/model', trust_remote_code=True).eval()\n"
+        f"print(model(torch.tensor({ids.tolist()})).logits.tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(HF_HUB_OFFLINE="1"), check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(expected)
+    assert "trust_remote_code=True" in Path("run/model/README.md").read_text()
+
+
+def test_another_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "text_ngrams", "--tokenizer.train_bpe.vocab_size", "300"]) == 2
+    assert "model.config.model_type=ngrams reads the bytes of a text; set tokenizer: bytes" in capsys.readouterr().err
