@@ -12,12 +12,13 @@ from accel_train.core.redaction import redact_text
 
 if TYPE_CHECKING:
     from accel_train.experiments.finetune.found import Found
+    from accel_train.recipe.loader import Recipe
 
 
 def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     with users_mistakes():
-        path, found, output_dir, lines = _write_recipe(arguments, list(settings), is_first=is_first)
+        path, found, recipe, lines = _write_recipe(arguments, list(settings), is_first=is_first)
     if is_first:
         print(redact_text("\n".join(lines)), flush=True)
     if arguments.dry_run:
@@ -26,14 +27,14 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     if is_first:
         from accel_train.experiments.finetune.recipe import how_to_use
 
-        print("\n".join(how_to_use(found, output_dir)))
+        print("\n".join(how_to_use(found, recipe)))
     return code
 
 
 def _write_recipe(
     arguments: argparse.Namespace, settings: list[str], *, is_first: bool
-) -> tuple[Path, "Found", str, list[str]]:
-    """Write the recipe; return its path, what was found, its output folder, and what is to be printed."""
+) -> tuple[Path, "Found", "Recipe", list[str]]:
+    """Write the recipe; return its path, what was found, itself, and what is to be printed."""
     from accel_train.experiments.finetune import recipe as own
     from accel_train.experiments.finetune.models import choose
     from accel_train.experiments.finetune.recognise import recognise
@@ -61,7 +62,7 @@ def _write_recipe(
     is_new = own.keep(path, recipe, own.format_recipe_file(recipe, found, chosen, path), is_first=is_first)
     lines = own.format_choices(found, chosen, recipe)
     lines.append(f"recipe: {path} ({'written' if is_new else 'as it was'}; edit it, and `accel-train run {path}`)")
-    return path, found, output_dir, lines
+    return path, found, recipe, lines
 
 
 FINETUNE = Command(_finetune, "own data in one line: find the task, write its recipe, and train it", {

@@ -125,11 +125,14 @@ def _short(choice: Choice[Any]) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def how_to_use(found: Found, output_dir: str) -> list[str]:
+def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     """Return the lines that say what to do with the trained model."""
+    output_dir = recipe.output_dir
     model = os.path.join(output_dir, "model")
+    has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"  # a file beside the weights
+    consent = ", trust_remote_code=True" if has_own_code else ""
     code = {
-        "text-classification": (f'pipeline("text-classification", model="{model}")("a text")', "NEW.csv"),
+        "text-classification": (f'pipeline("text-classification", model="{model}"{consent})("a text")', "NEW.csv"),
         "causal-lm": (f'pipeline("text-generation", model="{model}")("Once upon a time")', ""),
         "image-classification": (f'pipeline("image-classification", model="{model}")("an_image.jpg")', "FOLDER"),
         "semantic-segmentation": (f'pipeline("image-segmentation", model="{model}")("an_image.jpg")', "FOLDER"),

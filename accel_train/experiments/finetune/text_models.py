@@ -13,6 +13,8 @@ from accel_train.experiments.finetune.training import (
 )
 
 _CHARS_PER_TOKEN = 3.5
+_MANY_TEXTS = 50_000
+"""From about so many labelled texts on a small network from scratch learns better features than n-grams."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<assistant>\\n' }}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}"
@@ -29,27 +31,46 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         epochs = epochs_for(found, batch, 1_000, 2, 5)
         common |= training_of(found, learning_rate_of(pretrained), epochs, batch, metric_for(found))
         return common | {"optimizer.weight_decay": Choice(0.01, ""), "optimizer.betas": Choice([0.9, 0.999], "")}
-    is_large = found.num_samples >= 50_000
-    width, vocabulary = (256, 16_000) if is_large else (128, 6_000 if found.num_samples >= 2_000 else 2_000)
+    if found.num_samples < _MANY_TEXTS:
+        return {
+            "model.config": Choice(
+                {"model_type": "ngrams"},
+                "no --model, and few texts: their n-grams, which do better here than a network from scratch; pretrained weights "
+                "know more of the language",
+            ),
+            "tokenizer": Choice("bytes", "which the n-grams are of"),
+            "data.max_length": Choice(2048, "bytes"),
+            **common,
+            **training_of(
+                found,
+                Choice(1e-2, "as in the recipe text_ngrams"),
+                epochs_for(found, batch, 500, 4, 30),
+                batch,
+                metric_for(found),
+            ),
+            "schedule.type": Choice("linear", ""),
+            "optimizer.weight_decay": Choice(0.0, ""),
+            "optimizer.betas": Choice([0.9, 0.98], ""),
+        }
     config = {
         "model_type": "modernbert",
-        "hidden_size": width,
-        "intermediate_size": width * 3 // 2,
-        "num_hidden_layers": 4 if is_large else 2,
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "max_position_embeddings": 512,
         "local_attention": 8,
-        "layer_types": ["full_attention", "sliding_attention"] * (2 if is_large else 1),
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
         "classifier_pooling": "mean",
-        "embedding_dropout": 0.1 if is_large else 0.5,
-        "mlp_dropout": 0.1 if is_large else 0.3,
-        "classifier_dropout": 0.1 if is_large else 0.3,
+        "embedding_dropout": 0.1,
+        "mlp_dropout": 0.1,
+        "classifier_dropout": 0.1,
     }
     return {
         "model.config": Choice(
             config, "no --model, so a small one from scratch; pretrained weights learn more from few texts"
         ),
-        "tokenizer.train_bpe.vocab_size": Choice(vocabulary, "a tokenizer trained on these texts"),
+        "tokenizer.train_bpe.vocab_size": Choice(16_000, "a tokenizer trained on these texts"),
         "data.max_length": Choice(256, ""),
         **common,
         **training_of(
