@@ -183,10 +183,10 @@ class Data(Section):
     """Mean of each colour, as a fraction of 255; none: the model's own, else ImageNet's."""
     image_std: tuple[PositiveFloat, ...] | None = None
     """Standard deviation of each colour, as image_mean."""
-    image_size: PositiveInt = 224
-    """Images are resized and cropped to this square."""
-    crop_size: PositiveInt | None = None
-    """semantic-segmentation: training crops of this square; none: image_size."""
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
+    """Images are resized and cropped to this square; semantic-segmentation: or to [height, width], so that their aspect is kept."""
+    crop_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    """semantic-segmentation: training crops of this square, or [height, width]; none: image_size."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     """semantic-segmentation: pixels of this value count nowhere."""
     augment: Augment = Augment()

@@ -49,6 +49,10 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
         """Read class folders, tables, arrays or the embedded digits; images are decoded when they are drawn."""
         settings = recipe.data.augment
         check_augment(settings)
+        if not isinstance(recipe.data.image_size, int):
+            raise ValueError(
+                f"data.image_size={list(recipe.data.image_size)}: image-classification cuts squares out of images; give one number"
+            )
         _check_metrics(recipe.evaluate)
         self.evaluation = recipe.evaluate
         source, notes = self.read_images(recipe, read_labelled_images)

@@ -162,6 +162,17 @@ def test_a_table_without_header_in_latin_1_between_semicolons_is_trained_on(caps
     assert answer["label"] in ("gut", "schlecht")
 
 
+def test_decimal_numbers_beside_a_text_are_predicted_as_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("t.jsonl").write_text(
+        "".join(json.dumps({"text": f"{WORDS[n % 4]} {n}", "score": n / 7}) + "\n" for n in range(40))
+    )
+    assert main(["finetune", "t.jsonl", "--dry-run"]) == 0
+    assert "data.label_column: score (the only column of decimal numbers)" in capsys.readouterr().out
+    recipe = recipe_of("runs/t.yaml")
+    assert (recipe["model"]["problem_type"], recipe["evaluate"]["metric_for_best_model"]) == ("regression", "pearson")
+    assert "loss" not in recipe
+
+
 @pytest.mark.parametrize(
     ("lines", "flags", "labels", "said"),
     [
@@ -175,7 +186,10 @@ def test_lines_with_labels_are_read_as_such(
 ) -> None:
     Path("t.txt").write_text("\n".join(lines.format("ab"[n % 2], WORDS[n % 4]) for n in range(40)))
     assert main(["finetune", "t.txt", "--dry-run", *flags]) == 0
-    assert said in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert said in printed
+    several = labels["lines"] == "fasttext_multi"
+    assert f"metric_for_best_model: {'f1_macro' if several else 'accuracy'}" in printed
     assert labels.items() <= recipe_of("runs/t.yaml")["data"].items()
 
 

@@ -107,17 +107,18 @@ def test_scenes_are_always_the_same_and_training_shows_no_digit_of_evaluation() 
     assert not every_fifth & others, "the set holds no digit twice, so sides that differ by number differ in looks"
 
 
+@pytest.mark.parametrize("crop", [48, (40, 56)])
 @pytest.mark.parametrize(
     "settings", [AS_IT_IS, Augment(horizontal_flip=1.0, vertical_flip=1.0), Augment(scale_range=(0.3, 2.0))]
 )
-def test_image_and_mask_go_through_the_same(settings: Augment) -> None:
+def test_image_and_mask_go_through_the_same(settings: Augment, crop: int | tuple[int, int]) -> None:
     mask = np.random.default_rng(1).integers(0, 6, (7, 9), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
     image = Image.fromarray((mask * 40)[..., None].repeat(3, 2))
     preprocessing = Preprocessing(64, resample=Image.Resampling.NEAREST)
-    all_settings = SegmentSettings(preprocessing, 48, 6, 255, settings)
+    all_settings = SegmentSettings(preprocessing, crop, 6, 255, settings)
     for seed in range(20):
         pixels, labels = augment_pair(image, mask, all_settings, np.random.default_rng(seed))
-        assert pixels.shape == (48, 48, 3)
+        assert pixels.shape == (*(crop if isinstance(crop, tuple) else (crop, crop)), 3)
         inside = labels != 255
         assert inside.any()
         assert (pixels[..., 0][inside] == labels[inside] * 40).all()
@@ -422,6 +423,23 @@ def test_images_without_masks_are_read_for_prediction(pairs: Path, seg_recipe: M
         with Image.open(data.source.row_ids(index)) as image:
             sizes.append(image.size)
     assert sizes == list(zip(found["width"].tolist(), found["height"].tolist()))
+
+
+def test_images_of_height_and_width_are_resized_to_both_by_us_and_by_transformers(
+    pairs: Path, seg_recipe: Make, tmp_path: Path
+) -> None:
+    recipe = seg_recipe(pairs, data={"image_size": [32, 64]})
+    task, data = load(recipe)
+    batch, _ = eval_batch(data)
+    assert batch["pixel_values"].shape[-2:] == (32, 64)
+    assert data.collate([data.train[0]])["labels"].shape[-2:] == (32, 64)
+    model = task.build_model(recipe, data)
+    assert task.loss_sum(model, data.collate([data.draw(0, np.random.default_rng(0))])).isfinite()  # type: ignore[misc]
+    assert (task.flops_per_target(recipe, model) or 0) > 0
+    task.save_description(model, data, tmp_path)
+    assert "images of 64 x 32 pixels" in (tmp_path / "README.md").read_text()
+    theirs = AutoImageProcessor.from_pretrained(tmp_path)(Image.open(data.source.row_ids(0)), return_tensors="pt")
+    torch.testing.assert_close(theirs["pixel_values"][0], batch["pixel_values"][0], rtol=0, atol=1e-2)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def augment_image(
         image = resize_and_crop(image, preprocessing)
     else:
         box = random_crop_box(image.width, image.height, settings.random_resized_crop, generator)
-        image = image.resize((preprocessing.image_size,) * 2, preprocessing.resample, box=box)
+        image = image.resize((preprocessing.edge,) * 2, preprocessing.resample, box=box)
     if generator.random() < settings.horizontal_flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if generator.random() < settings.vertical_flip:

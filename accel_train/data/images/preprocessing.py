@@ -20,6 +20,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's training images, as fractions of 255: what most vision models are trained with."""
 
 
+Size = int | tuple[int, int]
+"""Edge of a square, or height and width, in pixels."""
 _NUM_LOOKED_AT = 8
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
@@ -28,8 +30,7 @@ _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 class Preprocessing:
     """The preprocessing of every image, in training and evaluation alike."""
 
-    image_size: int
-    """Edge of the square, in pixels."""
+    image_size: Size
     mean: tuple[float, ...] = IMAGENET_MEAN
     """By channel, as a fraction of 255."""
     std: tuple[float, ...] = IMAGENET_STD
@@ -37,6 +38,12 @@ class Preprocessing:
     """Evaluation resizes the short edge to image_size / crop_fraction, and cuts out the centre."""
     resample: int = Image.Resampling.BILINEAR
     """Pillow's number of the interpolation: 2 bilinear, 3 bicubic."""
+
+    @property
+    def edge(self) -> int:
+        """Return the edge of the square, for a task that takes no other form."""
+        assert isinstance(self.image_size, int), "refused when the data were read"
+        return self.image_size
 
     @property
     def mode(self) -> Mode:
@@ -56,11 +63,11 @@ class Preprocessing:
 
         `crops`: `resize_and_crop` and `normalise`, as for classification; else the whole image is resized to a square.
         """
-        square = {"height": self.image_size, "width": self.image_size}
+        square = dict(zip(("height", "width"), height_width(self.image_size)))
         cropping = {
             "image_processor_type": "BitImageProcessor",
             "do_convert_rgb": self.mode == "RGB",
-            "size": {"shortest_edge": round(self.image_size / self.crop_fraction)},
+            "size": {"shortest_edge": round(height_width(self.image_size)[0] / self.crop_fraction)},
             "do_center_crop": True,
             "crop_size": square,
         }
@@ -78,9 +85,14 @@ class Preprocessing:
         (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def height_width(size: Size) -> tuple[int, int]:
+    """Return the height and the width of a size."""
+    return (size, size) if isinstance(size, int) else size
+
+
 def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
     """Return the centre of an image as a square of `image_size`: the short edge is resized, the long one cut."""
-    size = preprocessing.image_size
+    size = preprocessing.edge
     short = round(size / preprocessing.crop_fraction)
     width, height = image.size
     # The long edge is rounded down, as in transformers.

@@ -22,7 +22,7 @@ from accel_train.data.images.images import evenly_spaced, in_threads
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
 from accel_train.data.images.masks import Mask, mask_values
 from accel_train.data.images.pools import read_pools, scenes_pool
-from accel_train.data.images.preprocessing import Preprocessing
+from accel_train.data.images.preprocessing import Preprocessing, Size, height_width
 from accel_train.recipe.data import Augment, Data
 
 
@@ -122,8 +122,8 @@ class SegmentSettings:
     """The settings of samples; `ignore_index` is a value of mask files, and of the labels of a batch."""
 
     preprocessing: Preprocessing
-    crop_size: int
-    """Edge of a training sample."""
+    crop_size: Size
+    """Size of a training sample."""
     num_classes: int
     ignore_index: int
     augment: Augment
@@ -133,13 +133,13 @@ class SegmentSample(NamedTuple):
     """One image and its mask."""
 
     image: Pixels
-    """(S, S, 3), or (S, S) where the model takes grey ones."""
+    """(S, T, 3), or (S, T) where the model takes grey ones."""
     mask: Mask
-    """(H, W): S x S in training, the mask's own size in evaluation."""
+    """(H, W): S x T in training, the mask's own size in evaluation."""
 
 
 class SegmentationImages(Dataset[SegmentSample]):
-    """Pairs for evaluation: the whole image, resized to a square, and the mask as it is."""
+    """Pairs for evaluation: the whole image, resized to `image_size`, and the mask as it is."""
 
     def __init__(self, pairs: ImageRows, settings: SegmentSettings) -> None:
         self.pairs, self.settings = pairs, settings
@@ -150,7 +150,8 @@ class SegmentationImages(Dataset[SegmentSample]):
     def __getitem__(self, index: int) -> SegmentSample:
         image, mask = self.decoded(index)
         preprocessing = self.settings.preprocessing
-        return SegmentSample(np.asarray(_resized(image, preprocessing.image_size, preprocessing.resample)), mask)
+        size = height_width(preprocessing.image_size)
+        return SegmentSample(np.asarray(_resized(image, size, preprocessing.resample)), mask)
 
     def decoded(self, index: int) -> tuple[Image.Image, Mask]:
         """Return the whole image, in the colours that the model sees, and its mask."""
@@ -162,9 +163,9 @@ class SegmentationCrops(SegmentationImages):
     """Pairs for training: by index the crop in the middle, by `draw` one with its augmentation."""
 
     def __getitem__(self, index: int) -> SegmentSample:
-        edge = self.settings.preprocessing.image_size
-        corner = (edge - self.settings.crop_size) // 2
-        image, mask = _crop_pair(*self.decoded(index), self.settings, edge, (corner, corner))
+        size = height_width(self.settings.preprocessing.image_size)
+        top, left = ((edge - cut) // 2 for edge, cut in zip(size, height_width(self.settings.crop_size)))
+        image, mask = _crop_pair(*self.decoded(index), self.settings, size, (left, top))
         return SegmentSample(np.asarray(image), mask)
 
     def draw(self, index: int, generator: np.random.Generator) -> SegmentSample:
@@ -175,17 +176,17 @@ class SegmentationCrops(SegmentationImages):
 def augment_pair(
     image: Image.Image, mask: Mask, settings: SegmentSettings, generator: np.random.Generator
 ) -> SegmentSample:
-    """Return a crop (crop_size, crop_size) at a random place of the pair, scaled by a random factor, flipped and coloured.
+    """Return a crop of `crop_size` at a random place of the pair, scaled by a random factor, flipped and coloured.
 
     The factor is uniform in `scale_range` and relative to `image_size`. What a crop has beyond the image is mean colour, and
     `ignore_index` in the mask.
     """
     augment = settings.augment
     factor = 1.0 if augment.scale_range is None else generator.uniform(*augment.scale_range)
-    edge = max(1, round(settings.preprocessing.image_size * factor))
-    room = edge - settings.crop_size
-    left, top = generator.integers(min(room, 0), max(room, 0) + 1, 2).tolist()
-    image, cut = _crop_pair(image, mask, settings, edge, (left, top))
+    height, width = (max(1, round(edge * factor)) for edge in height_width(settings.preprocessing.image_size))
+    crop_height, crop_width = height_width(settings.crop_size)
+    corner = (_draw_start(width - crop_width, generator), _draw_start(height - crop_height, generator))
+    image, cut = _crop_pair(image, mask, settings, (height, width), corner)
     if generator.random() < augment.horizontal_flip:
         image, cut = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT), cut[:, ::-1]
     if generator.random() < augment.vertical_flip:
@@ -194,28 +195,34 @@ def augment_pair(
     return SegmentSample(pixels, np.ascontiguousarray(cut))
 
 
+def _draw_start(room: int, generator: np.random.Generator) -> int:
+    """Return where a crop begins in an image that is `room` pixels longer; below 0 where the crop is longer."""
+    return int(generator.integers(min(room, 0), max(room, 0) + 1))
+
+
 def _crop_pair(
-    image: Image.Image, mask: Mask, settings: SegmentSettings, edge: int, corner: tuple[int, int]
+    image: Image.Image, mask: Mask, settings: SegmentSettings, size: tuple[int, int], corner: tuple[int, int]
 ) -> tuple[Image.Image, Mask]:
-    """The square of `crop_size` from this corner (left, top; below 0 puts the image inside) of the pair, resized to one of `edge`."""
-    preprocessing, size = settings.preprocessing, (settings.crop_size, settings.crop_size)
+    """The part of `crop_size` from this corner (left, top; below 0 puts the image inside) of the pair, resized to height and width `size`."""
+    preprocessing, (height, width) = settings.preprocessing, height_width(settings.crop_size)
     place = (-corner[0], -corner[1])
     mean = tuple(round(255 * channel) for channel in preprocessing.mean)
-    canvas = Image.new(image.mode, size, mean if len(mean) > 1 else mean[0])
-    canvas.paste(_resized(image, edge, preprocessing.resample), place)
-    ignored = Image.new("L", size, settings.ignore_index)
-    ignored.paste(_resized(Image.fromarray(mask), edge, Image.Resampling.NEAREST), place)
+    canvas = Image.new(image.mode, (width, height), mean if len(mean) > 1 else mean[0])
+    canvas.paste(_resized(image, size, preprocessing.resample), place)
+    ignored = Image.new("L", (width, height), settings.ignore_index)
+    ignored.paste(_resized(Image.fromarray(mask), size, Image.Resampling.NEAREST), place)
     return canvas, np.asarray(ignored)
 
 
-def _resized(image: Image.Image, edge: int, resample: int) -> Image.Image:
-    return image if image.size == (edge, edge) else image.resize((edge, edge), resample)
+def _resized(image: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
+    """The image with height and width `size`."""
+    return image if image.size == size[::-1] else image.resize(size[::-1], resample)
 
 
 def collate_segments(
     samples: Sequence[SegmentSample], *, preprocessing: Preprocessing, ignore_index: int
 ) -> dict[str, Any]:
-    """Return pixel_values (N, C, S, S) fp32; labels (N, H, W) uint8, each in the corner of the largest, the rest ignored.
+    """Return pixel_values (N, C, S, T) fp32; labels (N, H, W) uint8, each in the corner of the largest, the rest ignored.
 
     `num_targets` counts the pixels that are not ignored. Where sizes differ, `label_sizes` (N, 2) fp32 has each one's height
     and width.

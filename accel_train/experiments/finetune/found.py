@@ -52,6 +52,10 @@ class Found:
     """Samples by class; empty without classes."""
     edge: int = 0
     """Pixels of the short edge of the median image."""
+    aspect: float = 1.0
+    """Width of the median image, as a multiple of its height."""
+    has_one_label: bool = False
+    """Each text has one label: they are no numbers to predict, and no lists."""
     is_grey: bool = False
     is_chat: bool = False
     notes: tuple[str, ...] = ()

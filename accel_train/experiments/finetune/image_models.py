@@ -57,6 +57,18 @@ def _from_scratch_size(found: Found) -> int:
     return next((size for size in (32, 64, 128) if found.edge <= size * 1.25), 128)
 
 
+def _size_of_aspect(found: Found) -> tuple[int | list[int], str]:
+    """The size of images that are seen whole: a square, or height and width of the median image's aspect, multiples of 32."""
+    edge, why = _from_scratch_size(found), f"the median image has a short edge of {found.edge} pixels"
+    longer = round(edge * min(2.0, max(found.aspect, 1 / found.aspect)) / 32) * 32
+    if longer == edge:
+        return edge, why
+    return [edge, longer] if found.aspect > 1 else [
+        longer,
+        edge,
+    ], f"height and width: {why}, and is {found.aspect:.2g} times as wide as high"
+
+
 def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
     batch = 8 if found.num_samples < 200 else 16
     metric = Choice("mean_iou", "each class counts alike, however few its pixels")
@@ -68,7 +80,7 @@ def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
             found, learning_rate_of(pretrained), epochs_for(found, batch, 1_500, 10, 60), batch, metric
         )
         return {"data.image_size": size, **training, "optimizer.weight_decay": Choice(0.01, "")}
-    edge = _from_scratch_size(found)
+    shape, why = _size_of_aspect(found)
     config = {
         "model_type": "upernet",
         "hidden_size": 32,
@@ -85,7 +97,7 @@ def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
     }
     return {
         "model.config": Choice(config, "no --model, so a small UPerNet from scratch, as in the recipe segmentation"),
-        "data.image_size": Choice(edge, f"the median image has a short edge of {found.edge} pixels"),
+        "data.image_size": Choice(shape, why),
         **training_of(
             found, Choice(1e-2, "as in the recipe segmentation"), epochs_for(found, batch, 800, 5, 100), batch, metric
         ),

@@ -154,16 +154,19 @@ def _refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
 
 
 def _sizes(paths: Sequence[Path]) -> dict[str, Any]:
-    """The short edge of the median image, and whether all are grey; broken ones are named later, by the run."""
-    edges, modes = [], set()
+    """The short edge and the aspect of the median image, and whether all are grey; broken ones are named later, by the run."""
+    edges, aspects, modes = [], [], set()
     for index in evenly_spaced(len(paths), _NUM_LOOKED_AT):
         try:
             with Image.open(paths[index]) as image:
                 edges.append(min(image.size))
+                aspects.append(image.width / image.height)
                 modes.add(image.mode)
         except (OSError, SyntaxError):
             continue
-    return {"edge": int(median(edges)) if edges else 0, "is_grey": bool(modes) and modes <= {*_GREY_MODES}}
+    if not edges:
+        return {}
+    return {"edge": int(median(edges)), "aspect": median(aspects), "is_grey": bool(modes) and modes <= {*_GREY_MODES}}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -22,6 +22,8 @@ class Label(NamedTuple):
     settings: Mapping[str, Choice[Any]]
     counts: Mapping[str, int]
     """Rows of each class; empty for numbers to predict."""
+    is_one: bool = False
+    """Each row has one label, and no list of them."""
 
 
 def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
@@ -54,7 +56,7 @@ def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
     else:
         counts = {scheme.names[number]: count for number, count in sorted(Counter(encoded.tolist()).items())}
     _check_classes(asked, table, column, counts)
-    return Label(column.name, settings, counts)
+    return Label(column.name, settings, counts, scheme.problem_type == "single_label")
 
 
 def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
@@ -75,6 +77,9 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
     if likely:
         some = [f"--label {column.name}" for column in likely]
         raise ValueError(f"{table.path}: {len(likely)} columns may be the label; choose one: {' or '.join(some)}")
+    decimal = [column for column in others if column.is_decimal]
+    if len(decimal) == 1:
+        return decimal[0], "the only column of decimal numbers"
     there = f"there are {', '.join(column.name for column in others)}" if others else "there is no other column"
     raise ValueError(
         f"{table.path}: no column looks like a label beside {', '.join(used)} ({there}); name it: --label COLUMN; or --task causal-lm "

@@ -165,6 +165,7 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
         "why": f"column {' and '.join(repr(column.name) for column in texts)} is text, column {label.name!r} holds {kind}",
         "settings": {"data.text_columns": Choice([column.name for column in texts], why), **label.settings},
         "counts": label.counts,
+        "has_one_label": label.is_one,
         **_lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
     }
 

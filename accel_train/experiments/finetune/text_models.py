@@ -83,6 +83,7 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         "optimizer.weight_decay": Choice(0.1, ""),
         "optimizer.betas": Choice([0.9, 0.98], ""),
         "optimizer.ema_decay": Choice(0.99, ""),
+        **({"loss.label_smoothing": Choice(0.1, "")} if found.has_one_label else {}),
     }
 
 

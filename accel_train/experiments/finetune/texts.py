@@ -95,6 +95,7 @@ def _labelled_lines(asked: Asked, path: Path) -> Found | None:
         num_chars=sum(sizes),
         longest=sizes[len(sizes) * 19 // 20],
         counts=label.counts,
+        has_one_label=label.is_one,
     )
 
 

@@ -56,6 +56,8 @@ def metric_for(found: Found) -> Choice[str]:
     counts = found.counts
     if not counts:
         return Choice("pearson", "the correlation of prediction and label, for numbers")
+    if found.task == "text-classification" and not found.has_one_label:
+        return Choice("f1_macro", "a text may have several labels")
     total = sum(counts.values())
     most, count = max(counts.items(), key=lambda item: item[1])
     if count > 1.5 * total / len(counts):

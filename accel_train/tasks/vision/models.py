@@ -9,7 +9,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from accel_train.data.images.classification import ImageSource
 from accel_train.data.images.labelled import ImageSets
-from accel_train.data.images.preprocessing import Preprocessing, model_preprocessing, note_of_lost_colours
+from accel_train.data.images.preprocessing import (
+    Preprocessing,
+    Size,
+    height_width,
+    model_preprocessing,
+    note_of_lost_colours,
+)
 from accel_train.model.pretrained import chosen_attention, new_weights, pretrained_config, transformers_model
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
@@ -51,11 +57,12 @@ class VisionTask(Task):
         if self.test_time is None:
             return
         for scale in self.test_time.scales:
-            size = round(preprocessing.image_size * scale)
+            height, width = height_width(preprocessing.image_size)
+            size = (round(height * scale), round(width * scale))
             reason = None if scale == 1 else self.refusal_of_size(config, len(preprocessing.mean), size)
             if self.predicts_pixels and reason is not None:
                 raise ValueError(
-                    f"evaluate.test_time_augmentation.scales: {scale:g} makes images of {size} x {size} pixels, which "
+                    f"evaluate.test_time_augmentation.scales: {scale:g} makes images of {size[1]} x {size[0]} pixels, which "
                     f"{config.model_type!r} does not take ({reason}); leave it out"
                 )
             self.takes_any_size &= reason is None
@@ -109,8 +116,8 @@ class VisionTask(Task):
         config.use_auxiliary_head = False
         return config, ["the model's auxiliary head is left out: the loss is that of its last logits"]
 
-    def train_size(self, recipe: Recipe) -> int:
-        """Return the edge of the square that the model is trained on, in pixels."""
+    def train_size(self, recipe: Recipe) -> Size:
+        """Return the size of the images, or crops, that the model is trained on."""
         data = recipe.data
         return (data.crop_size if self.predicts_pixels else None) or data.image_size
 
@@ -126,7 +133,8 @@ class VisionTask(Task):
             if reason is not None:
                 its_own = getattr(config, "image_size", None)
                 remedy = f"set data.image_size: {its_own}, or another model" if its_own else "try a larger one"
-                raise ValueError(f"data.image_size={size} does not suit {config.model_type!r} ({reason}); {remedy}")
+                shown = size if isinstance(size, int) else list(size)
+                raise ValueError(f"data.image_size={shown} does not suit {config.model_type!r} ({reason}); {remedy}")
         model, loaded = transformers_model(self.factory, recipe, config, chosen_attention(recipe), takes_new_head=True)
         new = new_weights(loaded)
         if len(new) > len(model.state_dict()) // 2:
@@ -137,13 +145,13 @@ class VisionTask(Task):
         data.add_notes([f"not pretrained, so new: {', '.join(new)}"] if new else [])
         return model
 
-    def refusal_of_size(self, config: PreTrainedConfig, channels: int, size: int) -> str | None:
+    def refusal_of_size(self, config: PreTrainedConfig, channels: int, size: Size) -> str | None:
         """Return why a model of this configuration cannot take images of a size; None if it can, or if that is not known.
 
         Tried on a copy without weights; models that look at the values of their input cannot run there.
         """
         try:
-            forward_flops(self.factory, config, pixel_values=(1, channels, size, size))
+            forward_flops(self.factory, config, pixel_values=(1, channels, *height_width(size)))
         except (ValueError, RuntimeError) as error:
             is_untold = not isinstance(error, ValueError) and "meta" in str(error)
             return None if is_untold else str(error).strip().partition("\n")[0]
@@ -152,9 +160,9 @@ class VisionTask(Task):
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
         """Return 3 x the convolutions and matrix products of a forward pass, of an image or for each pixel of a crop."""
         assert isinstance(model, PreTrainedModel)
-        size, channels = self.train_size(recipe), getattr(model.config, "num_channels", 3)
-        flops = training_flops(self.factory, model.config, pixel_values=(1, channels, size, size))
-        return flops / size**2 if flops is not None and self.predicts_pixels else flops
+        (height, width), channels = height_width(self.train_size(recipe)), getattr(model.config, "num_channels", 3)
+        flops = training_flops(self.factory, model.config, pixel_values=(1, channels, height, width))
+        return flops / (height * width) if flops is not None and self.predicts_pixels else flops
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write configuration and image processor in transformers' own layout, and a short model card."""
@@ -166,7 +174,7 @@ class VisionTask(Task):
         facts, preprocessing, names = data.facts, data.source.preprocessing, data.source.label_names
         tag, gives, code = self.card
         classes = f"{len(names)} classes: {listed(names, 20, ' (config.json)')}"
-        size, factory = preprocessing.image_size, self.factory.__name__
+        (height, width), factory = height_width(preprocessing.image_size), self.factory.__name__
         only = " It takes one channel: images are made grey, which `pipeline()` does not do."
         return f"""---
 library_name: transformers
@@ -176,7 +184,7 @@ tags: [{self.purpose.replace(" ", "-")}, accel_train]
 # {type(model).__name__}
 
 {gives.format(classes=classes)}
-It takes images of {size} x {size} pixels; `preprocessor_config.json` says how they are made.{only if preprocessing.mode == "L" else ""}
+It takes images of {width} x {height} pixels; `preprocessor_config.json` says how they are made.{only if preprocessing.mode == "L" else ""}
 
 Trained with accel_train on {facts["num_train"]:,} images ({facts["sources"]}), and evaluated on {facts["num_eval"]:,}.
 
