@@ -14,7 +14,7 @@ from transformers import pipeline
 
 from accel_train.cli.main import main
 from accel_train.data.builtin.digit_scenes import digit_scenes
-from tests.support.runs import write_base
+from tests.support.runs import run_forked_command, write_base
 
 QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
 NARROW = '{model_type: modernbert, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, layer_types: [full_attention]}'  # fmt: skip
@@ -86,6 +86,27 @@ def test_a_folder_of_images_becomes_an_image_classifier(capsys: pytest.CaptureFi
     assert "data.image_size: 32 (the median image has a short edge of 8 pixels)" in printed
     answers = pipeline("image-classification", model="runs/digits/model")(str(next(Path("digits").rglob("*.png"))))
     assert {answer["label"] for answer in answers} == {"digit-0", "digit-1"}
+
+
+def test_a_table_of_image_files_and_labels_becomes_an_image_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    write_digits("t")
+    rows = [f"{path.relative_to('t')},{path.parent.name}" for path in sorted(Path("t").rglob("*.png"))]
+    Path("t/labels.csv").write_text("\n".join(["file,kind", *rows]))
+    assert main(["finetune", "t/labels.csv", "--dry-run"]) == 0
+    assert "data.image_size: 32 (the median image has a short edge of 8 pixels)" in capsys.readouterr().out
+    data = recipe_of("runs/labels.yaml")["data"]
+    assert (data["image_column"], data["label_column"]) == ("file", "kind")
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_recipe_that_the_first_writes() -> None:
+    write_chats()
+    for said in ("written", "as it was"):
+        done = run_forked_command(["finetune", "chats.jsonl", *QUICK], 2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("looking at the data") == 1
+        assert f"recipe: runs/chats.yaml ({said}" in done.stdout
+        assert done.stdout.count("Use it:") == 1
 
 
 def test_images_and_masks_become_a_segmentation_model(capsys: pytest.CaptureFixture[str]) -> None:

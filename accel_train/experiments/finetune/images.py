@@ -54,7 +54,7 @@ def recognise_classes(asked: Asked, folder: Path) -> Found:
         num_samples=len(names),
         settings={"data.train": Choice(asked.path, "")},
         counts=counts,
-        **_sizes([root / name for name in names]),
+        **sizes_of([root / name for name in names]),
     )
 
 
@@ -118,7 +118,7 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
         num_samples=len(pool.images),
         settings={**settings, **_classes_of(asked, pool)},
         notes=pool.notes,
-        **_sizes([Path(pool.images.where(index)) for index in range(len(pool.images))]),
+        **sizes_of([Path(pool.images.where(index)) for index in range(len(pool.images))]),
     )
 
 
@@ -153,8 +153,8 @@ def _refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
             raise ValueError(f"{flag}: {folder} holds {what} and no columns; leave it out, or name a table")
 
 
-def _sizes(paths: Sequence[Path]) -> dict[str, Any]:
-    """The short edge and the aspect of the median image, and whether all are grey; broken ones are named later, by the run."""
+def sizes_of(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return the short edge and the aspect of the median image, and whether all are grey; broken ones are named later, by the run."""
     edges, aspects, modes = [], [], set()
     for index in evenly_spaced(len(paths), _NUM_LOOKED_AT):
         try:

@@ -8,6 +8,7 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
 from accel_train.experiments.finetune.columns import Column, Table, read_table
 from accel_train.experiments.finetune.found import Asked, Found
+from accel_train.experiments.finetune.images import sizes_of
 from accel_train.experiments.finetune.labels import recognise_label
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -127,7 +128,7 @@ def _images(asked: Asked, table: Table) -> dict[str, Any] | None:
         "why": f"column {images[0].name!r} names images, column {label.name!r} their classes",
         "settings": {**_column("image_column", images[0].name, "its cells are image files"), **label.settings},
         "counts": label.counts,
-        "edge": 224,
+        **sizes_of([table.path.parent / cell for cell in images[0].cells if isinstance(cell, str)]),
     }
 
 

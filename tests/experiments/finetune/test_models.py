@@ -1,0 +1,62 @@
+"""Settings follow from the size of pretrained weights and of the data, within what the schema takes."""
+
+from typing import Any
+
+import pytest
+
+from accel_train.core.state import Choice
+from accel_train.experiments.finetune.found import TASKS, Found
+from accel_train.experiments.finetune.models import choose
+from accel_train.experiments.finetune.recipe import tree_of
+from accel_train.experiments.finetune.training import Pretrained
+from accel_train.recipe.loader import make_recipe
+
+
+def found(task: str = "text-classification", number: int = 1_000, **facts: Any) -> Found:
+    facts = {"counts": {"a": number // 2, "b": number // 2}, "has_one_label": True, "num_chars": 100 * number, **facts}
+    return Found(task, "why", "data", num_samples=number, settings={"data.train": Choice("data", "")}, **facts)
+
+
+def pretrained(num_parameters: float, **facts: Any) -> Pretrained:
+    known = {"num_positions": 512, "image_size": None, "has_chat_template": False, **facts}
+    return Pretrained("name", int(num_parameters), **known)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "rate"), [(1e6, 5e-4), (22e6, 2e-4), (110e6, 5e-5), (350e6, 3e-5), (700e6, 2e-5), (7e9, 2e-4)]
+)
+def test_the_learning_rate_falls_with_the_size_and_large_models_take_adapters(
+    num_parameters: float, rate: float
+) -> None:
+    for task in TASKS:
+        chosen = choose(found(task), pretrained(num_parameters))
+        assert chosen["optimizer.learning_rate"].value == rate
+        assert ("model.lora" in chosen) == (num_parameters >= 1e9)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("number", [4, 500, 5_000, 100_000])
+@pytest.mark.parametrize("model", [None, pretrained(110e6)])
+def test_what_is_chosen_is_a_recipe(task: str, number: int, model: Pretrained | None) -> None:
+    facts = found(task, number, edge=300, aspect=1.6)
+    recipe = make_recipe(tree_of(facts, choose(facts, model), "runs/x"), "chosen")
+    assert recipe.task == task
+    assert recipe.checkpoint.load_best_model_at_end
+
+
+def test_more_samples_are_read_fewer_times_and_a_smaller_part_is_held_out() -> None:
+    few, many = (choose(found(number=number), pretrained(110e6)) for number in (300, 100_000))
+    assert few["schedule.num_epochs"].value > many["schedule.num_epochs"].value
+    assert few["data.eval_fraction"].value > many["data.eval_fraction"].value
+
+
+@pytest.mark.parametrize(
+    ("counts", "metric"), [({"a": 50, "b": 50}, "accuracy"), ({"a": 90, "b": 10}, "f1_macro"), ({}, "pearson")]
+)
+def test_the_metric_follows_from_the_labels(counts: dict[str, int], metric: str) -> None:
+    assert choose(found(number=100, counts=counts), None)["evaluate.metric_for_best_model"].value == metric
+
+
+def test_images_that_are_wide_are_seen_wide_where_masks_belong_to_them() -> None:
+    chosen = choose(found("semantic-segmentation", edge=360, aspect=480 / 360), None)
+    assert chosen["data.image_size"].value == [128, 160]
