@@ -1,4 +1,4 @@
-"""What the machine does while a run trains: CPU, memory, and the GPU of the main process."""
+"""Measure what the machine does while a run trains: CPU, memory, and the GPU of the main process."""
 
 import time
 from collections.abc import Callable
