@@ -4,12 +4,13 @@ Its parts are read from evaluation.json, which a custom task may have filled: wh
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.metrics.baselines import by_baseline
 from accel_train.metrics.scores import SUMMARY_ROWS
 from accel_train.report.metric_names import (
     FOLLOWS_FROM_LOSS,
@@ -68,25 +69,13 @@ def _table_of_metrics(runs: Sequence[Run]) -> Block:
     if not set(names) - FOLLOWS_FROM_LOSS:
         return {}
     if len(runs) == 1:
-        baselines = _by_baseline(runs[0].summary.get("baselines", {}), names)
+        baselines = by_baseline(runs[0].summary.get("baselines", {}), names)
         compared = {name for found in baselines.values() for name in found}
         if _mapping(runs[0].details("classification").get("report")):
             names = [name for name in names if name in compared or not is_variant(name, names)]
         head, columns = ["this run" if baselines else "", *baselines], [*columns, *baselines.values()]
     rows = [_row(label(name), [show_value(metrics.get(name)) for metrics in columns]) for name in names]
     return _table("Metrics", ["", *head], rows)
-
-
-def _by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Group baselines: `majority_accuracy` is the accuracy of `majority`; a name that ends like no metric is left out."""
-    by_name: dict[str, dict[str, Any]] = {}
-    for key, value in baselines.items():
-        fitting = [metric for metric in metrics if key.endswith(f"_{metric}")]
-        if fitting:
-            metric = max(fitting, key=len)
-            name = key.removesuffix(f"_{metric}").replace("_", " ")
-            by_name.setdefault(name, {})[metric] = value
-    return by_name
 
 
 def _describe_classification(part: Mapping[str, Any]) -> list[Block]:

@@ -127,6 +127,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             {**record, "link": f"{INCIDENTS}/{record['folder']}/{TEXT}", "facts": main_facts(record)}
             for record in run.incidents
         ],
+        "not_beaten": _not_beaten(summary),
         "time": describe_time(run),
         "profiles": run.profiles,
         "damage": run.damage,
@@ -201,6 +202,14 @@ def _lead(run: Run, targets: str) -> str:
     return (f"{lead}." if lead else "") + (
         f" {format_count(skipped, 'step was', 'steps were')} skipped." if skipped else ""
     )
+
+
+def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
+    """Return the sentence on the baseline that the model does not beat, and the likely causes."""
+    found = summary.get("not_beaten") or {}
+    sentence, causes = found.get("sentence"), found.get("causes")
+    is_whole = isinstance(sentence, str) and isinstance(causes, list)
+    return {"sentence": f"{sentence}. Likely causes, and what to try:", "causes": causes} if is_whole else None
 
 
 def _shown_events(events: Sequence[JsonRecord]) -> Sequence[JsonRecord]:

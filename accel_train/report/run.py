@@ -18,7 +18,9 @@ from accel_train.task import TARGET_UNITS, target_rate
 
 EVALUATION_FILE = "evaluation.json"
 SUMMARY_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("eval", "baselines", "sample", "data", "peak_memory_bytes", "choices", "environment"), dict),
+    **dict.fromkeys(
+        ("eval", "baselines", "not_beaten", "sample", "data", "peak_memory_bytes", "choices", "environment"), dict
+    ),
     **dict.fromkeys(
         ("steps", "num_targets", "parameters", "world_size", "skipped_steps", "train_seconds"), (int, float)
     ),

@@ -1,6 +1,7 @@
 """Finish a run after its last step: evaluate, and write the weights, the summary and the report."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
+from accel_train.metrics.baselines import likely_causes, unbeaten_baseline
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
 from accel_train.task import TARGET_UNITS, rate_name
-from accel_train.training.model_selection import evaluate_run
+from accel_train.training.model_selection import evaluate_run, short_name
 
 
 def finish_run(run: RunContext) -> dict[str, Any]:
@@ -137,6 +139,7 @@ def save_model(run: RunContext, model: nn.Module) -> None:
 def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
     """Return what summary.json holds; plain JSON values."""
     plan, state, seconds = run.plan, run.state, max(run.observer.train_seconds, 1e-9)
+    baselines = plan.task.baselines(plan.data)
     return {
         "status": "stopped early" if state.stopped_early else "finished",
         "steps": state.step,
@@ -146,7 +149,8 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
         "metric_for_best_model": plan.recipe.evaluate.metric_for_best_model,
         "best_metric": state.best_metric,
         "best_step": state.best_step,
-        "baselines": plan.task.baselines(plan.data),
+        "baselines": baselines,
+        "not_beaten": describe_defeat(run, baselines),
         "sample": sample_of(run, model),
         "data": redact(plan.data.facts),
         "started_in": os.getcwd(),
@@ -159,6 +163,25 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
         "choices": {name: str(choice) for name, choice in plan.choices.items()},
         "environment": launch_facts() | environment(run.accelerator.device),
     }
+
+
+def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return which baseline the model does not beat, in a sentence, and the likely causes; None where it beats all."""
+    plan, state = run.plan, run.state
+    metric = short_name(plan.recipe.evaluate.metric_for_best_model)
+    found = unbeaten_baseline(run.evaluation.scores, baselines, metric)
+    if found is None:
+        return None
+    causes = likely_causes(
+        run_folder=str(plan.output_dir),
+        steps=state.step,
+        epochs=state.step / plan.order.steps_per_epoch,
+        still_improving=state.best_step == state.step,
+        pretrained=plan.recipe.model.pretrained is not None,
+        parameters=whole_numel(list(run.strategy.inner.model.parameters())),
+        samples=plan.order.num_samples,
+    )
+    return {"sentence": str(found), "causes": causes}
 
 
 def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> None:
@@ -175,6 +198,10 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
         note(f"  {name:{width}}{text:>14}")
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
         note(augmented)
+    if (defeat := summary["not_beaten"]) is not None:
+        note(f"{defeat['sentence']}. Likely causes, and what to try:")
+        for cause in defeat["causes"]:
+            note(f"  - {cause}")
     state, plan = run.state, run.plan
     if state.best_step not in (None, state.step) and not plan.recipe.loads_best_model:
         metric = plan.recipe.evaluate.metric_for_best_model

@@ -10,10 +10,9 @@ from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
+from accel_train.metrics.baselines import is_lower_better
 from accel_train.recipe.evaluate import Evaluate
 
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
-"""Words in the name of a metric that make smaller better; every other metric is better when it is greater."""
 NUM_SAMPLES = 8
 """Evaluated before the first step, to learn which metrics there are."""
 
@@ -82,7 +81,7 @@ def is_better(value: float, best: float | None, section: Evaluate) -> bool:
         return True
     greater = section.greater_is_better
     if greater == "auto":
-        greater = not any(word in section.metric_for_best_model for word in LOWER_IS_BETTER)
+        greater = not is_lower_better(section.metric_for_best_model)
     gain = value - best if greater else best - value
     return gain > section.early_stopping_threshold
 

@@ -12,6 +12,7 @@ from accel_train.parallel.fsdp2 import reshard
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from tests.support.processes import run_forked
+from tests.support.report import Page
 from tests.support.runs import events, run, write_corpus, write_recipe_file
 from tests.support.tasks.probe import RANK, ProbeTask
 
@@ -75,3 +76,19 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_says_that_there_is_no
     done = run(write_recipe_file(corpus, **sections), expect=3)
     assert f"There is no checkpoint in {corpus / 'run'} yet" in done.stderr
     assert "from before" not in done.stderr
+
+
+def test_a_model_that_loses_to_its_baseline_says_so_with_what_to_try(corpus: Path) -> None:
+    done = run(write_recipe_file(corpus, schedule={"max_steps": 2}))
+    lines = done.stdout.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("The model does not beat a baseline"))
+    assert " by xz. Likely causes, and what to try:" in lines[place]
+    assert [line.split()[1:4] for line in lines[place + 1 : place + 4]] == [
+        ["too", "few", "steps"],  # the last evaluation was the best one
+        ["a", "learning", "rate"],
+        ["labels", "or", "columns"],
+    ]
+    assert f"accel-train find-lr {corpus / 'run'}/recipe.resolved.yaml" in lines[place + 2]
+    page = Page((corpus / "run" / "report.html").read_text()).text
+    assert lines[place] in page
+    assert all(line.removeprefix("  - ") in page for line in lines[place + 1 : place + 4])

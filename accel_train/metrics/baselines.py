@@ -1,0 +1,99 @@
+"""The model beside what takes no training of its own: which baselines it does not beat."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
+"""Words in the name of a metric that make smaller better; every other metric is better when it is greater."""
+
+
+class Unbeaten(NamedTuple):
+    """A baseline that is as good as the model, or better."""
+
+    baseline: str
+    metric: str
+    model_value: float
+    baseline_value: float
+
+    def __str__(self) -> str:
+        name = self.metric.replace("_", " ")
+        return (
+            f"The model does not beat a baseline on held-out data: {name} {self.model_value:.4g}, and {self.baseline_value:.4g} by "
+            f"{self.baseline}"
+        )
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether a smaller value of a metric is better, by its name."""
+    return any(word in metric for word in LOWER_IS_BETTER)
+
+
+def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Group baselines: `majority_accuracy` is the accuracy of `majority`; a name that ends like no metric is left out."""
+    known, by_name = tuple(metrics), dict[str, dict[str, Any]]()
+    for key, value in baselines.items():
+        fitting = [metric for metric in known if key.endswith(f"_{metric}")]
+        if fitting:
+            metric = max(fitting, key=len)
+            name = key.removesuffix(f"_{metric}").replace("_", " ")
+            by_name.setdefault(name, {})[metric] = value
+    return by_name
+
+
+def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> Unbeaten | None:
+    """Return the best baseline that the model does not beat; None where it beats all.
+
+    Compared is the main metric where a baseline has it, else the first metric that it has. A perfect score of both is no defeat.
+    """
+    found = []
+    for name, values in by_baseline(baselines, scores).items():
+        metric = main_metric if main_metric in values else next(iter(values))
+        own, other = scores[metric], values[metric]
+        if not (_is_finite(own) and _is_finite(other)):
+            continue
+        lower = is_lower_better(metric)
+        is_perfect = own == other == (0 if lower else 1)
+        if not is_perfect and (own >= other if lower else own <= other):
+            found.append(Unbeaten(name, metric, own, other))
+    metrics = {each.metric for each in found}
+    if not found:
+        return None
+    alike = [each for each in found if each.metric == (main_metric if main_metric in metrics else found[0].metric)]
+    return (min if is_lower_better(alike[0].metric) else max)(alike, key=lambda each: each.baseline_value)
+
+
+def likely_causes(
+    *,
+    run_folder: str,
+    steps: int,
+    epochs: float,
+    still_improving: bool,
+    pretrained: bool,
+    parameters: int,
+    samples: int,
+) -> list[str]:
+    """Return the three likely causes of such a defeat with what to try, the likeliest first.
+
+    `still_improving`: the last evaluation was the best one.
+    """
+    size = f"{parameters:,} parameters from scratch on {samples:,} samples"
+    data = (
+        "labels or columns that are not what they seem: look at data.columns and at a few samples"
+        if pretrained
+        else f"labels or columns that are not what they seem, or too large a model for the data ({size}): begin with pretrained "
+        "weights (model.pretrained), or take a smaller model"
+    )
+    causes = [
+        f"a learning rate too low or too high: accel-train find-lr {run_folder}/recipe.resolved.yaml suggests one",
+        f"too few steps ({steps:,}, {epochs:.3g} epochs): raise schedule.num_epochs or schedule.max_steps",
+        data,
+    ]
+    if still_improving:
+        causes[1] = f"{causes[1]}; the last evaluation was the best one"
+        causes = [causes[1], causes[0], causes[2]]
+    return causes
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,83 @@
+import math
+from typing import Any
+
+import pytest
+
+from accel_train.metrics.baselines import Unbeaten, is_lower_better, likely_causes, unbeaten_baseline
+
+FACTS: dict[str, Any] = {
+    "run_folder": "runs/a", "steps": 1200, "epochs": 3.0, "pretrained": False, "parameters": 124_000, "samples": 5000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scores", "baselines", "main", "expected"),
+    [
+        ({"accuracy": 0.9}, {"majority_accuracy": 0.5, "tfidf_accuracy": 0.89}, "loss", None),
+        (
+            {"accuracy": 0.8},
+            {"majority_accuracy": 0.5, "tfidf_accuracy": 0.89},
+            "loss",
+            ("tfidf", "accuracy", 0.8, 0.89),
+        ),
+        (
+            {"accuracy": 0.4},
+            {"majority_accuracy": 0.5, "tfidf_accuracy": 0.89},
+            "loss",
+            ("tfidf", "accuracy", 0.4, 0.89),
+        ),
+        # A model that answers with the commonest class has learned nothing.
+        ({"accuracy": 0.5}, {"majority_accuracy": 0.5}, "loss", ("majority", "accuracy", 0.5, 0.5)),
+        ({"accuracy": 1.0}, {"tfidf_accuracy": 1.0}, "loss", None),
+        ({"mae": 0.0}, {"mean_mae": 0.0}, "loss", None),
+        # The metric that the run is about decides.
+        ({"accuracy": 0.9, "f1_macro": 0.3}, {"bow_accuracy": 0.8, "bow_f1_macro": 0.6}, "accuracy", None),
+        (
+            {"accuracy": 0.9, "f1_macro": 0.3},
+            {"bow_accuracy": 0.8, "bow_f1_macro": 0.6},
+            "f1_macro",
+            ("bow", "f1_macro", 0.3, 0.6),
+        ),
+        # Smaller is better.
+        ({"bits_per_byte": 2.0}, {"xz_bits_per_byte": 2.2, "unigram_bits_per_byte": 4.5}, "loss", None),
+        (
+            {"bits_per_byte": 3.0},
+            {"xz_bits_per_byte": 2.2, "unigram_bits_per_byte": 2.5},
+            "loss",
+            ("xz", "bits_per_byte", 3.0, 2.2),
+        ),
+        ({"rmse": 1.5}, {"mean_rmse": 1.4}, "rmse", ("mean", "rmse", 1.5, 1.4)),
+        # Nothing can be compared.
+        ({"accuracy": math.nan}, {"majority_accuracy": 0.5}, "loss", None),
+        ({"accuracy": 0.1}, {"majority_f1": 0.5}, "loss", None),
+        ({}, {"majority_accuracy": 0.5}, "loss", None),
+        ({"accuracy": 0.1}, {}, "loss", None),
+    ],
+)
+def test_the_best_baseline_that_the_model_does_not_beat_is_found(
+    scores: dict[str, float], baselines: dict[str, float], main: str, expected: tuple[Any, ...] | None
+) -> None:
+    assert unbeaten_baseline(scores, baselines, main) == expected
+
+
+def test_the_sentence_has_both_numbers() -> None:
+    sentence = str(Unbeaten("bag of words", "f1_macro", 0.80812, 0.874))
+    assert sentence.endswith("on held-out data: f1 macro 0.8081, and 0.874 by bag of words")
+
+
+def test_the_likeliest_cause_comes_first() -> None:
+    rate, steps, data = likely_causes(**FACTS, still_improving=False)
+    assert "accel-train find-lr runs/a/recipe.resolved.yaml" in rate
+    assert "(1,200, 3 epochs)" in steps
+    assert "124,000 parameters from scratch on 5,000 samples" in data
+    first, *_ = likely_causes(**FACTS, still_improving=True)
+    assert first == f"{steps}; the last evaluation was the best one"
+
+
+def test_who_has_pretrained_weights_is_not_told_to_take_some() -> None:
+    assert "pretrained" not in " ".join(likely_causes(**{**FACTS, "pretrained": True}, still_improving=False))
+
+
+def test_errors_are_better_when_they_are_smaller() -> None:
+    assert all(map(is_lower_better, ("eval_loss", "hamming_loss", "rmse", "perplexity", "bits_per_byte")))
+    assert not any(map(is_lower_better, ("accuracy", "f1_macro", "mean_iou", "r2")))
