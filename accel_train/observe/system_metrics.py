@@ -9,7 +9,7 @@ from accel_train.core.state import JsonRecord
 LEAST_SECONDS = 1.0
 """Time between two samples at least."""
 LARGEST_SHARE = 0.001
-"""Of the time that sampling may take: a slow driver is asked less often."""
+"""Largest share of the time that sampling may take: a slow driver is asked less often."""
 OF_GPU: dict[str, tuple[str, float]] = {
     "gpu_percent": ("utilization", 1.0),
     "gpu_memory_bytes": ("device_memory_used", 1.0),
