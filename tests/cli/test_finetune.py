@@ -312,6 +312,12 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         ("--label", "lable"),
         "--label lable: t.csv has no such column; did you mean 'label'? There are text, label",
     ),
+    "a folder of weights that is not there": (
+        columns("text,label", lambda n: f"{WORDS[n % 4]},{n % 2}"),
+        "t.csv",
+        ("--model", "/no/such"),
+        "--model /no/such: there is no such folder (seen from {here}); name one, or a model on the hub",
+    ),
     "images outside of class folders": (
         image_outside_a_class,
         "t",
@@ -386,5 +392,5 @@ def test_wrong_data_are_one_line_that_shows_the_flag(what: str, capsys: pytest.C
     write, path, flags, said = WRONG[what]
     write()
     assert main(["finetune", path, "--dry-run", *flags]) == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == f"error: {said.replace('{here}', str(Path.cwd()))}\n"
     assert not Path("runs").exists()

@@ -15,6 +15,10 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     Raises:
         ValueError: there is no such model, or its tokenizer cannot be loaded.
     """
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(
+            f"--model {name}: there is no such folder (seen from {Path.cwd()}); name one, or a model on the hub"
+        )
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
