@@ -8,10 +8,12 @@ from accel_train.recipe.loader import Recipe as Recipe
 if TYPE_CHECKING:
     from accel_train.hf import Trainer as Trainer
     from accel_train.inference.export import load_exported as load_exported
+    from accel_train.tasks.module import ModuleTask as ModuleTask
+    from accel_train.training.fit import fit as fit
     from accel_train.training.train import RunResult as RunResult
     from accel_train.training.train import train as train
 
-__all__ = ["Recipe", "RunResult", "Trainer", "load_exported", "train"]
+__all__ = ["ModuleTask", "Recipe", "RunResult", "Trainer", "fit", "load_exported", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +22,14 @@ def __getattr__(name: str) -> Any:
         from accel_train.training import train as door
 
         return getattr(door, name)
+    if name == "fit":
+        from accel_train.training import fit as of_modules
+
+        return of_modules.fit
+    if name == "ModuleTask":
+        from accel_train.task import load_class
+
+        return load_class("task", "accel_train.tasks.module:ModuleTask", "accel_train.task.Task")
     if name == "Trainer":
         from accel_train.hf import trainer as hf
 

@@ -226,6 +226,14 @@ class Recipe(Section):
 
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
 
+    @model_validator(mode="before")
+    @classmethod
+    def own_tasks_need_no_model_and_no_data(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and ":" in str(tree.get("task", "")):
+            own = {"model": {"config": {"model_type": "custom"}}, "data": {"train": "custom"}}
+            return {**tree, **{name: tree.get(name) or section for name, section in own.items()}}
+        return tree
+
     @model_validator(mode="after")
     def writes_to_a_folder(self) -> "Recipe":
         problem = path_problem(self.output_dir)

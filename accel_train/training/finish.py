@@ -1,5 +1,6 @@
 """Finish a run after its last step: evaluate, and write the weights, the summary and the report."""
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +29,10 @@ from accel_train.task import TARGET_UNITS, rate_name
 from accel_train.training.model_selection import evaluate_run, short_name
 
 
-def finish_run(run: RunContext) -> dict[str, Any]:
+def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
     """Evaluate on all samples, restore the best weights if the recipe says so, and write `model/`, summary.json and report.html.
+
+    Returns what summary.json holds, on the main process, and the model with the weights that are written.
 
     Raises:
         Preempted: the run was asked to stop during an evaluation; all steps are saved.
@@ -48,6 +51,8 @@ def finish_run(run: RunContext) -> dict[str, Any]:
     with run.strategy.averaged():
         refuse_nonfinite_model(run)
         model = full_model(run)
+        if run.plan.recipe.optimizer.ema_decay is not None and run.strategy.is_replicated:
+            model = copy.deepcopy(model)  # once this ends, the run's own has the last weights again
         if accelerator.is_main_process:
             save_model(run, model)
             summary = summarise(run, model)
@@ -61,7 +66,7 @@ def finish_run(run: RunContext) -> dict[str, Any]:
             report = f"could not be written ({error}); accel-train report {output_dir} tries again"
         _note_end(run, summary, report)
     accelerator.wait_for_everyone()
-    return summary
+    return summary, model
 
 
 def evaluate_at_end(run: RunContext) -> None:

@@ -1,8 +1,11 @@
 """Train a recipe to its end: prepare, run the loop, and write the results."""
 
+import html
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from accel_train.engine.run import RunContext
 from accel_train.recipe.schema import Recipe
@@ -21,7 +24,37 @@ class RunResult:
 
     output_dir: Path
     summary: dict[str, Any]
-    """Contents of summary.json: final metrics, totals, wall time, peak memory, throughput."""
+    """Contents of summary.json: final metrics, totals, wall time, peak memory, throughput. Empty but on the main process."""
+    model: nn.Module
+    """The trained model with the weights that `model/` has; where it is sharded, on the main process alone."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last evaluation, on all evaluation data."""
+        return dict(self.summary.get("eval", {}))
+
+    def report(self) -> "Report":
+        """Return the report: in a notebook it is shown, elsewhere it is a path."""
+        return Report(self.output_dir / "report.html")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The page of a run or a comparison, which a notebook shows below its cell."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        """Return the path of the page."""
+        return str(self.path)
+
+    def __str__(self) -> str:
+        """Return the path of the page."""
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
 
 @exits_are_errors()
@@ -47,4 +80,5 @@ def train_run(run: RunContext) -> RunResult:
         continue_unless_stopped(run)
         with run.memory.phase("train"), garbage_collected_at_steps():
             run_steps(run)
-        return RunResult(run.plan.output_dir, finish_run(run))
+        summary, model = finish_run(run)
+        return RunResult(run.plan.output_dir, summary, model)

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch.utils.data import TensorDataset
 
-from accel_train import Recipe
+from accel_train import Recipe, train
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
 from tests.support.runs import REPOSITORY, losses, recipe_dict, write_corpus
@@ -31,6 +33,31 @@ def test_task_of_the_page_about_tasks_trains(tmp_path: Path, monkeypatch: pytest
         run_steps(run)
     assert list(losses(tmp_path / "run")) == [1, 2]
     del sys.modules["my_module"]
+
+
+def test_module_task_of_the_page_about_tasks_and_the_readmes_fit_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (source,) = (block for block in code_blocks("python", TASKS) if "ModuleTask" in block)
+    (tmp_path / "line.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    tree = {
+        "task": "line:Line",
+        "output_dir": "runs/line",
+        "schedule": {"max_steps": 50},
+        "optimizer": {"learning_rate": 0.3},
+    }
+    assert train(Recipe.model_validate(tree)).metrics["loss"] < 0.1
+    del sys.modules["line"]
+
+    (source,) = (block for block in code_blocks("python") if "import fit" in block)
+    inputs = torch.randn(64, 4)
+    data = TensorDataset(inputs, (inputs.sum(dim=1) > 0).long())
+    names = {"nn": torch.nn, "model": torch.nn.Linear(4, 2), "train_data": data, "test_data": data}
+    exec(source, names)
+    assert names["result"].metrics["accuracy"] > 0.5
+    assert names["result"].model is names["model"]
 
 
 def test_task_without_transformers_of_the_page_about_tasks_trains_by_its_recipe(

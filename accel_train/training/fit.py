@@ -1,0 +1,81 @@
+"""Train a module of a program: `fit(model, train_data, loss=...)`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from accel_train.recipe.loader import make_recipe
+from accel_train.runtime.exit import exits_are_errors
+from accel_train.runtime.signals import StopRequest
+from accel_train.task import load_class
+from accel_train.training.setup import prepare_run
+from accel_train.training.train import RunResult, train_run
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+_TASK = "accel_train.tasks.module:FittedModule"
+
+
+@exits_are_errors()
+def fit(
+    model: nn.Module,
+    train_data: "Dataset[Any]",
+    *,
+    loss: Callable[[nn.Module, Any], Tensor],
+    output_dir: str | Path,
+    eval_data: "Dataset[Any] | None" = None,
+    metrics: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None,
+    collate: Callable[[Sequence[Any]], Any] | None = None,
+    num_epochs: float | None = None,
+    max_steps: int | None = None,
+    batch_size: int = 32,
+    learning_rate: float = 3e-4,
+    **sections: Mapping[str, Any],
+) -> RunResult:
+    """Train any `nn.Module` on a map-style data set, with the guards, the data order and the checkpoints of every run.
+
+    Call it again to resume: it goes on from the newest valid checkpoint of `output_dir`. Under `accelerate launch` or torchrun the same
+    program trains on all processes. The module is trained in place; where it is sharded, `result.model` has its weights.
+
+    Args:
+        model: on the CPU, in fp32.
+        train_data: samples by number, which `collate` makes a batch of.
+        loss: `loss(model, batch)` returns one number for each sample, or 0-dim their mean.
+        output_dir: the run folder.
+        eval_data: evaluated four times and at the end; None: never.
+        metrics: `metrics(model, batch)` returns further numbers by name, each as the loss; they are averaged over `eval_data`.
+        collate: samples to a batch; None: as torch's DataLoader.
+        num_epochs: passes over the data; 3, where neither this nor max_steps is given.
+        max_steps: optimizer steps, in place of num_epochs.
+        batch_size: samples of a step, over all processes.
+        learning_rate: the peak of the schedule (warm-up and cosine, unless `schedule` says otherwise).
+        sections: sections of a recipe: `optimizer={"name": "muon"}, precision={"mixed_precision": "bf16"}, seed=1`.
+
+    Raises:
+        ValueError: a setting or the data are wrong; raised before a step.
+        TrainingStopped, CheckpointError, Preempted: as `accel_train.train`.
+    """
+    length: dict[str, Any] = {"max_steps": max_steps} if max_steps is not None else {"num_epochs": num_epochs or 3}
+    if max_steps is not None and num_epochs is not None:
+        raise ValueError(f"max_steps={max_steps} and num_epochs={num_epochs} are both given; give one of them")
+    own: dict[str, Any] = {
+        "task": _TASK,
+        "output_dir": str(output_dir),
+        "batch": {"global_batch_size": batch_size},
+        "optimizer": {"learning_rate": learning_rate},
+        "schedule": length,
+        "evaluate": {"every_steps": max(1, max_steps // 4)}
+        if max_steps is not None
+        else {"every_epochs": max(1, int((num_epochs or 3) // 4))},
+    }
+    for name, section in sections.items():
+        own[name] = {**own[name], **section} if isinstance(section, Mapping) and name in own else section
+    recipe = make_recipe(own, "fit()", arguments=[])
+    task = load_class("task", _TASK, "accel_train.task.Task")(
+        model, train_data, eval_data, {"loss": loss, "metrics": metrics, "collate": collate}
+    )
+    with StopRequest() as stop:
+        return train_run(prepare_run(recipe, task, stop=stop))

@@ -1,0 +1,203 @@
+"""`fit` trains any module of a program, with all guarantees; a task of three methods does the same from a recipe."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from accel_train import RunResult, fit
+from accel_train.cli.main import main
+from tests.support.processes import run_forked
+from tests.support.runs import TESTS, losses
+
+INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+TARGETS = INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5])
+TRAIN, EVAL = TensorDataset(INPUTS[:80], TARGETS[:80]), TensorDataset(INPUTS[80:], TARGETS[80:])
+SETTINGS: dict[str, Any] = {"batch_size": 8, "learning_rate": 0.05, "log": {"every_steps": 1, "progress": False}}
+
+
+def module() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
+
+
+def squared_error(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0])[:, 0] - batch[1]).square()
+
+
+def error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"absolute_error": (model(batch[0])[:, 0] - batch[1]).abs().mean()}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Iterator[None]:
+    """An empty folder."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("my_task", None)
+
+
+def test_a_module_is_trained_in_place_and_the_result_has_model_metrics_and_report() -> None:
+    model = module()
+    result = fit(
+        model, TRAIN, loss=squared_error, metrics=error, eval_data=EVAL, output_dir="run", num_epochs=6, **SETTINGS
+    )
+    assert isinstance(result, RunResult)
+    assert result.model is model
+    saved = load_file("run/model/model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in model.state_dict().items())
+    with torch.no_grad():
+        expected = (model.eval()(EVAL.tensors[0])[:, 0] - EVAL.tensors[1]).abs()
+    assert result.metrics["loss"] == pytest.approx(expected.square().mean().item(), rel=1e-6)
+    assert result.metrics["absolute_error"] == pytest.approx(expected.mean().item(), rel=1e-6)
+    found = list(losses(Path("run")).values())
+    assert found[-1] < 0.2 * found[0]
+    assert "srcdoc" in result.report()._repr_html_()
+    assert Path(result.report()).is_file()
+
+
+def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> None:
+    class Killed(Exception):
+        pass
+
+    calls = 0
+
+    def breaks(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise Killed
+        return squared_error(model, batch)
+
+    common: dict[str, Any] = {"max_steps": 30, "checkpoint": {"every_steps": 5}, **SETTINGS}
+    whole = fit(module(), TRAIN, loss=squared_error, output_dir="whole", **common).model
+    with pytest.raises(Killed):
+        fit(module(), TRAIN, loss=breaks, output_dir="run", **common)
+    resumed = fit(nn.Sequential(*module().children()), TRAIN, loss=squared_error, output_dir="run", **common).model
+    assert all(torch.equal(weight, resumed.state_dict()[name]) for name, weight in whole.state_dict().items())
+    assert losses(Path("run")) == losses(Path("whole"))
+    assert [event["event"] for event in map(json.loads, Path("run/events.jsonl").read_text().splitlines())].count(
+        "resume"
+    ) == 1
+
+
+@pytest.mark.parametrize("form", ["pair", "mapping", "tensor"])
+def test_a_batch_has_the_form_in_which_the_data_loader_of_torch_makes_it(form: str) -> None:
+    rows = torch.cat([INPUTS, TARGETS[:, None]], dim=1)
+    samples: dict[str, Sequence[Any]] = {
+        "pair": [(row[:4], row[4]) for row in rows],
+        "mapping": [{"inputs": row[:4], "target": row[4]} for row in rows],
+        "tensor": list(rows),
+    }
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, target = {
+            "pair": lambda: (batch[0], batch[1]),
+            "mapping": lambda: (batch["inputs"], batch["target"]),
+            "tensor": lambda: (batch[:, :4], batch[:, 4]),
+        }[form]()
+        return (model(inputs)[:, 0] - target).square().mean()
+
+    fit(module(), samples[form], loss=loss, output_dir=form, max_steps=4, **SETTINGS)  # type: ignore[arg-type]
+    fit(module(), TRAIN_OF_96, loss=squared_error, output_dir="reference", max_steps=4, **SETTINGS)
+    reference = losses(Path("reference"))
+    assert losses(Path(form)) == pytest.approx(reference, rel=1e-6)
+
+
+TRAIN_OF_96 = TensorDataset(INPUTS, TARGETS)
+
+
+def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
+    bad = INPUTS.clone()
+    bad[17] = float("nan")
+    result = fit(module(), TensorDataset(bad, TARGETS), loss=squared_error, output_dir="run", num_epochs=1, **SETTINGS)
+    assert result.summary["skipped_steps"] == 1
+    assert all(weight.isfinite().all() for weight in result.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"max_steps": 3, "num_epochs": 2}, "max_steps=3 and num_epochs=2 are both given; give one of them"),
+        (
+            {"optimizer": {"learning_rat": 1}},
+            r"unknown setting optimizer\.learning_rat \(fit\(\)\); did you mean optimizer\.learning_rate",
+        ),
+        (
+            {"loss": lambda model, batch: model(batch[0]).new_zeros(3)},
+            r"loss has shape \(3,\) for 8 samples; return one number for each",
+        ),
+        ({"train_data": TensorDataset(INPUTS[:0])}, "the training data are empty"),
+    ],
+)
+def test_a_mistake_is_an_error_that_says_what_to_do(changed: dict[str, Any], said: str) -> None:
+    arguments: dict[str, Any] = {"train_data": TRAIN, "loss": squared_error, "output_dir": "run", **SETTINGS, **changed}
+    with pytest.raises(ValueError, match=said):
+        fit(module(), **arguments)
+
+
+def test_a_task_of_three_methods_and_a_recipe_without_model_and_data_train_and_evaluate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("my_task.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom accel_train import ModuleTask\n\n"
+        "class Line(ModuleTask):\n"
+        "    def data(self):\n"
+        "        x = torch.randn(64, 3, generator=torch.Generator().manual_seed(self.recipe.seed))\n"
+        "        y = x.sum(dim=1)\n"
+        "        return TensorDataset(x[16:], y[16:]), TensorDataset(x[:16], y[:16])\n"
+        "    def model(self):\n        return nn.Linear(3, 1)\n"
+        "    def loss(self, model, batch):\n        return (model(batch[0])[:, 0] - batch[1]).square()\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    recipe = {
+        "task": "my_task:Line",
+        "output_dir": "run",
+        "schedule": {"max_steps": 20},
+        "optimizer": {"learning_rate": 0.1},
+        "batch": {"global_batch_size": 8},
+    }
+    Path("line.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["run", "line.yaml"]) == 0
+    final = json.loads(Path("run/summary.json").read_text())["eval"]["loss"]
+    assert final < 0.5
+    assert main(["evaluate", "run"]) == 0
+    assert f"{final:.4f}" in capsys.readouterr().out
+
+
+class Unread(Dataset[Any]):
+    """Data whose samples are made by code."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return INPUTS[index], TARGETS[index]
+
+
+def test_data_of_any_class_with_length_and_items_will_do() -> None:
+    assert fit(module(), Unread(), loss=squared_error, output_dir="run", max_steps=2, **SETTINGS).metrics == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_on_two_processes_the_losses_are_those_of_one(tmp_path: Path, strategy: str) -> None:
+    program = TESTS / "support" / "programs" / "fit_module.py"
+    for processes in (1, 2):
+        folder = tmp_path / f"run-{processes}"
+        how = strategy if processes == 2 else "ddp"
+        forked = run_forked([str(folder), how], processes, folder=tmp_path / f"processes-{processes}", program=program)
+        forked.wait(120.0, stop_at_failure=True)
+        assert forked.first_failure() == 0, forked.stderr(0)[-3000:]
+    assert losses(tmp_path / "run-2") == pytest.approx(losses(tmp_path / "run-1"), rel=1e-6)
+    one, two = (load_file(tmp_path / f"run-{number}/model/model.safetensors") for number in (1, 2))
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, two[name], rtol=0, atol=1e-6)
