@@ -17,21 +17,52 @@ from accel_train.plan.plan import Plan
 from accel_train.plan.step_time import Scale, StepTime
 from accel_train.recipe.names import recipe_names
 from accel_train.recipe.reliability import Checkpoint
-from accel_train.recipe.writer import setting_lines
+from accel_train.recipe.writer import setting_lines, without_defaults
 
 Row = tuple[str, str]
 MUCH_PADDING = 0.02
 
 
-def format_plan(plan: Plan, *, colour: bool = False) -> str:
-    """Return the plan as aligned text; with `colour`, what is a default is dim (for a terminal)."""
+def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = False) -> str:
+    """Return the plan as aligned text: what it comes to, the settings that somebody set (or all of them), and each number's origin."""
+    lines = format_blocks([("Plan", list(_verdict(plan)))], colour=colour)[1:]
+    lines += ["", "Settings, and who set them", *_settings(plan, colour=colour, show_all=show_all)]
+    return str(redact("\n".join(lines + format_blocks(_blocks(plan), colour=colour))))
+
+
+def _verdict(plan: Plan) -> Iterator[Row]:
+    steps, total = plan.steps, plan.memory_bytes
+    samples = format_count(plan.sizes.global_batch_size, "sample")
+    length = f"{format_count(steps.max_steps)} steps of {samples}" if plan.has_length else f"steps of {samples}"
+    epochs = f", {steps.num_epochs:.4g} epochs" if plan.has_length and plan.reads_data else ""
+    yield "trains", f"{format_count(plan.num_trainable)} parameters for {length}{epochs}"
+    room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
+    fits = ": it fits" if plan.device_bytes is not None and total is not None and total <= plan.device_bytes else ""
+    yield "memory", f"{size(total)} for each process ({plan.device}){room}{fits}"
+    step = plan.scale.step
+    if step is None or plan.peak_flops is None or not plan.has_length:
+        yield "time", _time(plan)
+    else:
+        seconds = steps.max_steps * step.seconds
+        yield "time", f"{format_seconds(seconds)} by a model (below), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
+    yield "disk", f"{size(_disk_bytes(plan))} at most"
+
+
+def _disk_bytes(plan: Plan) -> float:
+    return plan.num_checkpoints * plan.checkpoint_bytes + 4 * plan.num_parameters
+
+
+def _settings(plan: Plan, *, colour: bool, show_all: bool) -> Iterator[str]:
     width = max(len(name.rpartition(".")[2]) + 2 * name.count(".") for name in recipe_names()) + 2
-    lines = ["Settings, and who set them"]
-    for depth, name, value, who in setting_lines(plan.recipe):
+    every = list(setting_lines(plan.recipe))
+    shown = every if show_all else without_defaults(every)
+    for depth, name, value, who in shown:
         left = f"{'  ' * (depth + 1)}{name}".ljust(width + 2)
         line = f"{left}{value}".ljust(width + 30) + f"  <- {who}" if who else left.rstrip()
-        lines.append(f"\x1b[2m{line}\x1b[0m" if colour and who == "default" else line)
-    return str(redact("\n".join(lines + format_blocks(_blocks(plan), colour=colour))))
+        yield f"\x1b[2m{line}\x1b[0m" if colour and who == "default" else line
+    if num_defaults := sum(1 for *_, who in every if who == "default") * (not show_all):
+        more = f"  and {num_defaults} defaults: --all shows them, `accel-train explain SETTING` says what one means"
+        yield f"\x1b[2m{more}\x1b[0m" if colour else more
 
 
 def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
@@ -48,12 +79,11 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     yield "Model", list(_model_rows(plan))
     total = plan.memory_bytes
     memory = [row(part.name, size(part.num_bytes), f"{part.kind}: {part.how}") for part in plan.memory]
-    disk = plan.num_checkpoints * plan.checkpoint_bytes + 4 * plan.num_parameters
     room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
     yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(total):>10}{room}")]
     yield "Disk", [
         row("checkpoint", size(plan.checkpoint_bytes), "arithmetic: weights and optimizer, fp32"),
-        row("in all", size(disk), f"{plan.num_checkpoints} checkpoints at most, and the final weights"),
+        row("in all", size(_disk_bytes(plan)), f"{plan.num_checkpoints} checkpoints at most, and the final weights"),
     ]  # fmt: skip
     yield from _scale_blocks(plan)
     if plan.notes:

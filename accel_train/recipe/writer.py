@@ -1,6 +1,6 @@
 """A recipe as YAML that can be run again: each value with who set it, and no secrets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +35,19 @@ def who_set(recipe: Recipe, name: str) -> str:
     origin, info = recipe.origin(name), recipe_names()[name]
     is_default = isinstance(info, FieldInfo) and info.default == value_of(recipe, name)
     return "python" if origin.kind == "default" and not is_default else str(origin)
+
+
+def without_defaults(lines: Sequence[SettingLine]) -> list[SettingLine]:
+    """Return the lines of settings that somebody set, and of the sections that have one."""
+    kept: list[SettingLine] = []
+    deepest = 0  # of the line below that is kept: a section above it is kept as well
+    for line in reversed(lines):
+        is_section_of_kept = line[0] < deepest
+        if (line[3] and line[3] != "default") or (not line[3] and is_section_of_kept):
+            kept.append(line)
+            deepest = line[0]
+        deepest = min(deepest, line[0])
+    return kept[::-1]
 
 
 def setting_lines(

@@ -350,6 +350,20 @@ def test_the_world_size_comes_from_the_launcher_or_the_argument(monkeypatch: pyt
     assert plan(world_size=8).world_size == 8
 
 
+def test_the_verdict_stands_first_and_all_settings_are_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "r.yaml", "--gpu", "H100"]) == 0
+    short = capsys.readouterr().out.splitlines()
+    assert short[0] == "Plan"
+    assert [line.split()[0] for line in short[1:5]] == ["trains", "memory", "time", "disk"]
+    assert short[2].endswith(": it fits")
+    assert main(["plan", "r.yaml", "--gpu", "H100", "--all"]) == 0
+    every = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "weight_decay 0.1 <- default" in every
+    hidden = [line for line in every if line.endswith("<- default")]
+    assert any(line.startswith(f"  and {len(hidden)} defaults: --all shows them") for line in short)
+    assert len(every) > len(short)
+
+
 def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "r.yaml", "--world-size", "2", "--seed", "3"]) == 0
     captured = capsys.readouterr()
@@ -357,7 +371,7 @@ def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pyte
     assert "seed 3 <- --seed" in lines
     line = 1 + Path("r.yaml").read_text().splitlines().index("  learning_rate: 0.001")
     assert f"learning_rate 0.001 <- r.yaml:{line}" in lines
-    assert "weight_decay 0.1 <- default" in lines
+    assert not any(line.endswith("<- default") for line in lines), "defaults are shown when they are asked for"
     assert any("16 = 2 per device x 4 accumulation x 2 processes" in line for line in lines)
     assert any("linear: 0.001 x (2 per device x 4 accumulation x 2 processes) / 4 = 0.004" in line for line in lines)
     assert any(line.startswith("vocabulary 257 tokens in 320 rows, 63 never used") for line in lines)

@@ -62,7 +62,7 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         print(about, file=sys.stderr)
     hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
     plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
-    print(format_plan(plan, colour=use_colour()))
+    print(format_plan(plan, colour=use_colour(), show_all=arguments.all))
     return 0
 
 
@@ -98,6 +98,7 @@ PLAN = Command(_plan, "say everything a run will be, before it costs anything", 
     "--gpus-per-node": {"metavar": "N", "type": int, "help": "default: 8, or all where there are fewer"},
     "--interconnect": {"metavar": "NAME", "help": "between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"},
     "--mfu": {"metavar": "X", "type": float, "help": "share of the peak that computing reaches; default: 0.35"},
+    "--all": {"action": "store_true", "help": "show all settings; default: those that are set"},
     "--no-data": {"action": "store_true", "help": "read none: plan from sequence length and vocabulary alone"},
 })  # fmt: skip
 

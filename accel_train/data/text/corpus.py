@@ -17,7 +17,7 @@ from accel_train.data.sources import Source, files_of, holds_tokens, resolve_bot
 from accel_train.data.text.build import Inputs, build_shards, byte_bar
 from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
 from accel_train.data.text.tokens import WindowDataset
-from accel_train.recipe.data import TrainedTokenizer
+from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 # Part of every key: raise it when the same sources would give other shards.
 _FORMAT = 1
-_READING = ("encoding", "header", "delimiter")  # in the key only where they are set, so that earlier tokens are found
+_READING = (
+    "encoding",
+    "header",
+    "delimiter",
+)  # in the key only where they are no defaults, so that earlier tokens are found
 
 Samples = TypeVar("Samples")
 
@@ -109,7 +113,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         "eval_fraction": None if inputs.eval else data.eval_fraction,
         "text_column": data.text_column,
         "encoding_errors": data.encoding_errors,
-        **{name: getattr(data, name) for name in _READING if name in data.model_fields_set},
+        **{name: getattr(data, name) for name in _READING if getattr(data, name) != Data.model_fields[name].default},
         "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else tokenizer.model_dump(),
     }
 

@@ -194,6 +194,14 @@ def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(tmp_path: 
     assert "WORD" in "".join(decoded_documents(second, "train"))
 
 
+def test_defaults_that_are_written_out_are_the_same_data(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+    """As in the resolved recipe of a run, which resumes it."""
+    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
+    written_out = Recipe.model_validate(recipe.model_dump())
+    assert len(written_out.data.model_fields_set) > len(recipe.data.model_fields_set)
+    assert prepare_text(written_out, progress=False).fingerprint == prepare_text(recipe, progress=False).fingerprint
+
+
 def test_unchanged_files_are_not_read_again(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     path = Path(write_rows(tmp_path / "a.jsonl", ROWS))
     os.utime(path, (1_000_000, 1_000_000))
