@@ -210,3 +210,9 @@ def test_reference_has_every_setting_command_flag_and_recipe() -> None:
 def test_cookbook_has_twenty_recipes_and_agents_a_hundred_lines_at_most() -> None:
     assert text_of("docs/cookbook.md").count("\n## ") == 20
     assert len(text_of("AGENTS.md").splitlines()) <= 100
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    named = re.findall(r": (\w+\.md)$", text_of("mkdocs.yml"), flags=re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert {path.name for path in (REPOSITORY / "docs").glob("*.md")} - set(named) == set()
