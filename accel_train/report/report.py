@@ -35,12 +35,17 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None, *, refuse
     """
     if not run_folders:
         raise ValueError("give at least one run folder to report on")
-    runs = [load_run(Path(folder), name) for folder, name in zip(run_folders, _names(run_folders), strict=True)]
+    runs = load_runs(run_folders)
     home = Path(run_folders[0])
     out = _output_file([Path(folder) for folder in run_folders], out)
     if refuse:
         check_file(out, home, str(out))
     return write_file(out, render_page(runs).encode(), home)
+
+
+def load_runs(run_folders: Sequence[Path]) -> list[Run]:
+    """Return the records of runs, each by the name of its folder; raises ValueError as `load_run`."""
+    return [load_run(Path(folder), name) for folder, name in zip(run_folders, _names(run_folders), strict=True)]
 
 
 @cache

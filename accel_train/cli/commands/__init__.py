@@ -6,7 +6,7 @@ from accel_train.cli.command import Command
 from accel_train.cli.commands.finetune import FINETUNE
 from accel_train.cli.commands.recipes import COMPLETION, EXPLAIN, INIT, RECIPES
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
-from accel_train.cli.commands.runs import DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT
+from accel_train.cli.commands.runs import DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT, WATCH
 from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
 
 COMMANDS: dict[str, Command] = {
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Command] = {
     "rehearse": REHEARSE,
     "generate": GENERATE,
     "report": REPORT,
+    "watch": WATCH,
     "replay": REPLAY,
     "verify": VERIFY,
     "doctor": DOCTOR,

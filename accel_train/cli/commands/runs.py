@@ -72,10 +72,41 @@ def _export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from accel_train.report.report import write_report
 
+    if arguments.follow:
+        return _follow(arguments)
+    if arguments.port is not None:
+        raise ValueError(f"--port {arguments.port} is for --follow")
     out = out_of(arguments)
     written = write_report([Path(run) for run in arguments.runs], out, refuse=True)
     if out is None or not is_written_into(out):
         print(written)
+    return 0
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    from accel_train.report.follow import ReportServer
+
+    if arguments.out is not None:
+        raise ValueError("--out writes a file, and --follow writes none; give one of them")
+    with (
+        ReportServer([Path(run) for run in arguments.runs], arguments.port or 0) as server,
+        suppress(KeyboardInterrupt),
+    ):
+        print(f"{server.address} (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return 0
+
+
+@users_mistakes()
+def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from accel_train.report.watch import show_in_terminal, watch_run
+
+    if not arguments.every > 0:
+        raise ValueError(f"--every={arguments.every:g}: must be above 0")
+    in_place = sys.stdout.isatty() and not arguments.once
+    with suppress(KeyboardInterrupt):  # Ctrl-C leaves the view, and not the run
+        show = show_in_terminal if in_place else print
+        watch_run(Path(arguments.run), once=arguments.once, every_seconds=arguments.every, show=show)
     return 0
 
 
@@ -125,7 +156,15 @@ EXPORT = Command(_export, "write the model into a folder for others, and make it
 REPORT = Command(_report, "write report.html of one run, or a comparison of several", {
     "runs": {"metavar": "RUN", "nargs": "+", "help": "the output_dir of a run"},
     "--out": {"metavar": "FILE", "help": "where to write the HTML"},
+    "--follow": {"action": "store_true", "help": "serve the page on this machine, and renew it while the run goes on; writes no file"},
+    "--port": {"metavar": "N", "type": int, "help": "of --follow; default: one that is free"},
 }, takes_settings=False)  # fmt: skip
+
+WATCH = Command(_watch, "a run's state, loss, rate, time left and last events in the terminal, until it has ended", {
+    "run": {"metavar": "RUN", "help": "the output_dir of a run, of any process or machine that writes there"},
+    "--once": {"action": "store_true", "help": "print it once, and end"},
+    "--every": {"metavar": "SECONDS", "type": float, "default": 2.0, "help": "how often to look; default: 2"},
+}, takes_settings=False, processes="one")  # fmt: skip
 
 REPLAY = Command(_replay, "compute an incident of a run again, module by module", {
     "incident": {"metavar": "INCIDENT", "help": "a folder of RUN/incidents"},

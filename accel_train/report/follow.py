@@ -1,0 +1,116 @@
+"""The report of runs that go on, served on this machine: the page renews itself when their files have changed."""
+
+import json
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from accel_train.observe.incident_record import INCIDENTS
+from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from accel_train.report.report import load_runs, render_page
+from accel_train.report.run import EVALUATION_FILE
+
+HOST = "127.0.0.1"
+LARGEST_PORT = 65535
+_STRICT = "default-src 'none';"
+_MAY_ASK = "default-src 'none'; connect-src 'self';"
+_RENEW = """<script>
+{
+  const kept = JSON.parse(sessionStorage.getItem("follow") ?? "null"), drawn = typeof charts === "undefined" ? [] : charts;
+  if (kept?.theme) document.documentElement.dataset.theme = kept.theme;
+  const range = document.getElementById("smoothing");
+  if (range && kept?.smoothing != null) { range.value = kept.smoothing; range.oninput(); }
+  for (const { plot } of drawn) if (kept?.zoom) plot.setScale("x", kept.zoom);
+  const ask = async () => {
+    const version = await (await fetch("version")).text();
+    if (version === VERSION) return;
+    const x = drawn[0]?.plot.scales.x, steps = drawn[0]?.plot.data[0] ?? [];
+    const zoom = x && (x.min > steps[0] || x.max < steps.at(-1)) ? { min: x.min, max: x.max } : null;
+    sessionStorage.setItem("follow", JSON.stringify({ zoom, theme: document.documentElement.dataset.theme, smoothing: range?.value }));
+    location.reload();
+  };
+  setInterval(() => ask().catch(() => {}), 2000);
+}
+</script>
+</body>"""
+"""Asks for the version every two seconds. Zoom, theme and smoothing stay; a browser keeps the place on the page by itself."""
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Serves the report of runs at `address`, to this machine alone: `with ReportServer(runs) as server: server.serve_forever()`.
+
+    It reads the runs' files and writes none. A `port` of 0 takes one that is free.
+
+    Raises:
+        ValueError: a folder holds no run, or the port cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run_folders: Sequence[Path], port: int = 0) -> None:
+        if not 0 <= port <= LARGEST_PORT:
+            raise ValueError(f"--port={port}: must be between 0 and {LARGEST_PORT}")
+        self._folders = [Path(folder) for folder in run_folders]
+        load_runs(self._folders)  # a folder without a run is refused before anybody opens the page
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ValueError(f"--port={port} cannot be had: {error.strerror}; give another, or none") from error
+
+    @property
+    def address(self) -> str:
+        """Return the address to open in a browser."""
+        return f"http://{HOST}:{self.server_port}/"
+
+    def version(self) -> str:
+        """Return a text that differs once a run has written something that the page shows."""
+        names = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, EVALUATION_FILE)
+        stats = [path.stat() for folder in self._folders for name in names if (path := folder / name).is_file()]
+        return "-".join(f"{stat.st_size}.{stat.st_mtime_ns}" for stat in stats)
+
+    def page(self) -> bytes:
+        """Return the report as it is now, with a script that renews it."""
+        version = self.version()  # before the files are read: what is written meanwhile is another version
+        html = render_page(load_runs(self._folders)).replace(_STRICT, _MAY_ASK, 1)
+        before, _, after = html.rpartition("</body>")
+        return f"{before}{_RENEW.replace('VERSION', json.dumps(version), 1)}{after}".encode()
+
+    def file(self, path: str) -> Path | None:
+        """Return a file that the page of one run links to: of an incident, or a profile; None for any other path."""
+        if len(self._folders) > 1:
+            return None
+        folder = self._folders[0].resolve()
+        found = (folder / path.lstrip("/")).resolve()
+        linked = any(found.is_relative_to(folder / name) for name in (INCIDENTS, PROFILE_FOLDER))
+        return found if linked and found.is_file() else None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        """Answer with the page, its version, or a file that it links to."""
+        path = self.path.partition("?")[0]
+        name = self.headers.get("Host", "").rpartition(":")[0]
+        if name not in (HOST, "localhost"):  # a foreign page, whose name was made to mean this machine
+            self.send_error(403)
+        elif path == "/":
+            self._answer("text/html; charset=utf-8", self.server.page())
+        elif path == "/version":
+            self._answer("text/plain", self.server.version().encode())
+        elif file := self.server.file(path):
+            kind = "text/plain; charset=utf-8" if file.suffix in (".txt", ".json") else "application/octet-stream"
+            self._answer(kind, file.read_bytes())
+        else:
+            self.send_error(404)
+
+    def _answer(self, kind: str, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing for each request."""

@@ -1,0 +1,82 @@
+"""The report that is served while a run goes on: renewed when the run has written, and served to this machine alone."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_train.cli.main import main
+from accel_train.report.follow import ReportServer
+from tests.support.report import Page, make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", summary=None)
+
+
+@pytest.fixture
+def server(run: Path) -> Iterator[ReportServer]:
+    with ReportServer([run]) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server: ReportServer, path: str = "", **headers: str) -> str:
+    request = urllib.request.Request(server.address + path, headers=headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def test_page_and_version_change_when_a_line_is_appended_and_no_file_is_written(
+    server: ReportServer, run: Path
+) -> None:
+    before, files = get(server), sorted(run.iterdir())
+    version = get(server, "version")
+    assert json.dumps(version) in before, "the page knows which version it is"
+    assert get(server, "version") == version
+    assert "Perplexity" not in before
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 205, "split": "eval", "loss": 2.0, "perplexity": 7.4}) + "\n")
+    assert get(server, "version") != version
+    after = get(server)
+    assert "Perplexity" in Page(after).text
+    assert json.dumps(get(server, "version")) in after
+    assert "connect-src 'self'" in after
+    assert sorted(run.iterdir()) == files
+
+
+@pytest.mark.parametrize("path", ["metrics.jsonl", "incidents/../summary.json", "../run/metrics.jsonl", "incidents"])
+def test_only_the_page_and_what_it_links_to_are_served(server: ReportServer, run: Path, path: str) -> None:
+    (run / "incidents" / "step-1").mkdir(parents=True)
+    (run / "incidents" / "step-1" / "incident.txt").write_text("what is known")
+    assert get(server, "incidents/step-1/incident.txt") == "what is known"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(server, path)
+
+
+def test_a_foreign_name_of_this_machine_is_refused(server: ReportServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        get(server, Host="example.org:80")
+
+
+def test_what_cannot_be_followed_is_one_line(
+    server: ReportServer, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        ([str(run), "--follow", "--port", str(server.server_port)], "cannot be had"),
+        ([str(run), "--follow", "--port", "70000"], "must be between 0 and 65535"),
+        ([str(run), "--follow", "--out", "a.html"], "give one of them"),
+        ([str(run), "--port", "8000"], "--port 8000 is for --follow"),
+        ([str(tmp_path), "--follow"], "holds no run"),
+    ):
+        assert main(["report", *words]) == 2
+        assert said in capsys.readouterr().err
