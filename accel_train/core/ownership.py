@@ -36,7 +36,16 @@ RUN_NAMES = (
         "events.jsonl",
         "launches.jsonl",
     ),
-    *("summary.json", "evaluation.json", "report.html", "rollbacks.json", ".lock", ".lock.holder", MARKER),
+    *(
+        "summary.json",
+        "evaluation.json",
+        "examples.json",
+        "report.html",
+        "rollbacks.json",
+        ".lock",
+        ".lock.holder",
+        MARKER,
+    ),
 )
 """Names that a run writes in its folder."""
 _OLDER = {

@@ -18,6 +18,7 @@ from accel_train.core.json_io import from_json, json_text, read_json, to_json, u
 from accel_train.core.ownership import RESOLVED_RECIPE, check_claim, claim, write_file
 from accel_train.core.state import Choice, JsonRecord
 
+EXAMPLES_FILE = "examples.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"

@@ -57,6 +57,8 @@ class Evaluate(Section):
     """Images: evaluate with and without averaging over flips and scales."""
     max_samples: PositiveInt | None = None
     """Evaluate on this many samples during training; the last evaluation takes all, and is a curve of its own (`eval_final`)."""
+    num_examples: NonNegativeInt = 12
+    """Held-out samples that the model gets wrong, shown in the report with their text or picture; 0: none is copied."""
     null_score_diff_threshold: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """question-answering: the answer is empty where the score of no answer is higher than that of the best one by more than this."""
     sample_prompt: str | None = None

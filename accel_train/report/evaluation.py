@@ -48,7 +48,39 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
             *_describe_generation(details("generation")),
         ]
         blocks.append(_describe_augmentation(details("test_time_augmentation")))
+        blocks.append(_describe_examples(runs[0].examples))
     return [{"folded": False, "wide": False, "hint": ""} | block for block in blocks if block]
+
+
+def _describe_examples(found: Mapping[str, Any]) -> Block:
+    """Return the samples that the run got wrong, with their pictures or texts."""
+    examples = [each for each in found.get("examples", ()) if isinstance(each, Mapping)]
+    if not examples:
+        return {}
+    of_pixels = found.get("kind") == "mask"
+    captions = [
+        f"{each['wrong']:.1%} of the pixels wrong"
+        if of_pixels
+        else f"{each['truth']}, taken for {each['prediction']} ({each['score']:.0%})"
+        for each in examples
+    ]
+    items = [
+        {
+            "images": [image for image in each.get("images", ()) if str(image).startswith("data:image/png;base64,")],
+            "text": each.get("text"),
+            "caption": caption,
+        }
+        for each, caption in zip(examples, captions)
+    ]
+    counted = f"of {found['tried']:,} held-out samples {found['wrong']:,} are wrong; the most confident first"
+    hint = "image, truth, prediction; the worst first" if of_pixels else counted
+    return {
+        "title": "Predictions" if of_pixels else "Mistakes",
+        "kind": "examples",
+        "items": items,
+        "hint": hint,
+        "wide": True,
+    }
 
 
 def confusion_matrix(part: Mapping[str, Any]) -> tuple[NDArray[np.int64], list[str]] | None:

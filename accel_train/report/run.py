@@ -41,6 +41,8 @@ class Run:
     recipe_text: str = ""
     evaluation: JsonRecord = field(default_factory=dict)
     """evaluation.json: `step`, `metrics`, `details`."""
+    examples: JsonRecord = field(default_factory=dict)
+    """examples.json: held-out samples that the run gets wrong."""
     incidents: Sequence[JsonRecord] = ()
     """Records of its incidents, by step."""
     system: Sequence[JsonRecord] = ()
@@ -114,6 +116,7 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         summary,
         recipe_text="" if recipe is None else recipe.read_text(encoding="utf-8", errors="replace"),
         evaluation=run_folder.read_record(folder / EVALUATION_FILE, damage),
+        examples=run_folder.read_record(folder / run_folder.EXAMPLES_FILE, damage),
         system=system,
         launches=read_launches(folder),
         incidents=[record for record in incidents if record],

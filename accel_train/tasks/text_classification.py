@@ -45,6 +45,11 @@ class Source:
         assert self.texts.eval is not None
         return self.texts.eval[index].id
 
+    def shown(self, index: int) -> dict[str, Any]:
+        """Return the text of an evaluation row, as a report shows it."""
+        assert self.texts.eval is not None
+        return {"text": "\n".join(self.texts.eval[index].texts)}
+
 
 class TextClassification(Task):
     """Fine-tune any sequence classifier of transformers, or train one from a configuration."""

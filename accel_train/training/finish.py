@@ -22,10 +22,12 @@ from accel_train.inference.evaluate import format_augmentation
 from accel_train.metrics.baselines import likely_causes, unbeaten_baseline
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
+from accel_train.observe.run_folder import EXAMPLES_FILE
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
 from accel_train.task import TARGET_UNITS, rate_name
+from accel_train.training.examples import examples_of
 from accel_train.training.model_selection import evaluate_run, short_name
 
 
@@ -56,6 +58,8 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
         if accelerator.is_main_process:
             save_model(run, model)
             summary = summarise(run, model)
+            if examples := examples_of(run, model):
+                write_file(output_dir / EXAMPLES_FILE, json_text(examples).encode(), output_dir)
     if accelerator.is_main_process and run.evaluation.details:
         write_file(output_dir / "evaluation.json", json_text(run.evaluation.details).encode(), output_dir)
     run.observer.finish(summary)

@@ -114,3 +114,8 @@ class ImageSource:
         """Return the name of an evaluation image: its id column, else its file, or file and row."""
         assert self.sets.eval is not None
         return self.sets.eval.row_id(index)
+
+    def shown(self, index: int) -> dict[str, Any]:
+        """Return an evaluation image as it is in its file, as a report shows it."""
+        assert self.sets.eval is not None
+        return {"image": self.sets.eval.image(index)}
