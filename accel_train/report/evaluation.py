@@ -54,10 +54,15 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
 
 def _describe_examples(found: Mapping[str, Any]) -> Block:
     """Return the samples that the run got wrong, with their pictures or texts."""
-    examples = [each for each in found.get("examples", ()) if isinstance(each, Mapping)]
-    if not examples:
-        return {}
     of_pixels = found.get("kind") == "mask"
+    needed = {"wrong": float} if of_pixels else {"truth": str, "prediction": str, "score": float}
+    examples = [
+        each
+        for each in _list(found.get("examples"))
+        if isinstance(each, Mapping) and all(isinstance(each.get(name), kind) for name, kind in needed.items())
+    ]
+    if not examples or not all(is_number(found.get(name)) for name in ("tried", "wrong")):
+        return {}
     captions = [
         f"{each['wrong']:.1%} of the pixels wrong"
         if of_pixels
@@ -66,7 +71,7 @@ def _describe_examples(found: Mapping[str, Any]) -> Block:
     ]
     items = [
         {
-            "images": [image for image in each.get("images", ()) if str(image).startswith("data:image/png;base64,")],
+            "images": [image for image in _list(each.get("images")) if str(image).startswith("data:image/png;base64,")],
             "text": each.get("text"),
             "caption": caption,
         }
@@ -81,6 +86,10 @@ def _describe_examples(found: Mapping[str, Any]) -> Block:
         "hint": hint,
         "wide": True,
     }
+
+
+def _list(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else []
 
 
 def confusion_matrix(part: Mapping[str, Any]) -> tuple[NDArray[np.int64], list[str]] | None:

@@ -30,6 +30,7 @@ from accel_train.inference.finished_run import check_weights, recipe_of_trained
 from accel_train.inference.generate import generate_from_run
 from accel_train.metrics.registry import load_metric
 from accel_train.model.pretrained import pretrained_config
+from accel_train.observe.goodput import read_launches
 from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metrics, read_summary
 from accel_train.training.setup import prepare_run
 from tests.support.pickle_gadgets import FORMS, gadgets
@@ -181,6 +182,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "recipe.resolved.yaml": recipe_of_trained,
     "metrics.jsonl": lambda run: read_metrics(run)[0],  # lines that are none are left out
     "events.jsonl": lambda run: read_events(run)[0],
+    "launches.jsonl": lambda run: read_launches(run)[0],
+    "examples.json": lambda run: read_json(run / "examples.json"),
     "summary.json": read_summary,
     "evaluation.json": lambda run: read_json(run / "evaluation.json"),
     "rollbacks.json": read_rollbacks,
@@ -188,7 +191,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Path, canary: Path) -> None:
-    (run / "rollbacks.json").touch()
+    for name in ("rollbacks.json", "examples.json"):
+        (run / name).touch()
     read = [name for name in files_of(run) if name not in NOT_READ]
     assert sorted(READERS) == read
     for name in read:
@@ -196,6 +200,15 @@ def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Pa
             (run / name).write_bytes(content + b"\n")
             assert refuses(READERS[name], run), f"{what} as {name}"
     assert main(["report", str(run)]) == 0, "what is damaged is named, and left out"
+    for other in (
+        "[]",
+        '{"examples": 3}',
+        '{"examples": [{}, 3], "kind": "mask"}',
+        '{"examples": [{"images": ["javascript:x"]}]}',
+    ):
+        (run / "examples.json").write_text(other)
+        assert main(["report", str(run)]) == 0, other
+        assert "javascript:x" not in (run / "report.html").read_text()
 
 
 @pytest.mark.slow
