@@ -178,9 +178,12 @@ class KilledRun:
         return not is_alive(launcher) and (who == "launcher" or not any(map(is_alive, forked.pids)))
 
     def _bury(self, forked: Forked, launcher: int, who: str, where: str) -> None:
-        """Until nothing of the run is left: as torchrun does where a process has died; else by themselves, and soon."""
+        """Until nothing of the run is left: as torchrun does where a process has died; else by themselves, and soon.
+
+        Of a process that died before it had joined nobody knows but torchrun.
+        """
         began = time.monotonic()
-        by_themselves = who != "rank" or self.generator.random() < 0.1
+        by_themselves = who != "rank" or (self.generator.random() < 0.1 and where != "start")
         if not by_themselves:
             time.sleep(self.generator.uniform(0, 0.2))
             forked.end()
