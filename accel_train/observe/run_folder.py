@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +26,10 @@ SUMMARY_FILE = "summary.json"
 RECIPE_FILE = RESOLVED_RECIPE
 PROFILE_FOLDER = "profile"
 """Traces of steps, and what a GPU's memory held when it ran out."""
+
+
+_SECONDS_OF_THE_DEAD = 20.0
+"""A killed process's threads and children may hold its files for a moment: in a write to a slow disk, before they begin."""
 
 
 class RunFolder:
@@ -142,21 +147,25 @@ class RunFolder:
             os.close(self._open_files.popitem()[1])
 
     def _take_lock(self) -> None:
-        """Take the kernel's lock without waiting: it is free again as soon as its holder is gone, however it went."""
+        """Take the kernel's lock without waiting, unless its holder is dead: then what it left behind is still ending."""
         # A fallback to an existence lock would outlive a SIGKILL, and the run could not resume by itself.
         lock = FileLock(self.path / ".lock", thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise ValueError(
-                f"output_dir={self.path} is in use by {_describe_holder(self._holder_path)}; wait for that run, "
-                "stop it, or give this one another output_dir"
-            ) from None
+            if _is_dead(self._holder_path):
+                with suppress(Timeout):
+                    lock.acquire(timeout=_SECONDS_OF_THE_DEAD)
         except OSError as error:
             if error.errno != errno.ENOSYS:  # which is: Lustre mounted without `flock`, some FUSE file systems
                 raise ValueError(f"output_dir={self.path} cannot be locked: {error.strerror}") from error
             self.lock = Choice(False, "this file system has no locks: a second run in this folder is not kept out")
             return
+        if not lock.is_locked:
+            raise ValueError(
+                f"output_dir={self.path} is in use by {_describe_holder(self._holder_path)}; wait for that run, "
+                "stop it, or give this one another output_dir"
+            )
         self._filelock = lock
         self.lock = Choice(True, "held by the kernel, freed when this process ends")
 
@@ -227,6 +236,21 @@ def _create_writable_folder(path: Path) -> None:
         raise ValueError(
             f"output_dir={path} cannot be written: {error.strerror}; give a folder you can write"
         ) from error
+
+
+def _is_dead(holder_path: Path) -> bool:
+    """Return whether the process that took the lock ran on this machine, and has ended."""
+    import psutil
+
+    try:
+        holder = json.loads(holder_path.read_text(encoding="utf-8"))
+        if holder["host"] != socket.gethostname():
+            return False
+        return bool(psutil.Process(holder["pid"]).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return False
 
 
 def _describe_holder(holder_path: Path) -> str:

@@ -185,6 +185,22 @@ def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path)
     RunFolder(tmp_path).open().close()  # and let go in good order, it can be taken again
 
 
+LEAVE_A_CHILD_WITH_THE_LOCK = """
+import fcntl, json, os, socket, subprocess, sys
+folder = sys.argv[1]
+lock = os.open(f"{folder}/.lock", os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": "2026"}, open(f"{folder}/.lock.holder", "w"))
+subprocess.Popen(["sleep", sys.argv[2]], pass_fds=[lock], stdout=subprocess.DEVNULL)
+"""
+
+
+def test_the_folder_of_a_dead_run_is_waited_for_while_a_child_of_it_still_ends(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEAVE_A_CHILD_WITH_THE_LOCK, str(tmp_path), "1"], check=True)
+    with RunFolder(tmp_path) as folder:
+        assert folder.lock.value
+
+
 def test_a_forked_worker_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path: Path) -> None:
     with start_python(HOLD_THE_FOLDER, str(tmp_path), "fork") as holder:
         assert holder.stdout is not None
