@@ -24,20 +24,29 @@ LAUNCHER_VARIABLES = (
 class TrainingProcess:
     """The command `accel-train run`, which writes to `run_folder`: `with TrainingProcess(...) as training:`.
 
-    Torchrun starts several processes. All are killed when the block ends.
+    Torchrun starts several processes. All are killed when the block ends. What it prints is added to NAME.txt in `log_folder`, by
+    default that of the run folder.
     """
 
     def __init__(
-        self, name: str, recipe: str | Path, settings: Sequence[str], run_folder: Path, num_processes: int
+        self,
+        name: str,
+        recipe: str | Path,
+        settings: Sequence[str],
+        run_folder: Path,
+        num_processes: int,
+        log_folder: Path | None = None,
     ) -> None:
         self.name, self.run_folder = name, run_folder
         self._num_earlier_events = 0  # until they are counted
         self._num_earlier_events = len(self.events())
-        self._log = run_folder.with_name(f"{name}.txt")
+        self._log = (log_folder or run_folder.parent) / f"{name}.txt"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher = ["accel_train.torchrun", f"--nproc_per_node={num_processes}", "--standalone", "-m"]
         command = [sys.executable, "-m", *(launcher if num_processes > 1 else ()), "accel_train", "run", str(recipe)]
         self._started = time.monotonic()
-        with self._log.open("wb") as log:
+        self._log_begins = self._log.stat().st_size if self._log.exists() else 0
+        with self._log.open("ab") as log:
             self._process = psutil.Popen(
                 [*command, *settings, "--output_dir", str(run_folder)],
                 stdin=subprocess.DEVNULL,
@@ -65,6 +74,19 @@ class TrainingProcess:
         rows = read_metrics(self.run_folder) if exists else []
         return max((row["step"] for row in rows if row["split"] == "train"), default=0)
 
+    def exit_code(self) -> int | None:
+        """Return the exit code as a shell says it (137: SIGKILL); None while the run goes on."""
+        code: int | None = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def errors(self) -> str:
+        """Return the errors that the run has printed, or else its last lines."""
+        with self._log.open(errors="replace") as log:
+            log.seek(self._log_begins)
+            lines = log.read().splitlines()
+        errors = [line.partition("error: ")[2].strip() for line in lines if line.startswith("error: ")]
+        return "\n".join(errors or lines[-15:])
+
     def wait_until(self, reached: Callable[[], object]) -> None:
         """Wait until `reached` returns something true.
 
@@ -73,12 +95,8 @@ class TrainingProcess:
         """
         while not reached():
             if self._process.poll() is not None and not reached():
-                code: int = self._process.returncode
-                code = 128 - code if code < 0 else code or 1
-                lines = self._log.read_text(errors="replace").splitlines()
-                errors = [line.partition("error: ")[2].strip() for line in lines if line.startswith("error: ")]
-                output = "\n".join(errors or lines[-15:])
-                raise ProcessFailed(f"{self.name}: it ended with exit code {code}:\n{output}", code)
+                code = self.exit_code() or 1
+                raise ProcessFailed(f"{self.name}: it ended with exit code {code}:\n{self.errors()}", code)
             time.sleep(POLL_SECONDS)
 
     def wait_for_first_step(self) -> float:

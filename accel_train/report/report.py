@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
@@ -17,7 +18,14 @@ from accel_train.report.html import compare_baselines, compare_headlines, compar
 from accel_train.report.run import Run, load_run
 
 
-def write_report(run_folders: Sequence[Path], out: Path | None = None, *, refuse: bool = False) -> Path:
+def write_report(
+    run_folders: Sequence[Path],
+    out: Path | None = None,
+    *,
+    refuse: bool = False,
+    home: Path | None = None,
+    tables: Sequence[dict[str, Any]] = (),
+) -> Path:
     """Write the report of a run, or the comparison of several, as one HTML file.
 
     Args:
@@ -25,6 +33,8 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None, *, refuse
         out: the file, or a folder for it; none: `report.html` in the run's folder, and `comparison.html`
             beside the first of several runs.
         refuse: refuse to replace a file that is not ours, rather than move it to `previous-N/`.
+        home: the folder that keeps the digest of the file; none: that of the first run.
+        tables: shown before all else: `title`, `head` (texts), and `rows` of a `name` and `cells`.
 
     Returns:
         The file.
@@ -36,11 +46,11 @@ def write_report(run_folders: Sequence[Path], out: Path | None = None, *, refuse
     if not run_folders:
         raise ValueError("give at least one run folder to report on")
     runs = load_runs(run_folders)
-    home = Path(run_folders[0])
+    home = home or Path(run_folders[0])
     out = _output_file([Path(folder) for folder in run_folders], out)
     if refuse:
         check_file(out, home, str(out))
-    return write_file(out, render_page(runs).encode(), home)
+    return write_file(out, render_page(runs, tables).encode(), home)
 
 
 def load_runs(run_folders: Sequence[Path]) -> list[Run]:
@@ -55,7 +65,7 @@ def page_template() -> Template:
     return environment.from_string(_read("report.html"))
 
 
-def render_page(runs: Sequence[Run]) -> str:
+def render_page(runs: Sequence[Run], tables: Sequence[dict[str, Any]] = ()) -> str:
     """Return the whole HTML page as text; everything that comes from a run is escaped."""
     several = len(runs) > 1
     title = "Comparison of runs" if several else runs[0].name
@@ -63,6 +73,7 @@ def render_page(runs: Sequence[Run]) -> str:
     data = {"title": title, "runs": [run.name for run in runs], "charts": charts}
     return page_template().render(
         title=title,
+        tables=tables,
         blocks=describe_evaluation(runs),
         evaluated_at=None if several else runs[0].evaluation.get("step"),
         baselines=compare_baselines(runs),

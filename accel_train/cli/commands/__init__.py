@@ -7,6 +7,7 @@ from accel_train.cli.commands.finetune import FINETUNE
 from accel_train.cli.commands.recipes import COMPLETION, EXPLAIN, INIT, RECIPES
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
 from accel_train.cli.commands.runs import DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT, WATCH
+from accel_train.cli.commands.sweep import SWEEP
 from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
 
 COMMANDS: dict[str, Command] = {
@@ -18,6 +19,7 @@ COMMANDS: dict[str, Command] = {
     "export": EXPORT,
     "find-lr": FIND_LR,
     "rehearse": REHEARSE,
+    "sweep": SWEEP,
     "generate": GENERATE,
     "report": REPORT,
     "watch": WATCH,

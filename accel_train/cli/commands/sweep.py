@@ -1,0 +1,37 @@
+"""`sweep`: a recipe with several values of some settings."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from accel_train.cli.command import RECIPE, Command, users_mistakes
+
+
+def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+    with users_mistakes():
+        from accel_train.experiments.sweep import sweep
+
+        swept = sweep(
+            arguments.recipe,
+            settings,
+            num_random=arguments.random,
+            draw_seed=arguments.draw_seed,
+            processes=arguments.processes,
+            say=partial(print, file=sys.stderr, flush=True),
+        )
+    print(swept.table)
+    if swept.report is not None:
+        print(swept.report, file=sys.stderr)
+    return swept.exit_code
+
+
+SWEEP = Command(_sweep, (
+    "train every combination of values: --optimizer.learning_rate 1e-4,3e-4 --seed 0,1,2; commas within [ ], { } and "
+    "quotation marks do not split; the same command resumes"
+), {
+    "recipe": RECIPE,
+    "--random": {"metavar": "N", "type": int, "help": "train N combinations, drawn from the grid; default: all"},
+    "--draw-seed": {"metavar": "S", "type": int, "default": 0, "help": "of --random; default: 0"},
+    "--processes": {"metavar": "N", "type": int, "help": "of each run; default: the GPUs here"},
+}, processes="one")  # fmt: skip

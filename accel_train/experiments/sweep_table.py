@@ -1,0 +1,79 @@
+"""The table of a sweep: mean and spread over seeds of each combination, the best first."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_train.core.state import JsonRecord
+from accel_train.metrics.baselines import is_lower_better
+from accel_train.observe.run_folder import METRICS_FILE
+from accel_train.recipe.schema import Recipe
+from accel_train.report.metric_names import MISSING, is_number
+from accel_train.report.run import load_run
+
+
+class Row(NamedTuple):
+    """One run: its combination without the seed, its metric's name, and the value (None: it has none, or did not finish)."""
+
+    name: str
+    metric: str
+    value: float | None
+
+
+class Table(NamedTuple):
+    """The combinations in order: as records, as a block for the page, and by name."""
+
+    metric: str
+    facts: list[JsonRecord]
+    block: dict[str, Any]
+    order: list[str]
+
+
+def row_of(folder: Path, recipe: Recipe, values: Mapping[str, str], status: str = "finished") -> Row:
+    """Return the row of a run: `evaluate.metric_for_best_model` of its last evaluation, or its last training loss where it has none."""
+    name = ", ".join(f"{name} {value}" for name, value in values.items() if name != "seed") or "all seeds"
+    metric = recipe.evaluate.metric_for_best_model.removeprefix("eval_")
+    if status != "finished" or not (folder / METRICS_FILE).is_file():
+        return Row(name, metric, None)
+    run = load_run(folder)
+    if found := run.final_metrics():
+        value = found.get(metric)
+        return Row(name, metric, float(value) if is_number(value) else None)
+    last = run.train[-1].get("loss") if run.train else None
+    return Row(name, "training loss", float(last) if is_number(last) else None)
+
+
+def describe_rows(rows: Sequence[Row], recipe: Recipe) -> Table:
+    """Return mean, sample standard deviation and number of runs a combination; those without a value come last."""
+    metric = next((row.metric for row in rows if row.value is not None), rows[0].metric)
+    greater = recipe.evaluate.greater_is_better
+    greater = not is_lower_better(metric) if greater == "auto" or metric == "training loss" else greater
+    facts: list[JsonRecord] = []
+    for name in dict.fromkeys(row.name for row in rows):
+        values = [row.value for row in rows if row.name == name and row.value is not None]
+        spread = statistics.stdev(values) if len(values) > 1 else None
+        mean = statistics.fmean(values) if values else None
+        num_runs = sum(row.name == name for row in rows)
+        facts.append(
+            {"combination": name, "metric": metric, "mean": mean, "spread": spread, "values": values, "runs": num_runs}
+        )
+    facts.sort(key=lambda fact: (fact["mean"] is None, (-1 if greater else 1) * (fact["mean"] or 0.0)))
+    head = ["combination", f"{metric}, mean", "spread", "finished", "values"]
+    body = [{"name": fact["combination"], "cells": _cells(fact)} for fact in facts]
+    title = "Combinations, best first"
+    return Table(metric, facts, {"title": title, "head": head, "rows": body}, [fact["combination"] for fact in facts])
+
+
+def format_rows(table: Table, *, failed: Sequence[tuple[str, int]]) -> str:
+    """Return the table as aligned text; below it the runs that did not finish, with their exit codes."""
+    lines = [table.block["head"], *([row["name"], *row["cells"]] for row in table.block["rows"])]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*text, *(f"not finished: {name} (exit code {code})" for name, code in failed)])
+
+
+def _cells(fact: JsonRecord) -> list[str]:
+    numbers = [MISSING if fact[key] is None else f"{fact[key]:.4g}" for key in ("mean", "spread")]
+    values = ", ".join(f"{value:.4g}" for value in fact["values"])
+    return [*numbers, f"{len(fact['values'])} of {fact['runs']}", values or MISSING]
