@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -30,17 +31,17 @@ class ModuleTask(Task):
 
     recipe: Recipe
 
+    @abstractmethod
     def data(self) -> "tuple[Dataset[Any], Dataset[Any] | None]":
         """Return the training and the evaluation data: objects with `__len__` and `__getitem__`; None: nothing is evaluated."""
-        raise NotImplementedError("data")
 
+    @abstractmethod
     def model(self) -> nn.Module:
         """Build the model on the CPU, in fp32; the seed is set."""
-        raise NotImplementedError("model")
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss: one number for each sample, or 0-dim their mean."""
-        raise NotImplementedError("loss")
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return further numbers for an evaluation, by name, each as `loss`; they are averaged over all samples. By default none."""
@@ -116,10 +117,7 @@ class FittedModule(ModuleTask):
     ) -> None:
         if module is None:
             raise TypeError("it was trained by accel_train.fit(...) in a program; load model/model.safetensors there")
-        self.module, self.train, self.evaluation = module, train, evaluation
-        for name, function in (functions or {}).items():
-            if function is not None:
-                setattr(self, name, function)
+        self.module, self.train, self.evaluation, self.functions = module, train, evaluation, functions or {}
 
     def data(self) -> "tuple[Dataset[Any], Dataset[Any] | None]":
         """Return the program's data."""
@@ -130,6 +128,20 @@ class FittedModule(ModuleTask):
         if torch.get_default_device().type == "meta":
             return copy.deepcopy(self.module).to("meta")
         return self.module
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return what the program's function does."""
+        return self.functions["loss"](model, batch)  # type: ignore[misc]
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Return what the program's function does; nothing without one."""
+        function = self.functions.get("metrics")
+        return {} if function is None else function(model, batch)
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Make a batch by the program's function, else as torch's DataLoader does."""
+        function = self.functions.get("collate")
+        return super().collate(samples) if function is None else function(samples)
 
 
 def _given(batch: Mapping[str, Tensor]) -> Any:

@@ -173,6 +173,18 @@ def test_a_task_of_three_methods_and_a_recipe_without_model_and_data_train_and_e
     assert f"{final:.4f}" in capsys.readouterr().out
 
 
+def test_a_task_that_lacks_a_method_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("my_task.py").write_text(
+        "from accel_train import ModuleTask\n\nclass Half(ModuleTask):\n    def data(self):\n        return [1], None\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    Path("half.yaml").write_text("{task: my_task:Half, output_dir: run, schedule: {max_steps: 1}}")
+    assert main(["plan", "half.yaml"]) == 2
+    assert "task='my_task:Half' lacks loss, model; see accel_train.task.Task" in capsys.readouterr().err
+
+
 class Unread(Dataset[Any]):
     """Data whose samples are made by code."""
 
