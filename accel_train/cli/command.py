@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -22,11 +22,21 @@ DATA = {
 }
 
 
+class Outcome(NamedTuple):
+    """The outcome of a command: what `--json` prints as its `result`, and how it ends."""
+
+    result: Mapping[str, Any] | None = None
+    """One of `cli.results`, by the command; None where there is none, and on processes that print nothing."""
+    exit_code: int = 0
+    error: BaseException | None = None
+    """Where the command has a result and fails all the same: what is reported, and has the exit code."""
+
+
 class Command(NamedTuple):
     """One command: its function, its line in `--help`, and its arguments by name, as `add_argument` takes them."""
 
-    run: Callable[[argparse.Namespace, Sequence[str]], int]
-    """Gets its parsed arguments and the recipe settings; returns the exit code."""
+    run: Callable[[argparse.Namespace, Sequence[str]], Outcome]
+    """Gets its parsed arguments and the recipe settings; prints what is for people."""
     about: str
     arguments: dict[str, dict[str, Any]]
     takes_settings: bool = True

@@ -17,8 +17,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from accel_train.cli.command import Command
+from accel_train.cli.command import Command, Outcome
 from accel_train.cli.commands import COMMANDS
+from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_json
 from accel_train.core.errors import UserError
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import keep_secrets_out_of_tracebacks
@@ -56,30 +57,56 @@ def _main(argv: Sequence[str] | None = None) -> int:
     # Where torchao is installed, transformers imports it, and it warns of compiled parts that nothing here uses.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        if not asks_for_json(words):
+            code = _outcome_of(words).exit_code
+        else:
+            words = [*(word for word in words if word != FLAG), FLAG]  # it may stand anywhere, before the command, too
+            with JsonOutput(_command_in(words)) as output:
+                output.outcome = _outcome_of(words)
+            code = output.outcome.exit_code
         sys.stdout.flush()
         return code
+    except BrokenPipeError:
+        if not is_output_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer has nowhere to go
+        return OUTPUT_CLOSED
+
+
+def _outcome_of(words: list[str]) -> Outcome:
+    """Run one command; a failure that somebody foresaw is reported, and has its exit code."""
+    result = None
+    try:
+        outcome = _dispatch(words)
+        if outcome.error is None:
+            return outcome
+        result = outcome.result
+        raise outcome.error
     except SystemExit as error:  # --help and --version
-        return error.code if isinstance(error.code, int) else 0
+        return Outcome(exit_code=error.code if isinstance(error.code, int) else 0)
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and is_output_closed():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer has nowhere to go
-            return OUTPUT_CLOSED
-        code_of_error = exit_code(error)
-        if code_of_error is None:
+        code = exit_code(error)
+        if code is None:
             raise
         report(error)
-        return code_of_error
+        return Outcome(result, code, error)
 
 
-def _dispatch(words: list[str]) -> int:
+def _command_in(words: Sequence[str]) -> str | None:
+    """Return the name of the command, None where there is no such."""
+    name = next((word for word in words if not word.startswith("-")), None)
+    return name if name in COMMANDS else None
+
+
+def _dispatch(words: list[str]) -> Outcome:
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None and not set(words) & {"-h", "--help", "--version"}:
         if words:
             raise UserError(f"{words[0]} stands alone; name a command: {', '.join(COMMANDS)}")
         build_parser().print_help()
-        return 0
+        return Outcome()
     if name is not None and name not in COMMANDS:
         there_are, known = f"there are {', '.join(COMMANDS)}", [*COMMANDS, "train"]
         meant = did_you_mean(name, known, there_are, show=lambda name: name.replace("train", "run"))
@@ -89,7 +116,7 @@ def _dispatch(words: list[str]) -> int:
     if command.processes == "all" and (mistake := launch_mistake(os.environ)) is not None:
         raise UserError(mistake)
     if command.processes != "all" and os.environ.get("RANK", "0") != "0":
-        return 0
+        return Outcome()
     if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"WORLD_SIZE={size}: {arguments.command} takes one process; start it without a launcher")
     with exits_are_errors():
@@ -115,6 +142,7 @@ def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | No
         )
         for argument, options in command.arguments.items():
             own.add_argument(argument, **options)
+        own.add_argument(FLAG, action="store_true", help=FLAG_HELP)
         if extend is not None:
             extend(own, command)
     return parser

@@ -9,6 +9,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,11 +138,10 @@ def check_place(folder: Path) -> None:
         check_file(folder / name, folder, str(folder / name))
 
 
-def write_test(test: RangeTest, folder: Path) -> tuple[Path, Path]:
-    """Write `find-lr.json` and `find-lr.png` into a folder; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+def record_of(test: RangeTest) -> dict[str, Any]:
+    """Return the suggestion, the reason for it, and every step, as plain values."""
     index = test.suggestion.index
-    record = {
+    return {
         "learning_rate": test.learning_rate,
         "learning_rate_after_scaling": None if index is None else float(test.rates[index]),
         "lr_scaling": test.scale_reason,
@@ -152,6 +152,12 @@ def write_test(test: RangeTest, folder: Path) -> tuple[Path, Path]:
             for rate, loss, smoothed in zip(test.rates, test.losses, _padded(test))
         ],
     }
+
+
+def write_test(test: RangeTest, folder: Path) -> tuple[Path, Path]:
+    """Write `find-lr.json` and `find-lr.png` into a folder; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record, index = record_of(test), test.suggestion.index
     picture = draw_range_test(test.rates, test.losses, test.suggestion.smoothed, index)
     json_path, png_path = (folder / name for name in _FILES)
     return write_file(json_path, json_text(record).encode(), folder), write_file(png_path, picture, folder)

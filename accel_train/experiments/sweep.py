@@ -50,11 +50,12 @@ class Combination(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """The outcome of a sweep: its table, the report that compares the runs (None: none has trained), and its exit code."""
+    """The outcome of a sweep: its table, the report that compares the runs (None: none has trained), its exit code, and its folder."""
 
     table: str
     report: Path | None
     exit_code: int
+    root: Path
 
 
 def split_values(text: str) -> list[str]:
@@ -257,6 +258,7 @@ def _conclude(root: Path, combinations: Sequence[Combination], records: Sequence
         format_rows(table, failed=[(str(r["name"]), int(r["exit_code"])) for r in records if r["status"] != FINISHED]),
         report,
         others[0] if others else 3 if len(failures) == len(records) else 0,
+        root,
     )
 
 

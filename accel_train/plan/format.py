@@ -45,11 +45,7 @@ def _verdict(plan: Plan) -> Iterator[Row]:
     else:
         seconds = steps.max_steps * step.seconds
         yield "time", f"{format_seconds(seconds)} by a model (below), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
-    yield "disk", f"{size(_disk_bytes(plan))} at most"
-
-
-def _disk_bytes(plan: Plan) -> float:
-    return plan.num_checkpoints * plan.checkpoint_bytes + 4 * plan.num_parameters
+    yield "disk", f"{size(plan.disk_bytes)} at most"
 
 
 def _settings(plan: Plan, *, colour: bool, show_all: bool) -> Iterator[str]:
@@ -83,7 +79,7 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(total):>10}{room}")]
     yield "Disk", [
         row("checkpoint", size(plan.checkpoint_bytes), "arithmetic: weights and optimizer, fp32"),
-        row("in all", size(_disk_bytes(plan)), f"{plan.num_checkpoints} checkpoints at most, and the final weights"),
+        row("in all", size(plan.disk_bytes), f"{plan.num_checkpoints} checkpoints at most, and the final weights"),
     ]  # fmt: skip
     yield from _scale_blocks(plan)
     if plan.notes:

@@ -100,6 +100,11 @@ class Plan:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes of all checkpoints, at most, and of the final weights."""
+        return self.num_checkpoints * self.checkpoint_bytes + 4 * self.num_parameters
+
+    @property
     def train_seconds(self) -> float | None:
         """Time of all steps, evaluation, saves and failures left out; None where the GPU or the operations are not known."""
         if not self.has_length:

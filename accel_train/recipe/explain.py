@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
@@ -25,6 +25,44 @@ _FEW = 3
 """A section of so few settings is shown whole."""
 
 
+class Explained(NamedTuple):
+    """A setting or a section of the recipe."""
+
+    name: str
+    takes: str
+    default: str | None
+    """As a recipe writes it; None where it must be given, and for a section."""
+    meaning: str
+    example: Any
+
+
+def explained(name: str) -> list[Explained]:
+    """Return a setting or section, and all that is within it; the empty name stands for the whole recipe.
+
+    Raises:
+        ValueError: there is no such setting; the text names the nearest.
+    """
+    name = _known(name)
+    return [_explained(other) for other in recipe_names() if name in ("", other) or other.startswith(f"{name}.")]
+
+
+def _explained(name: str) -> Explained:
+    info = recipe_names()[name]
+    if isinstance(info, type):
+        return Explained(name, rule_of(name), None, "", None)
+    default = None if info.is_required() else show(info.default)
+    example = REQUIRED_EXAMPLES.get(name) if (found := example_of(name)) is None else found
+    return Explained(name, rule_of(name), default, " ".join((info.description or "").split()), example)
+
+
+def _known(name: str) -> str:
+    """Return the name of a setting or section; that of a mapping of anything for what is below it."""
+    name = next((free for free in free_names() if name.startswith(f"{free}.")), name)
+    if name and name not in recipe_names():
+        raise ValueError(f"unknown setting {name}; {remedy_for_unknown(name)}")
+    return name
+
+
 def explain(name: str, width: int = 80) -> str:
     """Return what a setting or section of the recipe is, by its dotted name, in lines of at most `width` characters.
 
@@ -33,9 +71,7 @@ def explain(name: str, width: int = 80) -> str:
     Raises:
         ValueError: there is no such setting; the text names the nearest.
     """
-    name = next((free for free in free_names() if name.startswith(f"{free}.")), name)
-    if name and name not in recipe_names():
-        raise ValueError(f"unknown setting {name}; {remedy_for_unknown(name)}")
+    name = _known(name)
     info = recipe_names().get(name)
     below = [other for other in recipe_names() if other.rpartition(".")[0] == name]
     lines = _lines_of_setting(name, info, width) if isinstance(info, FieldInfo) else []

@@ -60,6 +60,11 @@ class Replayed:
         """Return whether loss or gradients are not finite here either."""
         return not self.outcome.is_finite
 
+    @property
+    def first_bad(self) -> Call | None:
+        """Return the first call of a module that got finite numbers and returned others."""
+        return next((call for call in self.calls if call.inputs_finite and not call.output_finite), None)
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -72,6 +77,34 @@ class Replay:
     micro_batches: list[Replayed]
     findings: list[JsonRecord]
     """The finding of each process whose batch was kept; empty where the run itself has diagnosed the step."""
+
+    @property
+    def classification(self) -> str:
+        """Return deterministic, transient or unknown: by the findings, or as the run itself has judged."""
+        return classify(self._judged) if self.findings else str(self.record["classification"])
+
+    @property
+    def _judged(self) -> JsonRecord:
+        return {**self.record, "not_diagnosed": None, "processes": self.findings}
+
+    @property
+    def verdict(self) -> list[str]:
+        """Return whether it happens again, in a sentence, and what to do, a line each."""
+        record = self._judged
+        if record["kind"] == "spike":
+            heaviest = f"{describe_heaviest(record)}; " if self.findings else ""
+            return [f"a spike: {heaviest}compare loss and gradients with the incident's"]
+        if not self.findings:
+            again = any(each.happens_again for each in self.micro_batches)
+            return ["happens again" if again else "does not happen again"]
+        record["classification"] = self.classification
+        lines = [summarise_incident(record)]
+        if record["classification"] == "transient" and record["weights"]["file"] is None:
+            return [
+                *lines,
+                "The weights are those of an earlier step: with those of the step it might happen again.",
+            ]
+        return [*lines, *(f"- {action}" for action in next_actions(record, is_replayed=True))]
 
 
 def replay_incident(
@@ -213,32 +246,18 @@ def format_replay(replay: Replay) -> str:
         f"on {replay.device}, precision {replay.precision} (then {record['precision']}), weights: {replay.weights}",
     ]
     for each in replay.micro_batches:
-        lines += ["", f"{each.file}, micro-batch {each.number}", *_call_lines(each.calls), *_outcome_lines(each)]
+        lines += ["", f"{each.file}, micro-batch {each.number}", *_call_lines(each), *_outcome_lines(each)]
     for finding in replay.findings:
         lines += ["", f"process {finding['rank']}: {describe_finding(finding)}"]
-    return "\n".join([*lines, "", *_verdict(replay)])
+    first, *more = replay.verdict
+    return "\n".join([*lines, "", f"verdict: {first}", *more])
 
 
-def _verdict(replay: Replay) -> list[str]:
-    record = {**replay.record, "not_diagnosed": None, "processes": replay.findings}
-    if record["kind"] == "spike":
-        heaviest = f"{describe_heaviest(record)}; " if replay.findings else ""
-        return [f"verdict: a spike: {heaviest}compare loss and gradients with the incident's"]
-    if not replay.findings:
-        again = any(each.happens_again for each in replay.micro_batches)
-        return [f"verdict: {'happens again' if again else 'does not happen again'}"]
-    record["classification"] = classify(record)
-    lines = [f"verdict: {summarise_incident(record)}"]
-    if record["classification"] == "transient" and record["weights"]["file"] is None:
-        return [*lines, "The weights are those of an earlier step: with those of the step it might happen again."]
-    return [*lines, *(f"- {action}" for action in next_actions(record, is_replayed=True))]
-
-
-def _call_lines(calls: list[Call]) -> list[str]:
+def _call_lines(each: Replayed) -> list[str]:
+    calls, first = each.calls, each.first_bad
     names = [call.name or "(the model)" for call in calls]
     width, kinds = max(map(len, names), default=6), max((len(call.kind) for call in calls), default=4)
     lines = [f"{'module'.ljust(width)}  {'class'.ljust(kinds)}  finite  {'largest':>12}"]
-    first = next((call for call in calls if call.inputs_finite and not call.output_finite), None)
     for name, call in zip(names, calls, strict=True):
         mark = "  <- first" if call is first else ""
         finite = "yes" if call.output_finite else "NO"

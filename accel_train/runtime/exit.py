@@ -110,6 +110,18 @@ def report(error: BaseException) -> None:
         who = f"rank {rank}: "
     if os.environ.get("ACCEL_TRAIN_DEBUG") == "1":
         print_traceback(error)
+    is_stop = isinstance(error, Preempted) if cause is None else cause.event == "preempted"
+    kind = "preempted" if is_stop else "error"
+    try:
+        for line in message_of(error).splitlines():
+            print(f"{kind}: {who}{line}", file=sys.stderr, flush=True)
+    except OSError:  # the terminal is closed; what is left to write would cost the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def message_of(error: BaseException) -> str:
+    """Return what is printed of an error, without secrets: a line a problem, or what another process has failed of before."""
+    cause = None if Watchdog.current is None else Watchdog.current.cause
     text = cause.message if cause is not None else redact_text(str(error).strip()) or type(error).__name__
     if isinstance(error, RuntimeError) and text.startswith(DATA_WORKER_ERRORS):
         text += "; workers read the data ahead (data.num_workers): is the host out of memory, or the storage stuck?"
@@ -119,13 +131,7 @@ def report(error: BaseException) -> None:
         text = f"out of memory: {text}"
     elif exit_code(error) == 6 and not is_peer_error(error):
         text = f"out of memory: {text.splitlines()[0]}; {OUT_OF_MEMORY_REMEDY}"
-    is_stop = isinstance(error, Preempted) if cause is None else cause.event == "preempted"
-    kind = "preempted" if is_stop else "error"
-    try:
-        for line in text.splitlines():
-            print(f"{kind}: {who}{line}", file=sys.stderr, flush=True)
-    except OSError:  # the terminal is closed; what is left to write would cost the exit code
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    return text
 
 
 def end_process_group(module: "nn.Module") -> None:

@@ -54,6 +54,8 @@ class Watchdog:
 
     current: ClassVar["Watchdog | None"] = None
     """The one that was opened last in this process."""
+    on_end: ClassVar[Callable[[str, str, int], object] | None] = None
+    """Called with event, message and exit code before a watchdog ends this process."""
 
     def __init__(
         self, stop: StopRequest, output_dir: Path, timeout_seconds: float, heartbeats: HeartbeatStore | None
@@ -247,6 +249,8 @@ class Watchdog:
             heartbeats.end_stopped()
             heartbeats.stay_for_last_reads()
         finish_writing(3.0)
+        if Watchdog.on_end is not None:
+            Watchdog.on_end(failure.event, failure.message, failure.exit_code)
         os._exit(failure.exit_code)
 
     def _record(self, failure: Failure) -> None:

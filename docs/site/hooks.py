@@ -11,6 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from accel_train.cli.reference import commands_page, recipes_page, settings_page
+from accel_train.cli.results.schema import schema_page
 
 REPOSITORY = Path(__file__).parents[2]
 OTHER_PAGES = {
@@ -22,7 +23,9 @@ OTHER_PAGES = {
     "benchmarks.md": "benchmarks/README.md",
 }
 """Pages of the site that are files outside `docs/`."""
-GENERATED = {"settings.md": settings_page, "commands.md": commands_page, "recipes.md": recipes_page}
+GENERATED = {
+    "settings.md": settings_page, "commands.md": commands_page, "recipes.md": recipes_page, "results.md": schema_page,
+}  # fmt: skip
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 

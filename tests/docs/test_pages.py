@@ -88,7 +88,9 @@ def test_every_setting_that_a_page_names_exists(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_a_page_names_exists(page: str) -> None:
     flags = (
-        {flag for command in COMMANDS.values() for flag in command.arguments} | OTHER_FLAGS | {"--help", "--version"}
+        {flag for command in COMMANDS.values() for flag in command.arguments}
+        | OTHER_FLAGS
+        | {"--help", "--version", "--json"}
     )
     named = [match for code in inline_code(page) for match in re.findall(r"^(--[\w.-]+)", code)]
     unknown = {flag for flag in named if flag not in flags and not is_setting(flag.removeprefix("--"))}

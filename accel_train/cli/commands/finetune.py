@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import Command, users_mistakes
+from accel_train.cli.command import Command, Outcome, users_mistakes
 from accel_train.cli.commands.train import run_recipe
+from accel_train.cli.results import training as results
 from accel_train.core.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -15,26 +16,26 @@ if TYPE_CHECKING:
     from accel_train.recipe.loader import Recipe
 
 
-def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     is_first = os.environ.get("RANK", "0") == "0"
     with users_mistakes():
-        path, found, recipe, lines = _write_recipe(arguments, list(settings), is_first=is_first)
+        recipe, found, lines, result = _write_recipe(arguments, list(settings), is_first=is_first)
     if is_first:
         print(redact_text("\n".join(lines)), flush=True)
     if arguments.dry_run:
-        return 0
-    code = run_recipe(str(path), [])
+        return Outcome(result)
+    result["run"] = run_recipe(result["recipe"], [])
     if is_first:
         from accel_train.experiments.finetune.recipe import how_to_use
 
         print("\n".join(how_to_use(found, recipe)))
-    return code
+    return Outcome(result)
 
 
 def _write_recipe(
     arguments: argparse.Namespace, settings: list[str], *, is_first: bool
-) -> tuple[Path, "Found", "Recipe", list[str]]:
-    """Write the recipe; return its path, what was found, itself, and what is to be printed."""
+) -> tuple["Recipe", "Found", list[str], results.FinetuneResult]:
+    """Write the recipe; return it, what was found, what is to be printed, and the result without the training."""
     from accel_train.experiments.finetune import recipe as own
     from accel_train.experiments.finetune.models import choose
     from accel_train.experiments.finetune.recognise import recognise
@@ -62,7 +63,16 @@ def _write_recipe(
     is_new = own.keep(path, recipe, own.format_recipe_file(recipe, found, chosen, path), is_first=is_first)
     lines = own.format_choices(found, chosen, recipe)
     lines.append(f"recipe: {path} ({'written' if is_new else 'as it was'}; edit it, and `accel-train run {path}`)")
-    return path, found, recipe, lines
+    result: results.FinetuneResult = {
+        "recipe": str(path),
+        "recipe_is_new": is_new,
+        "task": found.task,
+        "description": found.description,
+        "notes": found.notes,
+        "choices": {name: str(choice) for name, choice in {**found.settings, **chosen}.items()},
+        "run": None,
+    }
+    return recipe, found, lines, result
 
 
 FINETUNE = Command(_finetune, "own data in one line: find the task, write its recipe, and train it", {

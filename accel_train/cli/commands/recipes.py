@@ -6,13 +6,14 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_train.cli.command import Command, users_mistakes
+from accel_train.cli.command import Command, Outcome, users_mistakes
+from accel_train.cli.results import runs as results
 from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
 from accel_train.core.format import did_you_mean
 
 
-def _recipes(_: argparse.Namespace, __: Sequence[str]) -> int:
+def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
     from accel_train.recipe.shipped import shipped_recipes
 
     width = shutil.get_terminal_size().columns
@@ -23,11 +24,17 @@ def _recipes(_: argparse.Namespace, __: Sequence[str]) -> int:
         for text in (recipe.about, needs):
             print(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    "))
     print("\naccel-train run NAME trains one; accel-train init NAME copies one, to be edited.")
-    return 0
+    result: results.RecipesResult = {
+        "recipes": [
+            {"name": name, "about": recipe.about, "file": str(recipe.path), "notes": recipe.notes}
+            for name, recipe in shipped_recipes().items()
+        ]
+    }
+    return Outcome(result)
 
 
 @users_mistakes()
-def _init(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _init(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.recipe.shipped import copy_text, shipped_recipes
 
     name = Path(arguments.name).stem
@@ -42,19 +49,21 @@ def _init(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     except FileExistsError as error:
         raise UserError(f"{target} is there already; name another file: accel-train init {name} FILE") from error
     print(f"{target}: edit it, then run `accel-train plan {target}` and `accel-train run {target}`")
-    return 0
+    result: results.InitResult = {"recipe": name, "file": str(target)}
+    return Outcome(result)
 
 
 @users_mistakes()
-def _explain(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    from accel_train.recipe.explain import explain
+def _explain(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+    from accel_train.recipe.explain import explain, explained
 
-    print(explain(arguments.setting.removeprefix("--"), shutil.get_terminal_size().columns))
-    return 0
+    name = arguments.setting.removeprefix("--")
+    print(explain(name, shutil.get_terminal_size().columns))
+    return Outcome({"settings": [each._asdict() for each in explained(name)]})
 
 
 @users_mistakes()
-def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     try:
         import shtab
     except ImportError as error:
@@ -75,8 +84,10 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             if not is_section(info) and f"--{setting}" not in command.arguments:
                 parser.add_argument(f"--{setting}", choices=literals_of(setting) or None)
 
-    print(shtab.complete(build_parser(extend), arguments.shell))
-    return 0
+    script = shtab.complete(build_parser(extend), arguments.shell)
+    print(script)
+    result: results.CompletionResult = {"shell": arguments.shell, "script": script}
+    return Outcome(result)
 
 
 RECIPES = Command(

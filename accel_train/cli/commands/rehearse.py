@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RECIPE, Command, use_colour, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, use_colour, users_mistakes
+from accel_train.cli.results import training as results
 from accel_train.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -17,13 +18,14 @@ PROCESSES = {"metavar": "N", "type": int, "help": "default: the GPUs here; for -
 STEPS = {"metavar": "K", "type": int, "default": 8, "help": "of the rehearsal; default: 8"}
 
 
-def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     from accel_train.experiments.rehearse import rehearse_recipe
 
-    return _exit_code_of(partial(rehearse_recipe, arguments.recipe), arguments, settings, with_plan=True)
+    result = _rehearsed(partial(rehearse_recipe, arguments.recipe), arguments, settings, with_plan=True)
+    return Outcome(result, 0 if result["same"] else 4)
 
 
-def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         from accel_train.checkpoint.verify import format_verified, verify
 
@@ -31,25 +33,53 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
             raise ValueError(f"{settings[0]} changes nothing of what is verified; it is for --resume-proof")
         verified = verify(Path(arguments.run))
     print(format_verified(verified))
+    result: results.VerifyResult = {
+        "run": arguments.run,
+        "newest": None if verified.newest is None else str(verified.newest),
+        "checkpoints": [
+            {
+                "path": str(each.path),
+                "step": each.step,
+                "problem": each.problem,
+                "healthy": each.step in verified.healthy,
+                "abandoned": each.path in verified.abandoned,
+            }
+            for each in verified.statuses
+        ],
+        "resume_proof": None,
+    }
     if verified.newest is None:
-        raise CheckpointError(f"{arguments.run} has no valid checkpoint; --checkpoint.resume never starts anew")
+        error = f"{arguments.run} has no valid checkpoint; --checkpoint.resume never starts anew"
+        return Outcome(result, error=CheckpointError(error))
     if not arguments.resume_proof:
-        return 0
+        return Outcome(result)
     from accel_train.experiments.rehearse import prove_resume
 
-    return _exit_code_of(partial(prove_resume, Path(arguments.run)), arguments, settings, with_plan=False)
+    proof = _rehearsed(partial(prove_resume, Path(arguments.run)), arguments, settings, with_plan=False)
+    return Outcome({**result, "resume_proof": proof}, 0 if proof["same"] else 4)
 
 
-def _exit_code_of(
+def _rehearsed(
     rehearse: "Callable[..., Rehearsal]", arguments: argparse.Namespace, settings: Sequence[str], *, with_plan: bool
-) -> int:
+) -> results.RehearseResult:
     from accel_train.experiments.rehearse_report import format_rehearsal
 
     say = partial(print, file=sys.stderr, flush=True)
     with users_mistakes():
         rehearsal = rehearse(settings, processes=arguments.processes, steps=arguments.steps, say=say)
     print(format_rehearsal(rehearsal, colour=use_colour(), with_plan=with_plan))
-    return 0 if rehearsal.same else 4
+    return {
+        "same": rehearsal.same,
+        "processes": rehearsal.plan.world_size,
+        "killed_after_step": rehearsal.killed_after,
+        "compared": [
+            {"name": each.name, "extent": each.extent, "difference": each.difference} for each in rehearsal.compared
+        ],
+        "changed_settings": rehearsal.changed,
+        "startup_seconds": rehearsal.startup_seconds,
+        "stop_seconds": rehearsal.stop_seconds,
+        "checkpoint_bytes": rehearsal.checkpoint_bytes,
+    }
 
 
 REHEARSE = Command(_rehearse, "step, evaluate, save, kill, run again: minutes on the real recipe, and whether the result is the same", {

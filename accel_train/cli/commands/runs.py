@@ -5,18 +5,21 @@ import sys
 from bdb import BdbQuit
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import DATA, RUN, Command, data_of, out_of, users_mistakes
+from accel_train.cli.command import DATA, RUN, Command, Outcome, data_of, out_of, users_mistakes
+from accel_train.cli.results import runs as results
 from accel_train.core.files import is_written_into
 from accel_train.runtime.exit import end_process_group
 
 if TYPE_CHECKING:
     from accel_train.inference.finished_run import TrainedRun
+    from accel_train.recovery.replay import Replay
 
 
-def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         from accel_train.inference.evaluate import format_measured, measure, open_for_evaluation, write_evaluation
 
@@ -24,24 +27,37 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         run = open_for_evaluation(Path(arguments.run), data, settings)
         _print_notes(run)
     measured = measure(run)
+    result: results.EvaluateResult | None = None
     if run.accelerator.is_main_process:
         print(format_measured(measured))
-        print(write_evaluation(run, measured, data), file=sys.stderr)
+        file = write_evaluation(run, measured, data)
+        print(file, file=sys.stderr)
+        result = {
+            "run": arguments.run,
+            "data": data,
+            "metrics": measured.metrics,
+            "details": measured.details,
+            "file": str(file),
+        }
     end_process_group(run.inner)
-    return 0
+    return Outcome(result)
 
 
-def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         from accel_train.inference.predict import open_for_prediction, predict
 
-        run, out = open_for_prediction(Path(arguments.run), data_of(arguments), arguments.out, settings)
+        data = data_of(arguments)
+        run, out = open_for_prediction(Path(arguments.run), data, arguments.out, settings)
         _print_notes(run)
     written = predict(run, out)
     if written is not None and not is_written_into(out):
         print(written)
+    assert run.data.eval is not None
+    rows = len(run.data.eval)  # type: ignore[arg-type]
+    result: results.PredictResult = {"run": arguments.run, "data": data, "file": str(out), "rows": rows}
     end_process_group(run.inner)
-    return 0
+    return Outcome(result)
 
 
 def _print_notes(run: "TrainedRun") -> None:
@@ -50,29 +66,35 @@ def _print_notes(run: "TrainedRun") -> None:
 
 
 @users_mistakes()
-def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.inference.generate import generate_from_run
 
     names = ("max_new_tokens", "temperature", "seed")
     sampling = {name: getattr(arguments, name) for name in names}
-    print(generate_from_run(Path(arguments.run), arguments.prompt, **sampling))
-    return 0
+    text = generate_from_run(Path(arguments.run), arguments.prompt, **sampling)
+    print(text)
+    result: results.GenerateResult = {"prompt": arguments.prompt, "text": text}
+    return Outcome(result)
 
 
 @users_mistakes()
-def _export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.inference.export import export_run
     from accel_train.inference.int8_cost import format_export
 
-    print(format_export(*export_run(Path(arguments.run), out_of(arguments), arguments.quantize)))
-    return 0
+    folder, record = export_run(Path(arguments.run), out_of(arguments), arguments.quantize)
+    print(format_export(folder, record))
+    result: results.ExportResult = {"folder": str(folder), "quantize": arguments.quantize, "details": record}
+    return Outcome(result)
 
 
 @users_mistakes()
-def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _report(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.report.report import write_report
 
     if arguments.follow:
+        if arguments.json:
+            raise ValueError("--follow serves until it is ended, and --json prints once, at the end; give one of them")
         return _follow(arguments)
     if arguments.port is not None:
         raise ValueError(f"--port {arguments.port} is for --follow")
@@ -80,10 +102,11 @@ def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     written = write_report([Path(run) for run in arguments.runs], out, refuse=True)
     if out is None or not is_written_into(out):
         print(written)
-    return 0
+    result: results.ReportResult = {"file": str(written), "runs": arguments.runs}
+    return Outcome(result)
 
 
-def _follow(arguments: argparse.Namespace) -> int:
+def _follow(arguments: argparse.Namespace) -> Outcome:
     from accel_train.report.follow import ReportServer
 
     if arguments.out is not None:
@@ -94,38 +117,95 @@ def _follow(arguments: argparse.Namespace) -> int:
     ):
         print(f"{server.address} (Ctrl-C ends it)", flush=True)
         server.serve_forever()
-    return 0
+    return Outcome()
 
 
 @users_mistakes()
-def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.report.watch import show_in_terminal, watch_run
 
     if not arguments.every > 0:
         raise ValueError(f"--every={arguments.every:g}: must be above 0")
+    if arguments.json:
+        return Outcome(_watched(Path(arguments.run)))
     in_place = sys.stdout.isatty() and not arguments.once
     with suppress(KeyboardInterrupt):  # Ctrl-C leaves the view, and not the run
         show = show_in_terminal if in_place else print
         watch_run(Path(arguments.run), once=arguments.once, every_seconds=arguments.every, show=show)
-    return 0
+    return Outcome()
+
+
+def _watched(folder: Path) -> results.WatchResult:
+    """Return a run as it is at this moment."""
+    from accel_train.report.run import load_run
+    from accel_train.report.watch import LAST_EVENTS, seconds_left, silent_seconds, state_of, total_steps
+
+    run = load_run(folder)
+    state, total = state_of(run, silent_seconds(folder)), total_steps(run)
+    last = run.train[-1] if run.train else {}
+    return {
+        "run": str(folder),
+        "state": state.text,
+        "has_ended": state.has_ended,
+        "status": run.summary.get("status"),
+        "step": last.get("step", 0),
+        "total_steps": total,
+        "seconds_left": None if state.has_ended else seconds_left(run, total),
+        "metrics": last,
+        "evaluation": run.evals[-1] if run.evals else {},
+        "events": run.events[-LAST_EVENTS:],
+    }
 
 
 @users_mistakes()
-def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     from accel_train.recovery.replay import format_replay, replay_incident
 
-    with suppress(BdbQuit):  # leaving the debugger is no error
+    if arguments.debug and arguments.json:
+        raise ValueError("--debug is for people, who type into the debugger, and --json for programs; give one of them")
+    try:
         replay = replay_incident(Path(arguments.incident), arguments.device, debug=arguments.debug, settings=settings)
-        print(format_replay(replay))
-    return 0
+    except BdbQuit:  # leaving the debugger is no error
+        return Outcome()
+    print(format_replay(replay))
+    return Outcome(_replayed(arguments.incident, replay))
 
 
-def _doctor(_: argparse.Namespace, __: Sequence[str]) -> int:
+def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
+    """Return what came of an incident that was computed again."""
+    return {
+        "incident": incident,
+        "step": replay.record["step"],
+        "kind": replay.record["kind"],
+        "sentence": replay.record["sentence"],
+        "classification": replay.classification,
+        "device": replay.device,
+        "precision": replay.precision,
+        "weights": replay.weights,
+        "micro_batches": [
+            {
+                "file": each.file,
+                "number": each.number,
+                "happens_again": each.happens_again,
+                "loss_sum": each.outcome.loss,
+                "gradient_norm": each.outcome.total,
+                "not_finite": each.outcome.not_finite,
+                "first_module": None if each.first_bad is None else each.first_bad.name,
+            }
+            for each in replay.micro_batches
+        ],
+        "verdict": replay.verdict,
+    }
+
+
+def _doctor(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
     from accel_train.runtime.doctor import examine, format_findings
 
     findings = examine()
     print(format_findings(findings))
-    return 2 if any(finding.status == "bad" for finding in findings) else 0
+    is_bad = any(finding.status == "bad" for finding in findings)
+    result = {"findings": [asdict(finding) for finding in findings]}
+    return Outcome(result, 2 if is_bad else 0)
 
 
 EVALUATE = Command(_evaluate, "metrics of a finished run, on the data it held out or on other labelled data", {

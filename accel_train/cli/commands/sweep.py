@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from accel_train.cli.command import RECIPE, Command, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, users_mistakes
+from accel_train.cli.results import training as results
 
 
-def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         from accel_train.experiments.sweep import sweep
 
@@ -23,7 +24,17 @@ def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     print(swept.table)
     if swept.report is not None:
         print(swept.report, file=sys.stderr)
-    return swept.exit_code
+    from accel_train.experiments.sweep import SWEEP_FILE
+    from accel_train.observe.run_folder import read_record
+
+    record = read_record(swept.root / SWEEP_FILE)
+    result: results.SweepResult = {
+        "output_dir": str(swept.root),
+        "runs": record["runs"],
+        "combinations": record["combinations"],
+        "report": None if swept.report is None else str(swept.report),
+    }
+    return Outcome(result, swept.exit_code)
 
 
 SWEEP = Command(_sweep, (

@@ -7,21 +7,26 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RECIPE, Command, out_of, recipe_of, use_colour, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, out_of, recipe_of, use_colour, users_mistakes
+from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.redaction import redact_text
 from accel_train.runtime.exit import end_process_group
 from accel_train.runtime.signals import StopRequest
 
+if TYPE_CHECKING:
+    from accel_train.plan.plan import Plan
 
-def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+
+def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     accept = ("--checkpoint.accept_changes", "true") if arguments.accept_changes else ()
-    return run_recipe(arguments.recipe, [*settings, *accept])
+    return Outcome(run_recipe(arguments.recipe, [*settings, *accept]))
 
 
-def run_recipe(path: str, settings: Sequence[str]) -> int:
-    """Train the recipe in a file, or resume it; returns the exit code. The process ends with it."""
+def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
+    """Train the recipe in a file, or resume it. The process ends with it."""
     # Read when torch is imported. On a busy CPU, OpenMP threads that spin for long made steps ten times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     stop = StopRequest().__enter__()  # to the end of the process, which ends with a code of its own; `main` closes it
@@ -39,16 +44,16 @@ def run_recipe(path: str, settings: Sequence[str]) -> int:
     from accel_train.training.train import train_run
 
     try:
-        train_run(run)
+        trained = train_run(run)
     finally:
         # Together, where all processes come here; after a fault of one of them it would wait for the others.
         if sys.exc_info()[0] in (None, TrainingStopped, Preempted):
             end_process_group(run.strategy.module)
-    return 0
+    return {"output_dir": str(trained.output_dir), "summary": trained.summary}
 
 
 @users_mistakes()
-def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     world_size, no_data = arguments.world_size, arguments.no_data
     if world_size is not None and world_size < 1:
         raise ValueError(f"--world-size={world_size}: must be at least 1")
@@ -63,10 +68,44 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
     hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
     plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
     print(format_plan(plan, colour=use_colour(), show_all=arguments.all))
-    return 0
+    return Outcome(_planned(plan))
 
 
-def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
+def _planned(plan: "Plan") -> results.PlanResult:
+    """Return the numbers of a plan."""
+    from accel_train.core.json_io import dotted_items
+    from accel_train.core.redaction import redact
+
+    known, memory, step = plan.has_length, plan.memory_bytes, plan.scale.step
+    return {
+        "output_dir": plan.recipe.output_dir,
+        "processes": plan.world_size,
+        "device": plan.device,
+        "precision": plan.precision.value,
+        "parameters": plan.num_parameters,
+        "trainable_parameters": plan.num_trainable,
+        "global_batch_size": plan.sizes.global_batch_size,
+        "per_device_batch_size": plan.sizes.per_device_batch_size,
+        "gradient_accumulation_steps": plan.sizes.gradient_accumulation_steps,
+        "steps": plan.steps.max_steps if known else None,
+        "epochs": plan.steps.num_epochs if known and plan.reads_data else None,
+        "learning_rate": plan.learning_rate.value,
+        "training_samples": plan.num_samples if plan.reads_data else None,
+        "targets": plan.num_targets if known else None,
+        "memory_bytes": memory,
+        "memory": [{"name": part.name, "bytes": part.num_bytes, "how": part.how} for part in plan.memory],
+        "device_bytes": plan.device_bytes,
+        "fits": None if memory is None or plan.device_bytes is None else memory <= plan.device_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "step_seconds": None if step is None else step.seconds,
+        "train_seconds": plan.train_seconds,
+        "choices": {name: str(choice) for name, choice in plan.model_choices.items()},
+        "settings": dict(dotted_items(redact(plan.recipe.model_dump(mode="json")))),
+        "notes": plan.notes,
+    }
+
+
+def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         recipe = recipe_of(arguments, settings)
         from accel_train.experiments import find_lr
@@ -78,12 +117,14 @@ def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> int:
         with users_mistakes(), redirect_stdout(sys.stderr):  # the run's own messages; the answer is the table
             run, recorder = find_lr.prepare_test(recipe, rates, Path(folder))
         test = find_lr.run_test(run, recorder, rates)
+    result = None
     if run.accelerator.is_main_process:
         print(find_lr.format_test(test))
-        for path in find_lr.write_test(test, out):
-            print(path, file=sys.stderr)
+        files = find_lr.write_test(test, out)
+        print(*files, sep="\n", file=sys.stderr)
+        result = {**find_lr.record_of(test), "files": files}
     end_process_group(run.strategy.module)
-    return 0
+    return Outcome(result)
 
 
 RUN = Command(_run, "train; resumes by itself", {

@@ -1,0 +1,78 @@
+"""`--json`: one JSON object on standard output, and nothing else there."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from accel_train.cli.command import Outcome
+from accel_train.core.json_io import to_json
+from accel_train.core.state import JsonRecord
+from accel_train.runtime.exit import message_of
+from accel_train.runtime.watchdog import Watchdog
+
+SCHEMA_VERSION = 1
+FLAG = "--json"
+FLAG_HELP = "print one JSON object on standard output, and all words on standard error"
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Return whether the words of a command line ask for JSON; help and version are text."""
+    return FLAG in words and not set(words) & {"-h", "--help", "--version"}
+
+
+class JsonOutput:
+    """Keeps standard output for one JSON object, which is printed when this closes: `with JsonOutput("plan") as output:`.
+
+    Inside, all that goes to standard output goes to standard error: what Python prints, and what libraries and child processes write.
+    The main process of a launch prints the object; the others print nothing.
+    """
+
+    def __init__(self, command: str | None) -> None:
+        self._command = command
+        self.outcome = Outcome()
+        """Set by the caller before this closes; an error that leaves the block takes its place."""
+
+    def __enter__(self) -> Self:
+        sys.stdout.flush()
+        self._stdout, self._kept = sys.stdout, os.dup(1)
+        sys.stdout = sys.stderr
+        os.dup2(2, 1)
+        Watchdog.on_end = self._print_at_once
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        Watchdog.on_end = None
+        sys.stdout.flush()
+        sys.stdout = self._stdout
+        os.dup2(self._kept, 1)
+        os.close(self._kept)
+        outcome = self.outcome if error is None else Outcome(None, 1, error)
+        failed = outcome.error
+        told = None if failed is None else {"type": type(failed).__name__, "message": message_of(failed)}
+        if _is_main():
+            print(self._line(outcome.exit_code, outcome.result, told), flush=True)
+
+    def _print_at_once(self, kind: str, message: str, exit_code: int) -> None:
+        """Print why the watchdog ends this process, which does not come back from where it is."""
+        if _is_main():
+            line = self._line(exit_code, None, {"type": kind, "message": message})
+            with suppress(OSError):
+                os.write(self._kept, f"{line}\n".encode())
+
+    def _line(self, exit_code: int, result: Any, error: JsonRecord | None) -> str:
+        record = {
+            "schema_version": SCHEMA_VERSION,
+            "command": self._command,
+            "ok": exit_code == 0,
+            "exit_code": exit_code,
+            "result": result,
+            "error": error,
+        }
+        return json.dumps(to_json(record), allow_nan=False, ensure_ascii=False)
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

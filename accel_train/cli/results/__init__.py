@@ -1,0 +1,30 @@
+"""Types of the results that `--json` prints, one a command: the JSON Schema and its page in the documentation are made from them.
+
+No code that computes a result: that is in `cli.commands`."""
+
+from collections.abc import Mapping
+
+from accel_train.cli.results import runs, training
+
+RESULTS: Mapping[str, type] = {
+    "run": training.RunResult,
+    "finetune": training.FinetuneResult,
+    "plan": training.PlanResult,
+    "evaluate": runs.EvaluateResult,
+    "predict": runs.PredictResult,
+    "export": runs.ExportResult,
+    "find-lr": training.FindLrResult,
+    "rehearse": training.RehearseResult,
+    "sweep": training.SweepResult,
+    "generate": runs.GenerateResult,
+    "report": runs.ReportResult,
+    "watch": runs.WatchResult,
+    "replay": runs.ReplayResult,
+    "verify": training.VerifyResult,
+    "doctor": runs.DoctorResult,
+    "recipes": runs.RecipesResult,
+    "init": runs.InitResult,
+    "explain": runs.ExplainResult,
+    "completion": runs.CompletionResult,
+}
+"""The type of each command's result."""

@@ -1,0 +1,130 @@
+"""The JSON Schema of what `--json` prints, and its page in the documentation: both are made from the types of the results."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, is_typeddict
+
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
+
+from accel_train.cli.results import RESULTS, runs, training
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+class Error(TypedDict):
+    """The failure of a command."""
+
+    type: str
+    """Class of the error, or the event that ended the process: hang, peer_failed, preempted. The exit code says what to do."""
+    message: str
+    """What standard error says, a line a problem; no secrets."""
+
+
+class Answer(TypedDict):
+    """The object that every command prints with --json: one line, on standard output."""
+
+    schema_version: Literal[1]
+    """Fields may be added to this version; what is there keeps name, type and meaning."""
+    command: str | None
+    """Null where no command of this name exists."""
+    ok: bool
+    """Whether the exit code is 0."""
+    exit_code: int
+    result: Any
+    """By the command; null where it failed, or where there is none (a process that was asked to stop)."""
+    error: Error | None
+    """Null where nothing failed. Some failures come with a result: what `doctor` and `verify` have found."""
+
+
+def json_schema(*, closed: bool = False) -> dict[str, Any]:
+    """Return the JSON Schema of the object, with the result of each command in `$defs`; `closed` allows no other fields."""
+    _describe("forbid" if closed else "allow")
+    kinds = {"answer": Answer, **RESULTS}
+    inputs: list[Any] = [(name, "serialization", TypeAdapter(kind)) for name, kind in kinds.items()]
+    references, schema = TypeAdapter.json_schemas(inputs, ref_template="#/$defs/{model}")
+    answer = schema["$defs"].pop("Answer")
+    properties = {**answer["properties"], "command": {"enum": [*RESULTS, None]}}
+    results = [
+        {
+            "if": {"properties": {"command": {"const": name}}},
+            "then": {"properties": {"result": {"anyOf": [references[name, "serialization"], {"type": "null"}]}}},
+        }
+        for name in RESULTS
+    ]
+    return {"$schema": DIALECT, **answer, "properties": properties, "allOf": results, "$defs": schema["$defs"]}
+
+
+def schema_page() -> str:
+    """Return the page of all results: a table of fields a command."""
+    _describe("allow")
+    lines = [
+        "# Results for programs",
+        "",
+        "What `accel-train COMMAND --json` prints: [for programs](programs.md) has examples. The JSON Schema:",
+        "`from accel_train.cli.results.schema import json_schema`.",
+        "",
+        "## The object",
+        "",
+        *_table(Answer),
+        "",
+        "`error`:",
+        "",
+        *_table(Error),
+    ]
+    for name, kind in RESULTS.items():
+        about = " ".join((kind.__doc__ or "").split()).partition(": ")[2]
+        lines += ["", f"## {name}", "", f"{about[0].upper()}{about[1:]}", "", *_table(kind)]
+        for part in _parts_of(kind):
+            lines += ["", f"`{part.__name__}`: {_first_lower(part)}", "", *_table(part)]
+    return "\n".join(lines) + "\n"
+
+
+def _describe(others: Literal["allow", "forbid"]) -> None:
+    """Let pydantic take descriptions from the texts below fields, and allow other fields or not."""
+    for kind in (Answer, Error, *_types()):
+        kind.__pydantic_config__ = ConfigDict(use_attribute_docstrings=True, extra=others)  # type: ignore[attr-defined]
+
+
+def _types() -> list[type]:
+    return [kind for module in (training, runs) for kind in vars(module).values() if is_typed(kind)]
+
+
+def is_typed(kind: object) -> bool:
+    """Return whether an object is a type of results."""
+    from typing_extensions import is_typeddict as is_extended
+
+    return is_typeddict(kind) or is_extended(kind)
+
+
+def _parts_of(kind: type) -> Iterator[type]:
+    """Yield the types of the package that a result holds, but for whole results, which have a table of their own."""
+    text = " ".join(str(annotation) for annotation in kind.__annotations__.values())
+    yield from (part for part in _types() if part not in RESULTS.values() and part.__name__ in text)
+
+
+def _first_lower(kind: type) -> str:
+    text = " ".join((kind.__doc__ or "").split())
+    return f"{text[0].lower()}{text[1:]}"
+
+
+def _table(kind: type) -> Iterator[str]:
+    schema = TypeAdapter(kind).json_schema(mode="serialization")
+    yield from ("| field | type | meaning |", "|---|---|---|")
+    for name, field in schema["properties"].items():
+        yield f"| `{name}` | {_type_of(field)} | {' '.join(field.get('description', '').split())} |"
+
+
+def _type_of(field: dict[str, Any]) -> str:
+    """Return a field's type in words: `a list of MemoryOfPlan`, `number or null`."""
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(map(_type_of, field["anyOf"])))
+    if "enum" in field or "const" in field:
+        values = field.get("enum") or [field["const"]]
+        return "number" if "NaN" in values else " or ".join(map(str, values))
+    if field.get("type") == "array":
+        return f"list of {_type_of(field['items'])}"
+    if field.get("type") == "object":
+        return "object"
+    return {"boolean": "true or false"}.get(str(field.get("type")), str(field.get("type", "any")))
