@@ -1,6 +1,7 @@
 """Parameter groups and optimizers, fused where torch has a fused kernel, and ready to skip a step on the device."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from accel_train.core.state import Choice
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.freeze import matching
 from accel_train.model.weights import embeddings, hidden_matrices
+from accel_train.optim.adam import FusedAdam
 from accel_train.optim.custom import BY_HOST, build_custom, is_custom
 from accel_train.optim.lion import Lion
 from accel_train.optim.muon import Muon
@@ -133,8 +135,11 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
                 for parameter in group["params"]:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
-    adam = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
-    return adam(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=fused)
+    adam = FusedAdam if fused else partial(torch.optim.Adam, fused=False)
+    decoupled = section.name == "adamw"
+    return adam(
+        groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, decoupled_weight_decay=decoupled
+    )
 
 
 def keep_whole(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
