@@ -212,8 +212,9 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
         for cause in defeat["causes"]:
             note(f"  - {cause}")
     state, plan = run.state, run.plan
-    if state.best_step not in (None, state.step) and not plan.recipe.loads_best_model:
-        metric = plan.recipe.evaluate.metric_for_best_model
+    metric = plan.recipe.evaluate.metric_for_best_model
+    is_best = state.best_step in (None, state.step) or summary["eval"].get(short_name(metric)) == state.best_metric
+    if not is_best and not plan.recipe.loads_best_model:
         note(
             f"model/ holds the weights of the last step. Those of step {state.best_step} evaluated better ({metric} "
             f"{state.best_metric:.4g}): checkpoint.load_best_model_at_end true, and the same command again, writes them"

@@ -148,6 +148,14 @@ def test_early_stopping_keeps_the_best_weights_unless_the_recipe_says_otherwise_
     assert ("checkpoint.load_best_model_at_end  True  (early stopping is on" in said) == (choice == "auto")
 
 
+def test_last_weights_that_evaluate_as_well_as_the_best_are_not_called_worse(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"every_steps": 6, "metric_for_best_model": "quality"}
+    run_with(scripted(corpus, [0.9, 0.9, 0.9], evaluate=settings), ScriptedScores())
+    assert "evaluated better" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("last", "kept"), [(0.95, 6), (0.3, 4)])
 def test_the_last_step_competes_for_the_best_on_the_samples_of_the_evaluations_before_it(
     corpus: Path, last: float, kept: int
