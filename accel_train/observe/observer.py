@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from accel_train.core.json_io import utc_event
 from accel_train.core.state import JsonRecord, StepResult
 from accel_train.observe.goodput import LaunchClock
-from accel_train.observe.progress import Progress, describe_metrics
+from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RunFolder
 from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
@@ -174,7 +174,7 @@ class RunObserver(Observer):
         """Write an evaluation's loss and metrics; the split `eval_final` is that of the weights kept at the end, on all samples."""
         self._write_numbers(step, split, metrics)
         kind = "evaluation" if split == "eval" else "final evaluation"
-        self._progress.note(f"step {step}: {kind}: {describe_metrics(metrics)}")
+        self._progress.evaluated(step, kind, metrics)
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Write an event: when, on which process (None: all), and why, in one sentence."""

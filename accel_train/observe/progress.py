@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO
 from accel_train.core.format import format_seconds
 from accel_train.core.redaction import redact_text
 
-Style = Literal["bar", "lines", "off"]
+Style = Literal["bar", "notebook", "lines", "off"]
 
 REFRESH_SECONDS = 0.5
 """A bar is drawn at most this often: a redraw costs about 0.1 ms, and a slow terminal much more."""
@@ -22,9 +22,11 @@ _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}, {remaining} left
 
 def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Style:
     """Resolve `Recipe.log.progress` for this terminal, notebook or log file."""
+    if not setting:
+        return "off"
+    if "ipykernel.zmqshell" in sys.modules:
+        return "notebook"
     if setting != "auto":
-        return "bar" if setting else "off"
-    if "ipykernel.zmqshell" in sys.modules:  # a notebook
         return "bar"
     if stream is None or stream.closed or not stream.isatty() or os.environ.get("TERM") == "dumb":
         return "lines"
@@ -63,12 +65,13 @@ class Progress:
         self._total_steps, self._initial_step = total_steps, initial_step
         self._begin = time.monotonic()
         self._bar: Any = None
+        self._loss = ""
         self._broken = self._stream is None
 
     def begin(self) -> None:
         """Start the clock of the steps; a bar is drawn below the notes before."""
         self._begin = time.monotonic()
-        if self.style == "bar":
+        if self.style in ("bar", "notebook"):
             self._guarded(self._open_bar)
 
     def advance(self, step: int) -> None:
@@ -81,7 +84,7 @@ class Progress:
     ) -> None:
         """Show the numbers of a logged step beside the bar, or as one aligned line."""
         speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} {self._speed_unit}"
-        mark = "  skipped" if skipped else ""
+        mark, self._loss = "  skipped" if skipped else "", f"{loss:.4f}"
         if self._bar is not None:
             if tokens_per_second is not None:
                 speed = f", {self._bar.format_sizeof(tokens_per_second)} {self._speed_unit}"
@@ -94,6 +97,20 @@ class Progress:
                 f"  loss {loss:<8.4f} lr {learning_rate:.3e}  {speed:>17}  left {self._time_left(step)}{mark}"
             )
 
+    def evaluated(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
+        """Show what an evaluation found: as a row of a notebook's table, elsewhere as a line."""
+        if self.style != "notebook" or self._bar is None:
+            return self.note(f"step {step}: {kind}: {describe_metrics(metrics)}")
+        numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in _floats(metrics).items()}
+        last = " (last)" if kind != "evaluation" else ""
+        row = {
+            "step": f"{step}{last}",
+            "training loss": self._loss,
+            "evaluation loss": numbers.pop("loss", ""),
+            **numbers,
+        }
+        self._guarded(lambda: self._bar.add_row(row))
+
     def note(self, text: str) -> None:
         """Print a line of its own, above the bar if there is one; secrets in it are redacted. A terminal's width breaks it between words."""
         text = redact_text(text)
@@ -102,7 +119,7 @@ class Progress:
             column = re.match(r"[\w.-]+ {2,}(?=\S)", text)
             hang = " " * (min(column.end(), width // 2) if column else 2)
             text = textwrap.fill(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
-        if self._bar is None:
+        if self._bar is None or self.style == "notebook":
             self._write_line(text)
         else:
             self._guarded(lambda: type(self._bar).write(text, file=self._stream))
@@ -114,20 +131,23 @@ class Progress:
             self._bar = None
 
     def _open_bar(self) -> None:
-        from tqdm.auto import tqdm
-
         # miniters=1 keeps the refresh steady when steps slow down, so tqdm's watching thread has nothing to do.
-        self._bar = tqdm(
-            total=self._total_steps,
-            initial=self._initial_step,
-            file=self._stream,
-            mininterval=REFRESH_SECONDS,
-            miniters=1,
-            smoothing=0.1,
-            unit=" steps",
-            dynamic_ncols=True,
-            bar_format=_BAR,
-        )
+        settings: dict[str, Any] = {
+            "total": self._total_steps,
+            "initial": self._initial_step,
+            "mininterval": REFRESH_SECONDS,
+            "miniters": 1,
+            "smoothing": 0.1,
+            "unit": " steps",
+        }
+        if self.style == "notebook":
+            from accel_train.observe.notebook import NotebookBar
+
+            self._bar = NotebookBar(**settings)
+        else:
+            from tqdm import tqdm
+
+            self._bar = tqdm(file=self._stream, dynamic_ncols=True, bar_format=_BAR, **settings)
 
     def _time_left(self, step: int) -> str:
         """Return the wall time to the end at the pace of this launch, evaluation and checkpoints included."""
@@ -166,10 +186,11 @@ def _discard_stdout() -> None:
 
 def describe_metrics(metrics: Mapping[str, Any]) -> str:
     """Return `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`."""
-    numbers = [
-        f"{name} {value:.4f}"
-        for name, value in metrics.items()
-        if isinstance(value, float) and name not in ("seconds", "num_targets")
-    ]
+    numbers = [f"{name} {value:.4f}" for name, value in _floats(metrics).items()]
     seconds = f" ({format_seconds(metrics['seconds'])})" if "seconds" in metrics else ""
     return ", ".join(numbers) + seconds
+
+
+def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    aside = ("seconds", "num_targets")
+    return {name: value for name, value in metrics.items() if isinstance(value, float) and name not in aside}

@@ -73,7 +73,9 @@ def test_a_log_file_gets_aligned_lines_and_a_terminal_a_bar(monkeypatch: pytest.
     assert choose_style("auto", None) == "lines"
     assert choose_style(True, io.StringIO()) == "bar"
     monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", sys)
-    assert choose_style("auto", io.StringIO()) == "bar"
+    assert choose_style("auto", io.StringIO()) == "notebook"
+    assert choose_style(True, None) == "notebook"
+    assert choose_style(False, None) == "off"
 
 
 def test_plain_lines_say_percent_loss_rate_speed_and_time_left_in_columns() -> None:
