@@ -55,6 +55,9 @@ class Evaluate(Section):
     """How much better counts as better."""
     test_time_augmentation: TestTimeAugmentation | None = None
     """Images: evaluate with and without averaging over flips and scales."""
+    window_stride: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    """semantic-segmentation: evaluate and predict by windows of `data.crop_size`, so many pixels apart, or [down, right], whose logits
+    are averaged where they overlap; none: the whole image at `data.image_size` at once."""
     max_samples: PositiveInt | None = None
     """Evaluate on this many samples during training; the last evaluation takes all, and is a curve of its own (`eval_final`)."""
     num_examples: NonNegativeInt = 12

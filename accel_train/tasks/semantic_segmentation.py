@@ -91,7 +91,7 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Count loss and confusion matrix of pixels, at the masks' own size; with test-time augmentation a second matrix."""
-        logits = image_logits(model, batch["pixel_values"])
+        logits = self.whole_logits(model, batch["pixel_values"])
         views, num_classes = self.views(model, batch["pixel_values"], logits), logits.shape[1]
         counts: dict[str, Tensor] = {}
         for own, image in one_at_a_time(batch):
@@ -120,7 +120,7 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Predict the likeliest class of each pixel, at the mask's own size; where sizes differ, 255 beyond `height` and `width`."""
-        logits = image_logits(model, batch["pixel_values"])
+        logits = self.whole_logits(model, batch["pixel_values"])
         views = self.views(model, batch["pixel_values"], logits)
         masks = []
         for own, image in one_at_a_time(batch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.functional import conv2d, cross_entropy, interpolate, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
@@ -30,8 +30,8 @@ from accel_train.recipe.loader import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.classification import classification_loss_sum
 from accel_train.tasks.semantic_segmentation import SemanticSegmentation
-from accel_train.tasks.vision.views import at_label_size, mean_pixel_probabilities
-from tests.support.runs import metrics, recipe_dict, run, write_recipe_file
+from accel_train.tasks.vision.views import Windows, at_label_size, mean_pixel_probabilities, window_logits
+from tests.support.runs import metrics, recipe_dict, run, run_forked_command, write_recipe_file
 
 SEGFORMER = {
     "model_type": "segformer",
@@ -51,6 +51,18 @@ UPERNET = {
     "backbone_config": RESNET | {"out_features": ["stage1", "stage2"]},
 }
 MOBILENET = {"model_type": "mobilenet_v2", "depth_multiplier": 0.1, "min_depth": 8, "finegrained_output": False}
+DPT = {
+    "model_type": "dpt",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+    "backbone_out_indices": [0, 1, 2, 3],
+    "neck_hidden_sizes": [8, 8, 8, 8],
+    "fusion_hidden_size": 8,
+}
+"""Takes squares alone."""
 AS_IT_IS = Augment(scale_range=None, horizontal_flip=0.0)
 Make = Callable[..., Recipe]
 
@@ -257,6 +269,55 @@ def test_averaging_over_flips_is_the_mean_of_turned_back_probabilities(pairs: Pa
     assert set(details["test_time_augmentation"]["with"]) == {"mean_iou", "pixel_accuracy"}
 
 
+def test_overlapping_windows_are_averaged_as_by_mmsegmentation() -> None:
+    """Its `slide_inference`, written out; the forward depends on the rim, so each window answers in its own way."""
+    generator = torch.Generator().manual_seed(0)
+    images, weight = torch.randn(2, 3, 45, 64, generator=generator), torch.randn(5, 3, 7, 7, generator=generator)
+    (high, wide), (down, right) = windows = Windows((32, 24), (21, 16))
+
+    def forward(pixels: torch.Tensor) -> torch.Tensor:
+        return conv2d(pixels, weight, padding=3)
+
+    total, count = torch.zeros(2, 5, 45, 64), torch.zeros(1, 1, 45, 64)
+    for row in range(max(45 - high + down - 1, 0) // down + 1):
+        for column in range(max(64 - wide + right - 1, 0) // right + 1):
+            bottom, end = min(row * down + high, 45), min(column * right + wide, 64)
+            top, left = max(bottom - high, 0), max(end - wide, 0)
+            total += pad(forward(images[:, :, top:bottom, left:end]), (left, 64 - end, top, 45 - bottom))
+            count[:, :, top:bottom, left:end] += 1
+    torch.testing.assert_close(window_logits(forward, images, windows), total / count)
+    small = images[..., :32, :24]
+    assert torch.equal(window_logits(forward, small, windows), forward(small))
+
+
+def test_windows_let_a_model_of_one_size_evaluate_and_predict_larger_images(pairs: Path, seg_recipe: Make) -> None:
+    data = {"image_size": [48, 64], "crop_size": 32}
+    whole = seg_recipe(pairs, model=DPT, data=data)
+    with pytest.raises(ValueError, match="does not suit 'dpt'"):
+        load(whole)[0].build_model(whole, load(whole)[1])
+    recipe = seg_recipe(pairs, model=DPT, data=data, evaluate={"window_stride": 16, "test_time_augmentation": {}})
+    task, found = load(recipe)
+    model = task.build_model(recipe, found).eval()
+    batch, num_targets = eval_batch(found)
+    with torch.no_grad():
+        counts, logits = task.evaluate_batch(model, batch), task.whole_logits(model, batch["pixel_values"])
+        mask = task.predict_batch(model, batch)["mask"]
+    assert logits.shape[-2:] == (96, 128)  # twice the images' size, as DPT gives
+    assert int(counts["confusion"].sum()) == int(counts["confusion_averaged"].sum()) == num_targets
+    assert mask.shape == batch["labels"].shape
+    task.save_description(model, found, pairs)
+    assert AutoImageProcessor.from_pretrained(pairs).size == {"height": 32, "width": 32}  # what transformers can pass
+
+
+@pytest.mark.parametrize(("stride", "crop"), [(40, 32), (16, None)])
+def test_windows_that_leave_gaps_or_are_as_large_as_the_image_are_refused(
+    pairs: Path, seg_recipe: Make, stride: int, crop: int | None
+) -> None:
+    recipe = seg_recipe(pairs, data={"image_size": 64, "crop_size": crop}, evaluate={"window_stride": stride})
+    with pytest.raises(ValueError, match=f"evaluate.window_stride={stride}: windows of data.crop_size, here "):
+        load(recipe)
+
+
 class LargestTensor(TorchDispatchMode):
     """Keeps the size of the largest tensor that is made inside."""
 
@@ -440,6 +501,24 @@ def test_images_of_height_and_width_are_resized_to_both_by_us_and_by_transformer
     assert "images of 64 x 32 pixels" in (tmp_path / "README.md").read_text()
     theirs = AutoImageProcessor.from_pretrained(tmp_path)(Image.open(data.source.row_ids(0)), return_tensors="pt")
     torch.testing.assert_close(theirs["pixel_values"][0], batch["pixel_values"][0], rtol=0, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_windows_give_the_same_metrics_on_one_process_and_on_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for processes in (1, 2):
+        flags = ["--data.eval_fraction", "0.1", "--evaluate.max_samples", "null", "--schedule.max_steps", "1"]
+        flags += ["--data.image_size", "64", "--data.crop_size", "32", "--evaluate.window_stride", "[16, 32]"]
+        flags += ["--evaluate.test_time_augmentation", "null", "--output_dir", f"runs/{processes}"]
+        flags += ["--optimizer.learning_rate", "1e-12"]  # one step on one process and on two may round otherwise
+        done = run_forked_command(["run", "segmentation", *flags], processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(metrics(tmp_path / "runs" / str(processes), "eval")[-1])
+    names = ("loss", "mean_iou", "pixel_accuracy")
+    assert [found[0][name] for name in names] == pytest.approx([found[1][name] for name in names], rel=1e-6)
 
 
 @pytest.mark.slow

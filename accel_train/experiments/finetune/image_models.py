@@ -57,30 +57,42 @@ def _from_scratch_size(found: Found) -> int:
     return next((size for size in (32, 64, 128) if found.edge <= size * 1.25), 128)
 
 
-def _size_of_aspect(found: Found) -> tuple[int | list[int], str]:
-    """The size of images that are seen whole: a square, or height and width of the median image's aspect, multiples of 32."""
-    edge, why = _from_scratch_size(found), f"the median image has a short edge of {found.edge} pixels"
+def _size_of_aspect(found: Found, edge: int) -> tuple[int | list[int], str]:
+    """The size of images of this short edge: a square, or height and width of the median image's aspect, multiples of 32."""
+    why = f"the median image has a short edge of {found.edge} pixels"
     longer = round(edge * min(2.0, max(found.aspect, 1 / found.aspect)) / 32) * 32
     if longer == edge:
         return edge, why
-    return [edge, longer] if found.aspect > 1 else [
-        longer,
-        edge,
-    ], f"height and width: {why}, and is {found.aspect:.2g} times as wide as high"
+    shape = [edge, longer] if found.aspect > 1 else [longer, edge]
+    return shape, f"height and width: {why}, and is {found.aspect:.2g} times as wide as high"
+
+
+def _pretrained_sizes(found: Found, pretrained: Pretrained) -> Choices:
+    """The size that a pretrained segmenter takes, of whole images, or of windows where they are larger: details would be lost."""
+    own = pretrained.image_size or 512
+    why = "what the model was trained with" if pretrained.image_size else "usual"
+    edge = min(2 * own, found.edge // 32 * 32)
+    if edge <= 1.25 * own:
+        return {"data.image_size": Choice(own, why)}
+    shape, of_aspect = _size_of_aspect(found, edge)
+    return {
+        "data.image_size": Choice(shape, of_aspect),
+        "data.crop_size": Choice(own, f"{why}; training sees crops"),
+        "evaluate.window_stride": Choice(
+            own * 2 // 3, "evaluation and prediction see windows of data.crop_size, which overlap by a third"
+        ),
+    }
 
 
 def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
     batch = 8 if found.num_samples < 200 else 16
     metric = Choice("mean_iou", "each class counts alike, however few its pixels")
     if pretrained is not None:
-        size = Choice(
-            pretrained.image_size or 512, "what the model was trained with" if pretrained.image_size else "usual"
-        )
         training = training_of(
             found, learning_rate_of(pretrained), epochs_for(found, batch, 1_500, 10, 60), batch, metric
         )
-        return {"data.image_size": size, **training, "optimizer.weight_decay": Choice(0.01, "")}
-    shape, why = _size_of_aspect(found)
+        return {**_pretrained_sizes(found, pretrained), **training, "optimizer.weight_decay": Choice(0.01, "")}
+    shape, why = _size_of_aspect(found, _from_scratch_size(found))
     config = {
         "model_type": "upernet",
         "hidden_size": 32,

@@ -1,6 +1,8 @@
 """Vision models of transformers: built from a configuration or pretrained weights, with our classes in their head, and saved."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
 from accel_train.tasks.classification import forward_flops, listed, training_flops, with_labels
-from accel_train.tasks.vision.views import image_views
+from accel_train.tasks.vision.views import Windows, image_views, window_logits
 
 
 class VisionTask(Task):
@@ -49,8 +51,23 @@ class VisionTask(Task):
         known_names = tuple(config.id2label.values()) if recipe.model.pretrained is not None else None
         sets = read(recipe.data, known_names)
         lost_colours = note_of_lost_colours(sets.train.images, preprocessing)
+        self.windows = self._windows(recipe)
         self._prepare_test_time(recipe, with_labels(config, sets.label_names), preprocessing)
         return ImageSource(sets, preprocessing), [*notes, *further_notes, *lost_colours, *sets.notes]
+
+    def _windows(self, recipe: Recipe) -> Windows | None:
+        stride = recipe.evaluate.window_stride
+        if stride is None:
+            return None
+        whole, window = height_width(recipe.data.image_size), height_width(self.train_size(recipe))
+        steps = height_width(stride)
+        if any(step > edge for step, edge in zip(steps, window)) or all(w >= e for w, e in zip(window, whole)):
+            raise ValueError(
+                f"evaluate.window_stride={stride}: windows of data.crop_size, here {list(window)}, move over images of data.image_size, "
+                f"here {list(whole)}, by a stride of at most the window; set data.crop_size to what the model is trained on, and "
+                "data.image_size to more"
+            )
+        return Windows(window, steps)
 
     def _prepare_test_time(self, recipe: Recipe, config: PreTrainedConfig, preprocessing: Preprocessing) -> None:
         self.test_time, self.takes_any_size = recipe.evaluate.test_time_augmentation, True
@@ -59,6 +76,8 @@ class VisionTask(Task):
         for scale in self.test_time.scales:
             height, width = height_width(preprocessing.image_size)
             size = (round(height * scale), round(width * scale))
+            if self.windows is not None:
+                size = (min(size[0], self.windows.size[0]), min(size[1], self.windows.size[1]))
             reason = None if scale == 1 else self.refusal_of_size(config, len(preprocessing.mean), size)
             if self.predicts_pixels and reason is not None:
                 raise ValueError(
@@ -75,6 +94,12 @@ class VisionTask(Task):
         if not self.test_time.scales:
             raise ValueError("evaluate.test_time_augmentation.scales is empty; write [1.0] for the image as it is")
 
+    def whole_logits(self, model: nn.Module, pixel_values: Tensor) -> Tensor:
+        """Return the logits of whole images, seen at once or, where `evaluate.window_stride` says so, by windows."""
+        if self.windows is None:
+            return image_logits(model, pixel_values)
+        return window_logits(partial(image_logits, model), pixel_values, self.windows)
+
     def views(self, model: nn.Module, pixel_values: Tensor, logits: Tensor) -> list[Tensor]:
         """Return the logits of all views that are averaged over, those of pixels (N, C, h, w) flipped back.
 
@@ -84,7 +109,7 @@ class VisionTask(Task):
             return [logits]
         found = []
         for view in image_views(pixel_values, self.test_time, takes_any_size=self.takes_any_size):
-            answer = logits if view.is_original else image_logits(model, view.pixel_values)
+            answer = logits if view.is_original else self.whole_logits(model, view.pixel_values)
             found.append(answer.flip(-1) if view.is_flipped and answer.ndim == 4 else answer)
         return found
 
@@ -103,7 +128,8 @@ class VisionTask(Task):
             fields.pop("num_labels", None)  # the data says
             config = AutoConfig.for_model(**fields)
             if getattr(config, "image_size", None) is not None and "image_size" not in fields:
-                config.image_size = recipe.data.image_size
+                by_windows = recipe.evaluate.window_stride is not None
+                config.image_size = self.train_size(recipe) if by_windows else recipe.data.image_size
         else:
             config = pretrained_config(recipe)
         if type(config) not in self.models and not section.trust_remote_code:
@@ -128,7 +154,8 @@ class VisionTask(Task):
             ValueError: it cannot be loaded, is for another task, or does not take data.image_size or data.crop_size.
         """
         config = with_labels(self.model_config(recipe)[0], data.source.label_names)
-        for size in {recipe.data.image_size, self.train_size(recipe)}:
+        seen_whole = set() if self.windows is not None else {recipe.data.image_size}
+        for size in {*seen_whole, self.train_size(recipe)}:
             reason = self.refusal_of_size(config, len(data.source.preprocessing.mean), size)
             if reason is not None:
                 its_own = getattr(config, "image_size", None)
@@ -167,7 +194,10 @@ class VisionTask(Task):
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write configuration and image processor in transformers' own layout, and a short model card."""
         super().save_description(model, data, folder)
-        data.source.preprocessing.save(folder, crops=not self.predicts_pixels)
+        preprocessing, config = data.source.preprocessing, getattr(model, "config", None)
+        if self.windows is not None and self.refusal_of_size(config, len(preprocessing.mean), preprocessing.image_size):
+            preprocessing = replace(preprocessing, image_size=self.windows.size)  # transformers has no windows
+        preprocessing.save(folder, crops=not self.predicts_pixels)
         (folder / "README.md").write_text(self._model_card(model, data), encoding="utf-8")
 
     def _model_card(self, model: nn.Module, data: TaskData) -> str:

@@ -1,10 +1,11 @@
-"""Test-time augmentation, and logits of segmentation models at the size of the labels.
+"""Test-time augmentation, windows over large images, and logits of segmentation models at the size of the labels.
 
 Test-time augmentation averages a model's predictions over mirror images and scales.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,43 @@ def rescale(pixel_values: Tensor, scale: float, *, takes_any_size: bool) -> Tens
     top, left = (height - high) // 2, (width - wide) // 2
     centre = pixel_values[..., top : top + high, left : left + wide]
     return interpolate(centre, (height, width), mode="bilinear", align_corners=False)
+
+
+class Windows(NamedTuple):
+    """Windows over an image, each as (height, width) in pixels."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    """From one to the next; the last one ends with the image."""
+
+
+def window_logits(forward: Callable[[Tensor], Tensor], pixel_values: Tensor, windows: Windows) -> Tensor:
+    """Return logits (N, C, h, w) fp32 of images (N, 3, H, W), the mean over windows where they overlap.
+
+    All images are seen in one window after the other, so memory is that of N windows, beside logits as large as those of the whole
+    images. After the sliding inference of mmsegmentation (`EncoderDecoder.slide_inference`), which averages at the images' size;
+    here it is the logits' own. Strides that are no multiple of the logits' pixels are rounded to them. An image no larger than a
+    window is one window, and what `forward` says of it.
+    """
+    edges = pixel_values.shape[-2:]
+    high, wide = (min(cut, edge) for cut, edge in zip(windows.size, edges))
+    total = count = torch.empty(0)
+    for top in _starts(edges[0], high, windows.stride[0]):
+        for left in _starts(edges[1], wide, windows.stride[1]):
+            logits = forward(pixel_values[..., top : top + high, left : left + wide]).float()
+            h, w = logits.shape[-2:]
+            if not count.numel():
+                total = logits.new_zeros((*logits.shape[:2], round(edges[0] * h / high), round(edges[1] * w / wide)))
+                count = total.new_zeros(total.shape[-2:])
+            down, right = round(top * h / high), round(left * w / wide)
+            total[..., down : down + h, right : right + w] += logits
+            count[down : down + h, right : right + w] += 1
+    return total / count
+
+
+def _starts(edge: int, window: int, stride: int) -> list[int]:
+    """Return where windows begin along an edge: `stride` apart, and the last one where the edge ends."""
+    return [*range(0, edge - window, stride), edge - window]
 
 
 def mean_pixel_probabilities(views: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Tensor:

@@ -60,3 +60,14 @@ def test_the_metric_follows_from_the_labels(counts: dict[str, int], metric: str)
 def test_images_that_are_wide_are_seen_wide_where_masks_belong_to_them() -> None:
     chosen = choose(found("semantic-segmentation", edge=360, aspect=480 / 360), None)
     assert chosen["data.image_size"].value == [128, 160]
+
+
+@pytest.mark.parametrize(("edge", "image_size"), [(300, 512), (640, 512), (800, [800, 1216]), (3000, [1024, 1536])])
+def test_images_larger_than_a_pretrained_segmenter_takes_are_seen_by_windows(edge: int, image_size: Any) -> None:
+    model = pretrained(30e6, image_size=512)
+    chosen = choose(found("semantic-segmentation", edge=edge, aspect=1.5), model)
+    assert chosen["data.image_size"].value == image_size
+    by_windows = isinstance(image_size, list)
+    assert ("data.crop_size" in chosen, "evaluate.window_stride" in chosen) == (by_windows, by_windows)
+    if by_windows:
+        assert (chosen["data.crop_size"].value, chosen["evaluate.window_stride"].value) == (512, 341)
