@@ -41,7 +41,6 @@ CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ("tp_size", lambda asked: asked.recipe.parallel.cpu_offload, f"does not go with parallel.cpu_offload: {UNTESTED}; leave one of them out"),
     ("tp_size", lambda _: not _is_installed("transformers.distributed.tensor_parallel"), "needs a newer transformers; it is known to work with 5.23"),
     ("tp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
-    ("tp_size", lambda asked: asked.recipe.loss.chunked is True, "does not go with loss.chunked: the output layer is split over processes; set that to auto, or parallel.tp_size to 1"),
     ("cpu_offload", lambda asked: asked.recipe.optimizer.name == "muon", "does not go with optimizer.name muon: the CPU would make the matrices orthogonal, many times the arithmetic of all else it does in a step; use adamw, or set parallel.cpu_offload to false"),
     ("sp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
     ("sp_size", lambda asked: not is_by_position(asked.task), f"needs a loss that is a sum over positions, which {{recipe.task}} does not say of its own; set {BY_POSITION} = True in the class that defines it where that is so, {SP_OFF}"),

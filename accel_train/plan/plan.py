@@ -232,8 +232,9 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         how = f"{NF4_BYTES:.2f} bytes each (nf4) of the frozen linear layers, 4 of the others"
         memory[0] = replace(memory[0], num_bytes=(memory[0].num_bytes or 0) - saved, how=how)
     memory = with_exchange(memory, model, place.layout, num_positions, place.compute_bytes)
+    chunked = "loss.chunked" in choices and choices["loss.chunked"].value
     of_neighbours = neighbour_collectives(
-        model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed
+        model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed, chunked=chunked
     )
     averaged = weights.trainable_numel if recipe.optimizer.averages else 0
     checkpoint_bytes = stored + 4 * averaged + state_bytes(model, recipe.optimizer)

@@ -33,12 +33,13 @@ _Exchange = tuple[Kind, int, Phase]
 
 
 def neighbour_collectives(
-    model: nn.Module, layout: Layout, num_positions: int, compute_bytes: int, *, checkpointed: bool
+    model: nn.Module, layout: Layout, num_positions: int, compute_bytes: int, *, checkpointed: bool, chunked: bool
 ) -> tuple[Collective, ...]:
     """Return the collectives of split layers or sequences; a process has `num_positions` tokens, with numbers of `compute_bytes`.
 
-    `checkpointed` blocks do their forward a second time. Left out: gradients of the few weights that all hold and sum, and
-    positions, a few bytes a layer that DeepSpeed gathers.
+    `checkpointed` blocks do their forward a second time; a `chunked` loss gathers no logits. Left out: gradients of the few
+    weights that all hold and sum, what a chunked loss sums of the logits, 24 bytes a position, and positions, a few bytes a layer
+    that DeepSpeed gathers.
 
     Raises:
         ValueError: as `tensor_parallel.styles_of`.
@@ -46,7 +47,7 @@ def neighbour_collectives(
     exchanges: Iterable[_Exchange] = ()
     size, purpose = layout.tp_size, "activations of split layers"
     if layout.tp_size > 1:
-        exchanges = _of_layers(model, size, checkpointed)
+        exchanges = _of_layers(model, size, checkpointed, of_sums=4 // compute_bytes if chunked else None)
     elif layout.sp_size > 1:
         size, purpose = layout.sp_size, "heads for slices of the sequence (parallel.sp_size)"
         exchanges = _of_sequences(model, size, checkpointed)
@@ -57,7 +58,9 @@ def neighbour_collectives(
     )
 
 
-def _of_layers(model: nn.Module, size: int, checkpointed: bool) -> Iterator[_Exchange]:
+def _of_layers(model: Any, size: int, checkpointed: bool, of_sums: int | None) -> Iterator[_Exchange]:
+    """A chunked loss sums its gradients in fp32, each as large as `of_sums` of the numbers computed in; None: logits are gathered."""
+    chunked_head = None if of_sums is None else model.get_output_embeddings()
     in_blocks = {id(part) for block in repeated_blocks(model) for part in block.modules()}
     modules = dict(model.named_modules())
     for name, style in styles_of(model, size).items():
@@ -66,6 +69,9 @@ def _of_layers(model: nn.Module, size: int, checkpointed: bool) -> Iterator[_Exc
         is_embedding = isinstance(module, nn.Embedding)
         width_in = 0 if is_embedding else int(getattr(module, "in_features", 0))
         width_out = int(getattr(module, "embedding_dim" if is_embedding else "out_features", 0))
+        if module is chunked_head and of_sums is not None:
+            yield "all-reduce", width_in * of_sums, "forward"  # the gradients are made there
+            continue
         if (kind := _FORWARD.get(style)) is not None:
             yield kind, width_out, "forward"
             if checkpointed and id(module) in in_blocks:

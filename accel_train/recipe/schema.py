@@ -95,7 +95,7 @@ class Loss(Section):
     """How much each class counts in training; balanced: n_samples / (n_classes x n_of_class), as in scikit-learn."""
     chunked: Auto | bool = "auto"
     """causal-lm: make the logits of a few positions at a time, and never all of a micro-batch; the same loss and gradients. auto:
-    wherever the model allows it, and the logits are more than 256 MiB."""
+    wherever the model allows it, and the logits are more than 256 MiB or split over processes (`parallel.tp_size`)."""
 
 
 class Batch(Section):

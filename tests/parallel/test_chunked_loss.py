@@ -1,5 +1,6 @@
 """A loss in chunks trains as one of whole logits does, however the model is spread over processes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from accel_train.engine.resolve import check_recipe
 from accel_train.recipe.schema import Recipe
 from tests.support.comparisons import assert_same_run
-from tests.support.processes import run_forked
+from tests.support.processes import TESTS, run_forked
 from tests.support.runs import LLAMA, events, metrics, recipe_dict, write_corpus, write_recipe_file
 
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
@@ -19,6 +20,7 @@ TEXT = {
     "evaluate": {"every_steps": 3},
     "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5},  # every gradient is clipped
 }
+PROGRAM = TESTS / "support/programs/split_head.py"
 AT_ONCE = 20 * 320
 """Logits of 20 positions, where a micro-batch has 64 or 32."""
 
@@ -60,6 +62,8 @@ LAYOUTS = [
     pytest.param(2, {"strategy": "deepspeed", "zero_stage": 3}, marks=SLOW, id="zero-3"),
     pytest.param(2, {"sp_size": 2}, marks=SLOW, id="sp"),
     pytest.param(4, {"strategy": "fsdp2", "sp_size": 2}, marks=SLOW, id="fsdp2-sp"),
+    pytest.param(2, {"strategy": "fsdp2", "tp_size": 2}, id="tp"),
+    pytest.param(4, {"strategy": "fsdp2", "tp_size": 2}, marks=SLOW, id="fsdp2-tp"),
 ]
 
 
@@ -68,7 +72,8 @@ def test_losses_and_gradient_norms_are_those_of_whole_logits(
     tmp_path: Path, whole: Path, processes: int, parallel: dict[str, Any]
 ) -> None:
     run = train_in(tmp_path / "chunked", processes, chunked=True, parallel=parallel)
-    assert "True  (the logits of 20 positions at a time" in choice(run)
+    at_once = 20 * parallel.get("tp_size", 1)  # of its share of the vocabulary
+    assert f"True  (the logits of {at_once} positions at a time" in choice(run)
     assert_same_run(run, whole)
     ours, theirs = ([each["grad_norm"] for each in metrics(folder)] for folder in (run, whole))
     assert ours == pytest.approx(theirs, rel=1e-5)
@@ -88,12 +93,20 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     "parallel",
-    [{}, {"strategy": "fsdp2"}, {"strategy": "deepspeed", "zero_stage": 3}],
-    ids=["ddp", "fsdp2", "zero-3"],
+    [
+        {},
+        {"strategy": "fsdp2"},
+        {"strategy": "deepspeed", "zero_stage": 3},
+        {"strategy": "fsdp2", "tp_size": 2},
+        {"sp_size": 2},
+    ],
+    ids=["ddp", "fsdp2", "zero-3", "tp", "sp"],
 )
 def test_the_losses_are_those_of_whole_logits_however_the_run_is_changed(
     tmp_path: Path, change: str, parallel: dict[str, Any]
 ) -> None:
+    if change == "lora" and "tp_size" in parallel:
+        pytest.skip("refused: adapters are not split")
     sections = {**CHANGES[change]}
     smoothing = sections.pop("loss", {})
     ours, theirs = (
@@ -108,11 +121,46 @@ def test_the_losses_are_those_of_whole_logits_however_the_run_is_changed(
     assert_same_run(ours, theirs)
 
 
+def test_processes_that_split_the_output_layer_make_the_loss_the_gradients_and_the_hits_of_one_in_chunks(
+    tmp_path: Path,
+) -> None:
+    forked = run_forked([str(tmp_path)], 2, folder=tmp_path / "processes", program=PROGRAM)
+    assert forked.wait() == [0, 0], forked.stderr(0)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    for case, found in first.items():
+        assert second[case]["errors"] == found["errors"], (case, "the processes differ")
+        assert found["has_all_gradients"] == [True, True], case
+        assert case == "bf16" or len(set(found["num_hits"])) == 1, case
+        for name, (ours, of_whole_logits) in found["errors"].items():
+            # In bf16 an error is chance: of what is rounded to 8 bits.
+            allowed = 1e-6 if "loss" in name and case != "bf16" else max(1e-6, 1.5 * of_whole_logits)
+            assert ours <= allowed, (case, name, ours, of_whole_logits)
+        if case not in ("bf16", "all ignored"):  # a CPU copies the weight to fp32, which is as wide
+            assert found["widest"][0] == 8 < found["widest"][1], case
+    assert first["untied"]["num_hits"][0] > 0
+
+
 @SLOW
-def test_under_tensor_parallelism_logits_are_whole_and_the_run_says_so(tmp_path: Path, whole: Path) -> None:
-    run = train_in(tmp_path / "split", 2, chunked=True, parallel={"strategy": "fsdp2", "tp_size": 2})
-    assert "False  (whole logits: parallel.tp_size splits the output layer over processes)" in choice(run)
-    assert_same_run(run, whole)
+@pytest.mark.parametrize("parallel", [{}, {"strategy": "fsdp2", "tp_size": 2}], ids=["ddp", "tp"])
+def test_fine_tuning_in_chunks_has_the_token_accuracy_of_whole_logits(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    rows = [{"prompt": f"{n} is", "completion": " aaaa" if n % 3 else f" {n * 7 % 11}"} for n in range(60)]
+    table = tmp_path / "rows.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = {
+        "data": {"train": str(table), "format": "prompt_completion", "sequence_length": 32, "eval_fraction": 0.3},
+        "options": {},
+        "task": "causal-lm",
+    }
+    ours, theirs = (
+        train_in(
+            tmp_path / str(chunked), processes, chunked=chunked, parallel=spread, **sections, loss={"chunked": chunked}
+        )
+        for chunked, processes, spread in ((True, 2, parallel), (False, 1, {}))
+    )
+    assert_same_run(ours, theirs)
+    accuracies = [[each["token_accuracy"] for each in metrics(run, "eval")] for run in (ours, theirs)]
+    assert accuracies[0] == accuracies[1]
+    assert 0 < accuracies[1][-1] < 1
 
 
 @SLOW
@@ -135,7 +183,6 @@ def test_a_compiled_run_warns_of_nothing_and_has_the_losses_of_whole_logits(tmp_
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": {"strategy": "fsdp2", "tp_size": 2}}, r"parallel\.tp_size=2 does not go with loss\.chunked"),
         (
             {"task": "text-classification", "data": {"label_column": "label"}},
             r"loss\.chunked=True is for causal-lm, and task is text-classification; set it to auto",

@@ -222,6 +222,20 @@ def test_logits_beyond_a_chunk_are_none_of_the_memory() -> None:
     assert "loss.chunked False (as the recipe says)" in printed[1]
 
 
+def test_a_split_output_layer_gathers_no_logits_where_the_loss_is_in_chunks() -> None:
+    flags = ("--model.config", LLAMA, "--parallel.strategy", "fsdp2", "--parallel.tp_size", "2")
+    whole, chunked = (plan(*flags, "--loss.chunked", each, world_size=2) for each in ("false", "auto"))
+    sent = [
+        {each.kind: each.payload_bytes for each in resolved.scale.traffic if each.purpose.startswith("activations")}
+        for resolved in (whole, chunked)
+    ]
+    positions, tokens = 16 * 64, chunked.vocabulary[1] if chunked.vocabulary else 0
+    assert sent[0]["all-gather"] == 4 * positions * tokens
+    assert "all-gather" not in sent[1]
+    assert sent[1]["all-reduce"] == sent[0]["all-reduce"]  # the gradients of hidden states among them
+    assert chunked.model_choices["loss.chunked"].value is True
+
+
 def test_checkpointing_lowers_the_activations_and_half_precision_too() -> None:
     plain, checkpointed, selective, half = (
         parts(plan("--model.config.n_layer", "8", *flags))["activations"] or 0

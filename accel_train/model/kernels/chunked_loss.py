@@ -3,6 +3,9 @@
 Logits are the largest tensor of a step (4,096 positions x 152,064 tokens in fp32: 2.3 GiB), and a plain cross-entropy holds
 three of that size. Here the logits of a chunk are turned into its loss and its gradients, and forgotten, before those of the
 next one are made: the head's part of the backward is done in the forward, and the backward only scales it.
+
+Where processes split the head's rows (tensor parallelism), each makes the logits of its own tokens, and they tell each other three
+numbers of a position: the largest logit, the sum of exponentials, the logit of the label (Shoeybi et al. 2019, section 3).
 """
 
 import math
@@ -13,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
+from torch.distributed.tensor import DTensor, Shard
 
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
+from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts
 
 LOGITS_AT_ONCE = 2**26
 """Logits of a chunk at most: 256 MiB in fp32."""
@@ -41,42 +44,56 @@ def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Ch
     """
     if requested is False:
         return Choice(False, "as the recipe says")
-    problem = why_whole(model) if tp_size == 1 else "parallel.tp_size splits the output layer over processes"
+    problem = why_whole(model, tp_size)
     if problem is not None and requested is True:
         raise ValueError(f"loss.chunked=True: {problem}, so that the logits are needed whole; set it to auto or false")
     if problem is not None:
         return Choice(False, f"whole logits: {problem}")
-    rows = rows_at_once(model.get_output_embeddings())  # type: ignore[operator]
+    rows = rows_at_once(model.get_output_embeddings(), tp_size)  # type: ignore[operator]
+    if tp_size > 1:
+        split = f"the logits of {rows:,} positions at a time, each process those of its share of the vocabulary"
+        return Choice(True, f"as the recipe says; {split}" if requested is True else split)
     if requested is True:
         return Choice(True, f"as the recipe says; the logits of at most {rows:,} positions at a time")
     return Choice(True, f"the logits of {rows:,} positions at a time; a micro-batch with no more has its logits whole")
 
 
-def why_whole(model: nn.Module) -> str | None:
-    """Return why the logits of this model are needed whole; None where its loss can be computed in chunks."""
+def why_whole(model: nn.Module, tp_size: int = 1) -> str | None:
+    """Return why the logits of this model are needed whole; None where its loss can be computed in chunks.
+
+    `tp_size` processes are to split its output layer, or do so already.
+    """
     kind = type(model)
     if kind.__name__ not in _CHECKED_CLASSES or not kind.__module__.startswith("transformers.models."):
         return f"{kind.__name__} is not among the models checked for a loss in chunks"
     head = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or "forward" in vars(head):  # LoRA, 8 and 4 bits, a replaced forward
+    is_linear = type(head) is nn.Linear
+    split = head.weight.placements if is_linear and isinstance(head.weight, DTensor) else None
+    if not is_linear or ("forward" in vars(head)) != (split is not None):  # LoRA, 8 and 4 bits, a replaced forward
         return f"the output layer is a {type(head).__name__} with a forward of its own"
-    return "the output layer is split over processes" if isinstance(head.weight, DTensor) else None
+    if split not in (None, (Shard(0),)):
+        return "the output layer is split over processes, and not by its rows"
+    size = tp_size if split is None else num_parts(head)
+    if (size - 1) * -(-head.out_features // size) >= head.out_features:
+        return f"{head.out_features} tokens leave one of {size} processes without a row of the output layer"
+    return None
 
 
 def head_for_chunks(requested: bool | str, model: nn.Module, num_positions: int) -> nn.Linear | None:
     """Return the output layer of a model whose loss is to be computed in chunks; None where the logits are made whole.
 
-    `auto` leaves those whole that are no more than a chunk.
+    `auto` leaves those whole that are no more than a chunk, unless processes would have to gather them.
     """
     if requested is False or why_whole(model) is not None:
         return None
     head: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
-    return None if requested == "auto" and num_positions <= rows_at_once(head) else head
+    is_small = num_positions <= rows_at_once(head) and num_parts(head) == 1
+    return None if requested == "auto" and is_small else head
 
 
-def rows_at_once(head: nn.Linear) -> int:
+def rows_at_once(head: nn.Linear, tp_size: int = 1) -> int:
     """Return the positions of a chunk; a multiple of 64, which suits matrix products, where there are so many."""
-    rows = max(LOGITS_AT_ONCE // head.out_features, 1)
+    rows = max(LOGITS_AT_ONCE // -(-head.out_features // max(tp_size, num_parts(head))), 1)
     return rows - rows % 64 if rows > 64 else rows
 
 
@@ -98,7 +115,8 @@ def chunked_loss(
     rows = chunk_rows or rows_at_once(head)
 
     def forward(hidden: Tensor, labels: Tensor) -> Any:
-        return _ChunkedLoss.apply(hidden, head.weight, head.bias, labels, label_smoothing, rows)
+        weight, bias, held = held_rows(head)
+        return _ChunkedLoss.apply(hidden, weight, bias, labels, label_smoothing, rows, held)
 
     loss: Tensor = _call_with(forward, head, hidden, labels)
     return loss
@@ -116,9 +134,10 @@ def chunked_counts(
 
     def forward(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         loss, hits = torch.zeros((), device=hidden.device), labels.new_zeros(())
-        with _without_autocast(head.weight, head.bias) as (weight, bias):
+        weight, bias, held = held_rows(head)
+        with _without_autocast(weight, bias) as cast:
             for part in _parts(labels, rows):
-                of_part = _count(hidden[part].to(weight.dtype), weight, bias, labels[part])
+                of_part = _count(hidden[part].to(cast[0].dtype), cast, held, labels[part])
                 loss, hits = loss + of_part[0], hits + of_part[1]
         return loss, hits
 
@@ -135,19 +154,29 @@ def _call_with(forward: Callable[[Tensor, Tensor], Any], head: nn.Linear, hidden
         kept = (labels != IGNORED_LABEL).nonzero()[:, 0]
         if len(kept) < len(labels):
             hidden, labels = hidden.index_select(0, kept), labels[kept]
+    of_split_layer = vars(head).get("forward")  # which gathers the logits
     head.forward = forward  # type: ignore[method-assign, assignment]
     try:
         return head(hidden, labels)
     finally:
         del head.forward
+        if of_split_layer is not None:
+            head.forward = of_split_layer  # type: ignore[method-assign]
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """hidden (N, H), weight (V, H), bias (V,) or None, labels (N,), smoothing, rows -> the loss, 0-dim fp32."""
+    """hidden (N, H), weight (rows held, H), bias (rows held,) or None, labels (N,), smoothing, rows at once, which are held -> the loss, 0-dim fp32."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        smoothing: float,
+        rows: int,
+        held: HeldRows,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         inputs = (hidden, weight, bias)
@@ -159,7 +188,9 @@ class _ChunkedLoss(torch.autograd.Function):
         with _without_autocast(weight, bias) as head:
             for part in _parts(labels, rows):
                 of_hidden = None if sums[0] is None else sums[0][part]
-                total += _add_chunk(hidden[part], head, labels[part], smoothing, [of_hidden, *sums[1:]])
+                total += _add_chunk(hidden[part], (*head, held), labels[part], smoothing, [of_hidden, *sums[1:]])
+        if sums[0] is not None:
+            held.sum_in_place(sums[0])  # each process has the share of its own tokens
         ctx.sums, ctx.dtypes = sums, [None if each is None else each.dtype for each in inputs]
         ctx.scale = GRADIENT_SCALE.get(head[0].dtype, 1.0)
         return total
@@ -175,33 +206,28 @@ class _ChunkedLoss(torch.autograd.Function):
         scaled = [
             None if each is None else each.mul_(factor).to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 def _add_chunk(
     hidden: Tensor,
-    head: tuple[Tensor, Tensor | None],
+    head: tuple[Tensor, Tensor | None, HeldRows],
     labels: Tensor,
     smoothing: float,
     sums: list[Tensor | None],
 ) -> Tensor:
     """Add the gradients of a chunk to their sums, and return its loss. The logits end with this call."""
-    weight, bias = head
-    hidden = hidden.to(weight.dtype)
+    weight, bias, held = head
+    hidden, labels = hidden.to(weight.dtype), labels[:, None]
     logits = _logits(hidden, weight, bias)
-    kept = (labels != IGNORED_LABEL)[:, None]
-    targets = labels[:, None].where(kept, 0)
-    of_target = logits.gather(1, targets)
-    mean = logits.mean(1, keepdim=True) if smoothing else of_target
-    largest = logits.amax(1, keepdim=True)
-    exponentials = logits.sub_(largest).exp_()
-    totals = exponentials.sum(1, keepdim=True)
-    losses = totals.log() + largest - (1 - smoothing) * of_target - smoothing * mean
+    losses, totals = _losses(logits, held.largest(logits.amax(1, keepdim=True)), labels, held, smoothing)
     # The gradient, softmax - target, in the memory of the logits; one that is ignored is divided by infinity.
-    gradient = exponentials.div_(totals.masked_fill(~kept, math.inf))
+    kept = labels != IGNORED_LABEL
+    gradient = logits.div_(totals.masked_fill_(~kept, math.inf))
     if smoothing:
-        gradient.sub_(kept * (smoothing / len(weight)))
-    gradient.scatter_add_(1, targets, kept.to(gradient.dtype) * (smoothing - 1))
+        gradient.sub_(kept * (smoothing / held.vocabulary))
+    targets, is_here = held.find(labels)
+    gradient.scatter_add_(1, targets, is_here.to(gradient.dtype) * (smoothing - 1))
     if weight.dtype in GRADIENT_SCALE:
         gradient.mul_(GRADIENT_SCALE[weight.dtype])
     of_hidden, of_weight, of_bias = sums
@@ -214,14 +240,27 @@ def _add_chunk(
         rows = max(PRODUCT_AT_ONCE // hidden.shape[1], 1)
         for own, their in zip(of_weight.split(rows), rounded.t().split(rows), strict=True):
             own += product(their, hidden)
-    return losses.masked_fill(~kept, 0).sum()
+    return losses.sum()
 
 
-def _count(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _losses(logits: Tensor, largest: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Return the losses of a chunk (N, 1), and the sums of its exponentials, which the logits turn into."""
+    targets, is_here = held.find(labels)
+    of_target = logits.gather(1, targets).where(is_here, 0)
+    mean = logits.sum(1, keepdim=True) / held.vocabulary if smoothing else of_target
+    exponentials = logits.sub_(largest).exp_()
+    totals, of_target, mean = held.summed(exponentials.sum(1, keepdim=True), of_target, mean)
+    losses = totals.log() + largest - (1 - smoothing) * of_target - smoothing * mean
+    return losses.masked_fill(labels == IGNORED_LABEL, 0), totals
+
+
+def _count(hidden: Tensor, head: tuple[Tensor, Tensor | None], held: HeldRows, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of a chunk, and its number of hits."""
-    logits = _logits(hidden, weight, bias)
-    loss = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-    return loss, (logits.argmax(1) == labels).sum()
+    logits, labels = _logits(hidden, *head), labels[:, None]
+    own, token = logits.max(1, keepdim=True)
+    largest = held.largest(own)
+    token = held.smallest((token + held.first).where(own == largest, held.vocabulary))  # of equal ones the first
+    return _losses(logits, largest, labels, held, 0.0)[0].sum(), (token == labels).sum()
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from accel_train.core.state import Choice
 from accel_train.model.kernels import chunked_loss as module
 from accel_train.model.kernels.chunked_loss import (
     _CHECKED_CLASSES,
@@ -21,6 +22,7 @@ from accel_train.model.kernels.chunked_loss import (
     rows_at_once,
     why_whole,
 )
+from accel_train.model.kernels.held_rows import HeldRows
 from accel_train.model.lora import add_adapters
 from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import LoRA
@@ -113,7 +115,8 @@ def test_ignored_positions_that_are_not_left_out_count_nothing(
 
     def as_on_a_gpu(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Any:
         arguments = (hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), smoothing, 7)
-        return _ChunkedLoss.apply(*arguments)
+        held = HeldRows(VOCABULARY, VOCABULARY)
+        return _ChunkedLoss.apply(*arguments, held)
 
     assert max(errors(gradients(as_on_a_gpu, head, hidden, labels, smoothing), exact)) < 1e-6
 
@@ -282,8 +285,6 @@ def test_a_head_that_is_no_plain_layer_has_its_logits_whole_and_the_choice_says_
     model = model_of("llama")
     assert choose_chunking("auto", model, 1).value is True
     assert choose_chunking(False, model, 1).reason == "as the recipe says"
-    split = choose_chunking("auto", model, 2)
-    assert (split.value, "tp_size" in split.reason) == (False, True)
     add_adapters(model, LoRA(target_modules=("q_proj", "lm_head")))
     adapted = choose_chunking("auto", model, 1)
     assert (adapted.value, "output layer" in adapted.reason) == (False, True)
@@ -297,6 +298,17 @@ def test_a_head_that_is_no_plain_layer_has_its_logits_whole_and_the_choice_says_
         """A class derived elsewhere, whose forward may do anything to its logits."""
 
     assert why_whole(Own(small_config("gpt2"))) is not None
+
+
+def test_a_split_output_layer_stays_in_chunks_unless_a_process_would_hold_no_row() -> None:
+    model = model_of("llama")
+    split = choose_chunking("auto", model, 2)
+    assert (split.value, "each process those of its share of the vocabulary" in split.reason) == (True, True)
+    assert choose_chunking(True, model, 2).reason == f"as the recipe says; {split.reason}"
+    assert rows_at_once(model.lm_head, 2) > 1.9 * rows_at_once(model.lm_head)
+    model.lm_head = nn.Linear(32, 5, bias=False)  # 2, 2, 1 and 0 rows
+    empty = choose_chunking("auto", model, 4)
+    assert empty == Choice(False, "whole logits: 5 tokens leave one of 4 processes without a row of the output layer")
 
 
 def test_adapters_in_the_body_leave_the_loss_in_chunks() -> None:
