@@ -4,6 +4,9 @@ The bare script has torch, Accelerate and transformers' GPT-2, the demo's model 
 trainer of this kind has to import. The data of the demo are tokenised before, as at any second start. CPU seconds are the
 figure (both on one thread): wall time counts what else the machine does. A last start with `-X importtime` shows which
 packages the imports spend their time in.
+
+With `--trainer`: what accel_train.Trainer costs beside transformers.Trainer, made and trained for 20 steps of a tiny model with
+the same arguments (their default saves at the end), twice in a fresh process each, in turns.
 """
 
 import argparse
@@ -37,6 +40,24 @@ for _ in range(2):
     optimizer.step()
 print("two steps", flush=True)
 """
+TRAINER = """
+import sys, time
+import torch
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from {package} import Trainer
+rows = [{{"input_ids": torch.arange(12) + i, "labels": i % 3}} for i in range(32)]
+sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+for call in ("first", "second"):
+    model, before = BertForSequenceClassification(BertConfig(num_labels=3, **sizes)), time.process_time()
+    settings = dict(max_steps=20, per_device_train_batch_size=8, logging_steps=5, use_cpu=True, report_to="none")
+    Trainer(model, TrainingArguments(sys.argv[1] + call, **settings), train_dataset=rows).train()
+    print(call, time.process_time() - before, flush=True)
+    if call == "first":
+        print("imports too", time.process_time(), flush=True)
+"""
+TRAINERS = {"transformers.Trainer": "transformers", "accel_train.Trainer": "accel_train"}
+BAR_TRAINER = 0.3
+"""CPU seconds that a call may cost more than with transformers' Trainer."""
 STAGES = {
     "bare script": {
         "torch": "torch",
@@ -133,6 +154,32 @@ def stage_table(found: Mapping[str, list[Times]]) -> str:
     return markdown_table(headers, rows, text=("start", "stage", "bar"))
 
 
+def measure_trainers(rounds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Return the CPU seconds of the first and the second call in a process, and of all up to the first's end, by trainer and round."""
+    found: dict[str, list[dict[str, float]]] = {trainer: [] for trainer in TRAINERS}
+    for number in range(rounds):
+        for trainer, package in list(TRAINERS.items())[:: -1 if number % 2 else 1]:
+            words = ["-c", TRAINER.format(package=package), str(folder / f"{package}-{number}-")]
+            done = subprocess.run(
+                [sys.executable, *words], env=child_environment(1), cwd=REPOSITORY, capture_output=True, text=True, check=True
+            )  # fmt: skip
+            calls = re.findall(r"^(first|second|imports too) ([0-9.]+)$", done.stdout, re.MULTILINE)
+            found[trainer].append({call: float(seconds) for call, seconds in calls})
+    return found
+
+
+def trainer_table(found: Mapping[str, list[dict[str, float]]]) -> str:
+    """Medians over rounds; the difference is the median of the rounds' differences, with the least and the most."""
+    theirs, ours = found.values()
+    rows = []
+    for call in theirs[0]:
+        extra = [one[call] - other[call] for one, other in zip(ours, theirs, strict=True)]
+        medians = [f"{statistics.median(each[call] for each in runs):.2f}" for runs in (theirs, ours)]
+        verdict = f"<= +{BAR_TRAINER} {'met' if statistics.median(extra) <= BAR_TRAINER else 'MISSED'}"
+        rows.append([call, *medians, median_and_range(extra, "+.2f"), "-" if "import" in call else verdict])
+    return markdown_table(["call", *found, "more, CPU s", "bar"], rows, text=("call", "bar"))
+
+
 def import_seconds(command: Sequence[str]) -> dict[str, float]:
     """Return the seconds that importing each package takes by itself, as `-X importtime` measures them."""
     done = subprocess.run(
@@ -164,7 +211,14 @@ def main() -> None:
     parser = arguments_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--trainer", action="store_true", help="20 steps with accel_train.Trainer and transformers'")
     arguments = parser.parse_args()
+    if arguments.trainer:
+        with tempfile.TemporaryDirectory() as folder:
+            calls = measure_trainers(arguments.rounds, Path(folder))
+        title = f"## A Trainer made and trained for 20 tiny steps, 1 thread, {arguments.rounds} round(s)"
+        show([title, "", trainer_table(calls), ""], {"rounds": calls}, save=arguments.save, name="startup-trainer")
+        return
     with tempfile.TemporaryDirectory() as folder:
         found = measure(arguments.rounds, arguments.layers, Path(folder))
         imports = import_seconds(demo(Path(folder) / "imports", Path(folder) / "cache", 2, arguments.layers))

@@ -487,6 +487,13 @@ def test_the_start_up_benchmark_times_a_bare_script_a_start_and_a_resume_and_nam
         assert seconds == sorted(seconds), "stages come one after the other"
 
 
+@pytest.mark.slow
+def test_the_start_up_benchmark_times_both_trainers() -> None:
+    rows = parse_table(run("startup", "--trainer", "--rounds", "1"))
+    assert [row["call"] for row in rows] == ["first", "imports too", "second"]
+    assert all(float(row[name]) > 0 for row in rows for name in ("transformers.Trainer", "accel_train.Trainer"))
+
+
 def test_the_shapes_of_published_models_have_their_published_parameters() -> None:
     sizes = {series.name: series.shape.weights().numel for series in SERIES}
     assert {name: sizes[name] for name in NUM_PARAMETERS} == NUM_PARAMETERS

@@ -17,7 +17,7 @@ from accel_train.recipe.names import nearest_names, recipe_names, value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin
 from accel_train.recipe.writer import format_recipe
-from accel_train.recipe.yaml_core import parse_yaml
+from accel_train.recipe.yaml_core import one_line, parse_yaml
 
 RECIPE = """\
 output_dir: runs/x
@@ -80,6 +80,13 @@ def test_scalars_follow_the_core_schema_of_yaml_1_2(text: str, value: object) ->
     parsed = parse_yaml(f"key: {text}", "f")[0]["key"]
     assert parsed == value
     assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["name", "null", "True", "nUll", "no", "inf", "e5", "1e5", "", "é", "a b", "~", "class"]
+)
+def test_text_that_is_written_on_one_line_reads_as_the_same_text(value: str) -> None:
+    assert parse_yaml(f"key: {one_line(value)}\n{one_line(value)}: 1", "f")[0] == {"key": value, value: 1}
 
 
 def test_aliases_work_and_one_that_contains_itself_is_an_error() -> None:
