@@ -157,7 +157,9 @@ FIELDS: dict[str, Rule] = {
     "torch_compile_mode": leaf("precision.compile_mode", lambda value: value or "default"),
     **dict.fromkeys(
         ("use_liger_kernel", "liger_kernel_config"),
-        honoured("by transformers' apply_liger_kernel, when the model is taken (package liger-kernel)"),
+        honoured(
+            "by transformers' apply_liger_kernel, when the model is taken (package liger-kernel); refused on a CPU"
+        ),
     ),
     "use_cache": honoured("set on model.config, as transformers does"),
     "neftune_noise_alpha": honoured("by transformers' hook on the embedding, while train() runs"),

@@ -26,7 +26,7 @@ GENERATION_FIELDS = ("predict_with_generate", "generation_max_length", "generati
 """Fields of Seq2SeqTrainingArguments, which Seq2SeqTrainer honours."""
 TRANSFORMERS_FIELDS = frozenset(
     field.name for kind in (TrainingArguments, Seq2SeqTrainingArguments) for field in dataclasses.fields(kind)
-) - set(GENERATION_FIELDS)
+) - {*GENERATION_FIELDS, "sortish_sampler"}  # which transformers' own Seq2SeqTrainer does not read either
 REMEDIES = {
     "_get_train_sampler": "override get_train_dataloader",
     "_get_eval_sampler": "override get_eval_dataloader",

@@ -27,7 +27,6 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import (
@@ -47,7 +46,13 @@ from accel_train.hf.arguments import check_arguments, check_combinations, check_
 from accel_train.hf.checkpoints import get_last_checkpoint
 from accel_train.hf.inputs import Signature
 from accel_train.hf.sharding import load_whole, train_batch_size
-from accel_train.hf.training import check_optimizer, evaluation_accelerator, model_hooks, run_training
+from accel_train.hf.training import (
+    check_optimizer,
+    evaluation_accelerator,
+    model_hooks,
+    run_training,
+    with_liger_kernels,
+)
 from accel_train.recipe.schema import Recipe
 
 __all__ = ["Trainer", "get_last_checkpoint"]
@@ -199,7 +204,7 @@ class Trainer:
         if self.args.deepspeed:
             load_whole(model)
         if self.args.use_liger_kernel:
-            apply_liger_kernel(model, self.args.liger_kernel_config)
+            with_liger_kernels(model, self.args)
         self.model = self.model_wrapped = model
         self.strategy = None
         match = self.match_transformers and self.compute_loss_func is None

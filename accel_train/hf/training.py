@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 from transformers.integrations import activate_neftune, deactivate_neftune
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accel_train.core.state import Requests
@@ -160,6 +161,22 @@ def check_optimizer(trainer: "Trainer") -> None:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
         except Exception as error:  # each of its handlers raises another
             raise ValueError(f"optim={args.optim.value}: {error}") from error
+
+
+def with_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
+    """Replace layers of the model by those of liger-kernel.
+
+    Raises:
+        ValueError: there is no GPU, or no liger-kernel.
+    """
+    if args.device.type == "cpu":
+        raise ValueError(
+            "use_liger_kernel=True: its kernels are compiled for a GPU, and this trains on the CPU; leave it out"
+        )
+    try:
+        apply_liger_kernel(model, args.liger_kernel_config)
+    except ImportError as error:
+        raise ValueError(f"use_liger_kernel=True: {error}") from error
 
 
 @contextmanager

@@ -103,8 +103,7 @@ def test_each_data_set_of_a_dict_is_evaluated_with_the_settings_of_the_call(tmp_
 def test_a_trainer_that_generates_nothing_refuses_to_and_names_the_one_that_does(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"predict_with_generate=True: .*use accel_train\.hf\.Seq2SeqTrainer"):
         made(Trainer, tmp_path)
-    with pytest.raises(ValueError, match=r"sortish_sampler=True: accel_train\.Trainer does not know this field"):
-        made(Seq2SeqTrainer, tmp_path, sortish_sampler=True)
+    made(Seq2SeqTrainer, tmp_path, sortish_sampler=True)  # which nothing reads, there as here
 
 
 @pytest.mark.slow
