@@ -25,6 +25,14 @@ from accel_train.tasks import classification
 from accel_train.tasks.text import models
 from accel_train.tasks.text.evaluation import refuse_metrics
 
+_EXAMPLE = """
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+model = AutoModelForMultipleChoice.from_pretrained("path/of/this/folder")
+text, endings = "a text", ["one ending", "another ending"]
+tokens = tokenizer([text] * len(endings), endings, truncation=True, padding=True, return_tensors="pt")
+scores = model(**{name: rows[None] for name, rows in tokens.items()}).logits[0]
+print(endings[scores.argmax()])
+""".strip()
 _WORD = re.compile(r"\w+")
 
 
@@ -83,7 +91,7 @@ class MultipleChoice(Task):
                 pad_id=int(tokenizer.pad_token_id),
                 multiple=recipe.data.pad_to_multiple_of,
                 max_length=max_length,
-                with_types=models.takes_token_types(config, models.CHOICES),
+                with_types=models.with_token_types(tokenizer, config, models.CHOICES),
             ),
             fingerprint=_fingerprint(train, evaluation),
             facts={
@@ -180,7 +188,8 @@ class MultipleChoice(Task):
                 f"Gives: a score for each of {self.num_choices} endings of a text",
                 f"Reads: up to {facts['max_length']} tokens, text and ending together; longer ones are cut",
             ],
-            example="",
+            imported="AutoModelForMultipleChoice, AutoTokenizer",
+            example=_EXAMPLE,
         )
         models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 

@@ -27,6 +27,18 @@ from accel_train.tasks.text.evaluation import refuse_metrics
 NUM_BEST = 20
 """Answers of a question that are kept, the likeliest ones."""
 _SHOWN_MISTAKES = 20
+_EXAMPLE = """
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+model = AutoModelForQuestionAnswering.from_pretrained("path/of/this/folder")
+question, context = "a question", "a text"
+tokens = tokenizer(question, context, truncation="only_second", return_offsets_mapping=True, return_tensors="pt")
+letters = tokens.pop("offset_mapping")[0]
+found = model(**tokens)
+answer = range(tokens.sequence_ids().index(1), len(letters) - 1)  # the context's tokens
+first = max(answer, key=lambda place: found.start_logits[0, place])
+last = max(answer[answer.index(first) :], key=lambda place: found.end_logits[0, place])
+print(context[letters[first, 0] : letters[last, 1]])
+""".strip()
 _MAY_BE_UNANSWERED = "may_be_unanswered"  # in the configuration of a model that has learned to give no answer
 
 
@@ -101,7 +113,7 @@ class QuestionAnswering(Task):
                 pad_id=int(tokenizer.pad_token_id),
                 multiple=section.pad_to_multiple_of,
                 max_length=max_length,
-                with_types=models.takes_token_types(config, models.ANSWERS),
+                with_types=models.with_token_types(tokenizer, config, models.ANSWERS),
             ),
             fingerprint=_fingerprint(train, evaluation),
             facts={
@@ -261,7 +273,8 @@ class QuestionAnswering(Task):
                 + (", or its first token ([CLS]) for none" if self.may_be_unanswered else ""),
                 f"Reads: up to {facts['max_length']} tokens, question and context together; longer contexts in several windows",
             ],
-            example="",
+            imported="AutoModelForQuestionAnswering, AutoTokenizer",
+            example=_EXAMPLE,
         )
         models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 

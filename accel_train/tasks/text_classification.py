@@ -97,7 +97,7 @@ class TextClassification(Task):
                 pad_id=int(tokenizer.pad_token_id),
                 multiple=recipe.data.pad_to_multiple_of,
                 max_length=max_length,
-                with_types=is_pair and models.takes_token_types(config),
+                with_types=is_pair and models.with_token_types(tokenizer, config),
             ),
             fingerprint=_fingerprint(scheme, train, evaluation),
             facts={

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForMultipleChoice
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from accel_train.cli.main import main
 from accel_train.recipe.schema import Recipe
@@ -194,6 +194,16 @@ def test_a_run_learns_which_ending_is_right_and_reports_it_beside_baselines(fini
     summary = json.loads((finished / "run" / "summary.json").read_text())
     assert last["accuracy"] > max(0.9, *summary["baselines"].values())
     assert AutoModelForMultipleChoice.from_pretrained(finished / "run" / "model").config.model_type == "bert"
+
+
+def test_the_code_in_the_model_card_chooses_an_ending(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = finished / "run" / "model"
+    code = (model / "README.md").read_text().split("```python")[1].split("```")[0]
+    code = code.replace("path/of/this/folder", str(model)).replace("a text", "the cow 4")
+    exec(code.replace("one ending", "and moos loudly").replace("another ending", "and barks never"), {})
+    assert capsys.readouterr().out.strip() == "and moos loudly"
+    inputs = AutoTokenizer.from_pretrained(model)("the cow 4", "and moos loudly")
+    assert set(inputs["token_type_ids"]) == {0, 1}, "as in training: which of the two texts a token is of"
 
 
 def test_predict_writes_the_place_of_the_right_ending_and_a_score_for_each(finished: Path, not_launched: None) -> None:

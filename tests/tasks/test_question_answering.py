@@ -310,6 +310,14 @@ def test_a_run_learns_to_answer_and_reports_scores_beside_baselines(finished: Pa
     assert model.config.may_be_unanswered
 
 
+def test_the_code_in_the_model_card_answers_a_question(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = finished / "run" / "model"
+    code = (model / "README.md").read_text().split("```python")[1].split("```")[0]
+    code = code.replace("path/of/this/folder", str(model)).replace("a question", "Which colour has the boat?")
+    exec(code.replace("a text", "so it was said The boat is green 9."), {})
+    assert capsys.readouterr().out.strip() == "green"
+
+
 def test_predict_answers_new_questions_and_leaves_those_without_an_answer_empty(
     finished: Path, not_launched: None
 ) -> None:

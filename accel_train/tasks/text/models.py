@@ -180,12 +180,16 @@ def check_offsets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def takes_token_types(config: PreTrainedConfig, head: Head = SEQUENCES) -> bool:
-    """Return whether the model takes the text of a pair that a token belongs to."""
+def with_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, head: Head = SEQUENCES) -> bool:
+    """Return whether the model takes the text of a pair that a token belongs to; the tokenizer then gives it by default, also once saved."""
     if type(config) not in head.mapping:
         return False
     forward = inspect.signature(head.mapping[type(config)].forward)
-    return "token_type_ids" in forward.parameters and getattr(config, "type_vocab_size", 0) > 1
+    takes = "token_type_ids" in forward.parameters and getattr(config, "type_vocab_size", 0) > 1
+    if takes and "token_type_ids" not in tokenizer.model_input_names:
+        tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # only what is there is saved
+    return takes
 
 
 def build_model(
