@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from accel_train.runtime.private import norms_of
 
@@ -26,17 +27,35 @@ def like(part: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """* Return all of a tensor on every process: one gather over the processes that share it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def holders(tensor: DTensor) -> dist.ProcessGroup:
+    """Return the processes that hold the parts of one copy of a tensor: all of its mesh, or without the other copies (HSDP)."""
+    mesh = tensor.device_mesh
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if tensor.placements[0].is_replicate():
+        return mesh.get_group(1)
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    assert mesh.size() == everybody.size(), "of layers that are split over neighbours there is one copy"
+    return everybody
 
 
-def part_of(whole: Tensor, other: Tensor) -> Tensor:
-    """Return the part that this process would hold of `whole`, which every process has, if it were sharded as `other` is."""
-    if not isinstance(other, DTensor):
-        return whole
-    alike = DTensor.from_local(whole, other.device_mesh, [Replicate()] * other.device_mesh.ndim, run_check=False)
-    return alike.redistribute(placements=other.placements).to_local()
+def parts_in(whole: Tensor, other: DTensor) -> list[Tensor]:
+    """Return views of a whole tensor: what each of the `holders` of `other` would hold of it, if it were sharded as that is."""
+    parts = [whole]
+    # FSDP2, the first dimension of the mesh, shards what is split already.
+    for size, placement in zip(reversed(other.device_mesh.shape), reversed(other.placements), strict=True):
+        dim = getattr(placement, "dim", None)
+        cut = [[part] * size if dim is None else _chunks(part, size, dim) for part in parts]
+        parts = [each for row in zip(*cut, strict=True) for each in row]
+    return parts[: holders(other).size()]
+
+
+def _chunks(tensor: Tensor, size: int, dim: int) -> list[Tensor]:
+    """Return views of as many chunks as `size`, the last ones shorter or empty, as FSDP2 makes them."""
+    length = tensor.shape[dim]
+    bounds = [min(number * -(-length // size), length) for number in range(size + 1)]
+    return [tensor.narrow(dim, start, end - start) for start, end in pairwise(bounds)]
 
 
 def is_quantised(parameter: Tensor) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from accel_train.model.tensors import like, part_of, whole_of
+from accel_train.model.tensors import holders, parts_in
 from accel_train.model.weights import in_rounds
 from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
 
@@ -25,17 +26,20 @@ class Muon(SkippableOptimizer):
     M = momentum M + (1 - momentum) G;  U = momentum M + (1 - momentum) G (Nesterov);  O = the orthogonal matrix nearest to U;
     W = (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) O.
 
-    O is computed in fp32 (its products in TF32 where `precision.tf32` is on): where every process has all of U, each for its share
-    of the matrices (`group`), else by every process for all; under FSDP2 the update of each matrix is gathered once.
+    O is computed in fp32 (its products in TF32 where `precision.tf32` is on), each by one of the processes in `group`: of those
+    that have all of U, or of those that hold the parts of a sharded one.
     """
 
     group: dist.ProcessGroup | None = None
-    """The processes that have the same gradients and share the matrices; None: each makes all of them orthogonal."""
+    """The processes that share the matrices; None: each makes all of them orthogonal."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float, **adamw: Any) -> None:
         rest = [group for group in groups if not group["is_matrix"]]
         self._adamw = torch.optim.AdamW(rest, lr=lr, fused=True, **adamw) if rest else None
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        first = next(each for group in self.param_groups if group["is_matrix"] for each in group["params"])
+        if isinstance(first, DTensor):
+            self.group = holders(first)
 
     def update(self, skip: Tensor | None) -> None:
         """Update all weights that have a gradient."""
@@ -45,8 +49,8 @@ class Muon(SkippableOptimizer):
             if group["is_matrix"]
             for parameter, gradient in self.gradients(group)
         ]
-        size = 1 if self.group is None else self.group.size()
-        for some in in_rounds(matrices, [gradient.numel() for _, gradient, _ in matrices], size):
+        costs = [parameter.numel() * min(parameter.shape) for parameter, _, _ in matrices]
+        for some in in_rounds(matrices, costs, 1 if self.group is None else self.group.size()):
             self._update_matrices(some, skip)
         if self._adamw is not None:
             # Of this moment: `load_state_dict` makes new ones.
@@ -61,12 +65,19 @@ class Muon(SkippableOptimizer):
         moved, updates = [], []
         for parameter, gradient, group in some:
             moved.append(torch.lerp(gradient, self.state_of(parameter, "momentum_buffer"), group["momentum"]))
-            updates.append(whole_of(like(torch.lerp(gradient, moved[-1], group["momentum"]), parameter)))
-        found = [orthogonalise(each) for each in updates] if self.group is None else share(updates, self.group)
+            updates.append(torch.lerp(gradient, moved[-1], group["momentum"]))
+        found = self._orthogonal(updates, [parameter for parameter, _, _ in some])
         for (parameter, _, group), kept, direction in zip(some, moved, found, strict=True):
             factor = UPDATE_RMS * math.sqrt(max(parameter.shape))
-            decay_and_add(parameter, part_of(direction, parameter), group, factor, skip)
+            decay_and_add(parameter, direction, group, factor, skip)
             replace(self.state_of(parameter, "momentum_buffer"), kept, skip)
+
+    def _orthogonal(self, updates: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """* Return what this process holds of one round of matrices, after they were made orthogonal."""
+        if self.group is None:
+            return [orthogonalise(each) for each in updates]
+        sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        return share_parts(updates, sharded, self.group) if sharded else share(updates, self.group)
 
 
 def share(matrices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
@@ -79,6 +90,35 @@ def share(matrices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     gather(found, own, group)
     return [row[: matrix.numel()].view(matrix.shape) for row, matrix in zip(found.split(width), matrices, strict=False)]
+
+
+def share_parts(parts: Sequence[Tensor], sharded: Sequence[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """* Return this process's parts of matrices made orthogonal, fp32: the n-th matrix by the n-th process, at most one for each.
+
+    `parts` are what this process holds of matrices that are sharded as `sharded` are. No process gathers another matrix than its own.
+    """
+    rank, nothing = group.rank(), parts[0].new_empty(0, dtype=torch.float32)
+    rest = [nothing] * (group.size() - len(parts))
+    whole, views = nothing, [nothing] * group.size()
+    if rank < len(sharded):
+        whole = nothing.new_empty(sharded[rank].shape)
+        views = parts_in(whole, sharded[rank])
+    exchange([*parts, *rest], views, group)
+    if rank < len(sharded):
+        whole.copy_(orthogonalise(whole))
+    found = [torch.empty_like(part, dtype=torch.float32) for part in parts]
+    exchange(views, [*found, *rest], group)
+    return found
+
+
+def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """* Send the n-th tensor to the n-th process, and write what that one sends here into the n-th of `received`: one all-to-all."""
+    values = torch.cat([each.reshape(-1) for each in sent])
+    sizes, own_sizes = ([each.numel() for each in some] for some in (received, sent))
+    found = values.new_empty(sum(sizes))
+    dist.all_to_all_single(found, values, sizes, own_sizes, group)
+    for each, part in zip(received, found.split(sizes), strict=True):
+        each.copy_(part.view(each.shape))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:

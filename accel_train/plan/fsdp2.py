@@ -6,7 +6,7 @@ from dataclasses import replace
 from accel_train.model.memory_estimate import MemoryPart
 from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_rounds
 from accel_train.plan.place import Layout
-from accel_train.plan.traffic import Collective, Phase, Ring
+from accel_train.plan.traffic import Collective, Kind, Phase, Ring
 
 
 def memory(
@@ -33,21 +33,20 @@ def memory(
         yield from _gathered(layout, weights, weights.gathered_bytes(compute_bytes))
 
 
-def matrix_gathers(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
-    """Yield Muon's gathers, one for the update of each matrix in a block, or for one of each process (DDP on one machine); nothing
-    runs beside them."""
-    size, sharing = (
-        layout.shard_size,
-        layout.world_size if layout.strategy.name == "ddp" and layout.num_nodes == 1 else 1,
-    )
-    ring = Ring(max(size, sharing), layout.tp_size, layout.gpus_per_node)
+def matrix_collectives(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
+    """Yield Muon's collectives, for rounds of a matrix for each process: the parts of sharded matrices to whom makes them orthogonal
+    and back, or a gather of whole ones (DDP on one machine). Nothing runs beside them."""
+    parts = layout.shard_size * layout.tp_size
+    sharing = layout.world_size if layout.strategy.name == "ddp" and layout.num_nodes == 1 else parts
     matrices = [each for block in weights.blocks for each in block.weights if each.trainable and each.row_numel > 1]
-    sizes = [size * each.part_numel(size) for each in matrices] if size > 1 else []
-    if sharing > 1:
-        rounds = in_rounds(matrices, [each.numel for each in matrices], sharing)
-        sizes = [sharing * max(each.numel for each in some) for some in rounds]
-    for numel in sizes:
-        yield Collective("all-gather", FP32_BYTES * numel, ring, "backward", True, False, "updates of matrices, fp32")
+    costs = [each.numel * min(each.num_rows, each.row_numel) for each in matrices]
+    ring = Ring(sharing, 1, layout.gpus_per_node)
+    for some in in_rounds(matrices, costs, sharing) if sharing > 1 else ():
+        numels = [each.numel for each in some]
+        kind: Kind = "all-to-all" if parts > 1 else "all-gather"
+        num_bytes = FP32_BYTES * (sum(numels) // layout.shard_size if parts > 1 else sharing * max(numels))
+        for _ in range(2 if parts > 1 else 1):
+            yield Collective(kind, num_bytes, ring, "backward", True, False, "updates of matrices, fp32")
 
 
 def _gathered(layout: Layout, weights: ModelWeights, compute_bytes: int) -> Iterator[MemoryPart]:

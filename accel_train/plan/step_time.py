@@ -12,7 +12,7 @@ from accel_train.model.memory_estimate import num_moments
 from accel_train.model.weights import ModelWeights
 from accel_train.plan.failures import RESTART_SECONDS, Interval, SavingCost, best_intervals, saving_cost
 from accel_train.plan.formulas import collectives
-from accel_train.plan.fsdp2 import matrix_gathers
+from accel_train.plan.fsdp2 import matrix_collectives
 from accel_train.plan.measured import Measured, with_measured
 from accel_train.plan.place import Layout, Place
 from accel_train.plan.traffic import Collective, Traffic, traffic_of
@@ -153,8 +153,8 @@ def estimate_scale(
         ValueError: the interconnect is not known, or the MFU is no share.
     """
     layout = place.layout
-    gathers = matrix_gathers(layout, weights) if recipe.optimizer.name == "muon" else ()
-    found = (*collectives(layout, weights, place.compute_bytes), *of_neighbours, *gathers)
+    of_matrices = matrix_collectives(layout, weights) if recipe.optimizer.name == "muon" else ()
+    found = (*collectives(layout, weights, place.compute_bytes), *of_neighbours, *of_matrices)
     found_gpu, mfu = find_gpu(place.device), choose_mfu(recipe, place.hardware.mfu)
     gpu = found_gpu if found_gpu is not None and found_gpu.memory_gib else None
     network = choose_interconnect(place.hardware.interconnect, gpu)

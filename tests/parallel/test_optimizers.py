@@ -1,5 +1,6 @@
 """Optimizers of this package over several processes: the same losses, the same skipped steps, resumed to the bit."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from accel_train.recipe.loader import Recipe
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
+from tests.support.programs import sharded_muon
 from tests.support.runs import LLAMA, events, losses, write_corpus, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
@@ -79,7 +81,8 @@ def test_losses_are_those_of_one_process_and_resumed_it_is_the_same_run_to_the_b
     assert_same_run(run, alone, 1e-5)
     said = (run.parent / "processes" / "rank-0.out").read_text()
     assert ("one wait for the device a step" in said) == (name in BY_HOST)
-    assert (f"each of {processes} processes makes its share" in said) == (name == "muon" and not parallel)
+    sharing = parallel.get("dp_shard_size", processes)
+    assert (f"each of {sharing} processes makes its share of the matrices" in said) == (name == "muon")
     assert ("8 matrices of the blocks" in said or "14 matrices of the blocks" in said) == (name == "muon")
     if processes == 2 and "tp_size" not in parallel:
         assert_resumed_to_the_bit(train, run, processes, {**text, "parallel": parallel})
@@ -144,3 +147,15 @@ def test_the_model_of_a_schedule_free_run_is_its_average(train: Train, parallel:
     saved = load_file(run / "model" / "model.safetensors")
     assert_same_bits({name: saved[name] for name in average}, average)
     assert not any(torch.equal(weights[name], average[name]) for name in average)
+
+
+@pytest.mark.parametrize(("processes", "copies"), [(2, 1), (4, 1), (4, 2)])
+def test_each_sharded_matrix_is_made_orthogonal_by_one_process_alone_as_a_whole_one_is(
+    tmp_path: Path, processes: int, copies: int
+) -> None:
+    forked = run_forked([str(copies)], processes, folder=tmp_path, program=Path(sharded_muon.__file__))
+    assert forked.wait() == [0] * processes, forked.stderr(0)
+    made = [json.loads((tmp_path / f"rank-{rank}.out").read_text()) for rank in range(processes)]
+    assert sorted(shape for each in made for shape in each) == sorted(map(list, sharded_muon.SHAPES * copies))
+    fewest, most = (pick(map(len, made)) for pick in (min, max))
+    assert most - fewest <= 1
