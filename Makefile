@@ -20,7 +20,7 @@ DOCS := $(VENV)/.docs
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow test-faults test-oldest test-gpu test-all lint format dist clean
+.PHONY: help setup demo docs notebooks test test-slow test-faults test-oldest test-gpu test-all lint format dist clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ $(DOCS): $(INSTALLED) # what builds the documentation: 100 MB, most of it icons
 docs: $(DOCS) ## Build the documentation as a site into build/site, to be read without a network.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html"
+
+notebooks: $(INSTALLED) ## Run the notebooks of recipes/notebooks, and store what they print and draw.
+	$(BIN)/python -m tests.support.notebooks
 
 test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not faults and not gpu'
