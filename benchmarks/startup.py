@@ -65,8 +65,8 @@ STAGES = {
         "model class": "model class",
         "two steps": "two steps",
     },
-    "accel-train run": {"first line": "importing torch", "prepared": "step 0: starting", "two steps": "step 2/"},
-    "accel-train run, resumed": {"first line": "importing torch", "prepared": "step 2: ", "two steps": "step 4/"},
+    "accel-train run": {"first line": "to be trained", "prepared": "step 0: starting", "two steps": "step 2/"},
+    "accel-train run, resumed": {"first line": "to be trained", "prepared": "step 2: ", "two steps": "step 4/"},
 }
 """For each variant: its stages, and the text by which a line of its output ends one."""
 BAR = 1.10

@@ -29,6 +29,20 @@ def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def check_run_folder(folder: Path) -> Path:
+    """Return the recipe file of a run folder.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
+    recipe = recipe_of_run(folder)
+    if recipe is None:
+        raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
+    return recipe
+
+
 def reader_settings(settings: Sequence[str]) -> tuple[str, ...]:
     """Flags for the recipe of a run folder: the recipe's own consent to foreign code is off unless these `settings` give it."""
     return (*_WITHOUT_CONSENT, *settings)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
+from accel_train.core.redaction import redact_text
+from accel_train.core.terminal import busy
 
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
@@ -78,6 +80,35 @@ def data_of(arguments: argparse.Namespace) -> str | None:
     return named if data is None else data
 
 
-def use_colour() -> bool:
-    """Return whether standard output is a terminal that may show colours."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+@contextmanager
+def importing(name: str, task: str | None = None) -> Iterator[None]:
+    """Say what a command begins with, and that torch is imported, which takes seconds; and a task of the package too.
+
+    Inside imports and nothing else: a task of the package brings transformers, another one may print what it likes.
+    """
+    from accel_train.task import TASKS, load_task
+
+    with busy(redact_text(f"{name}: importing torch and transformers")):
+        yield
+        if task in TASKS:
+            load_task(task)
+
+
+@contextmanager
+def importing_for(run: Path) -> Iterator[None]:
+    """Do as `importing` does, for a run.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe
+
+    check_run_folder(run)
+    with importing(str(run), read_recipe(run).task):
+        yield
+
+
+def say(text: str) -> None:
+    """Print what is done now on stderr, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(redact_text(text), file=sys.stderr, flush=True)

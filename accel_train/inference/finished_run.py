@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_train.checkpoint.run_recipe import check_settings, read_recipe
+from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, read_recipe
 from accel_train.core.errors import DataError
-from accel_train.core.ownership import recipe_of_run
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.sources import is_path, is_there, located
 from accel_train.data.tables import MissingColumn
@@ -22,7 +21,7 @@ from accel_train.engine.loader import Reading, choose_reading
 from accel_train.model.compile import compile_module
 from accel_train.model.pretrained import check_weight_files
 from accel_train.model.training_module import TrainingModule
-from accel_train.observe.run_folder import RECIPE_FILE, SUMMARY_FILE, read_record
+from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.parallel.precision import choose_mixed_precision, set_backends, start_accelerator
 from accel_train.recipe.data import LABEL_COLUMNS, Data
 from accel_train.recipe.schema import Loss, Model, Recipe
@@ -172,11 +171,7 @@ def check_finished(folder: Path) -> None:
     Raises:
         ValueError: says what is missing or damaged, and what to give.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
-    recipe = recipe_of_run(folder)
-    if recipe is None:
-        raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
+    recipe = check_run_folder(folder)
     if not (folder / "model" / "config.json").is_file():
         raise ValueError(
             f"{folder} has no trained model yet (no model/config.json); accel-train run {recipe} resumes it"

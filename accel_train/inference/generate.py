@@ -5,6 +5,18 @@ from pathlib import Path
 from accel_train.model.generation import check_sampling, generate_text
 
 
+def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: float) -> None:
+    """Refuse, without an import of torch, a folder without a model and arguments out of their range.
+
+    Raises:
+        ValueError: says which.
+    """
+    check_sampling(max_new_tokens, temperature)
+    if not (Path(run_folder) / "model" / "config.json").is_file():
+        what = "has no trained model yet (no model/config.json)" if Path(run_folder).is_dir() else "does not exist"
+        raise ValueError(f"{run_folder} {what}; give the output_dir of a finished run")
+
+
 def generate_from_run(
     run_folder: Path, prompt: str = "", *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0
 ) -> str:
@@ -13,11 +25,8 @@ def generate_from_run(
     Raises:
         ValueError: the folder holds no trained model, or an argument is out of its range.
     """
-    check_sampling(max_new_tokens, temperature)
+    check_generation(run_folder, max_new_tokens=max_new_tokens, temperature=temperature)
     folder = Path(run_folder) / "model"
-    if not (folder / "config.json").is_file():
-        what = "has no trained model yet (no model/config.json)" if Path(run_folder).is_dir() else "does not exist"
-        raise ValueError(f"{run_folder} {what}; give the output_dir of a finished run")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

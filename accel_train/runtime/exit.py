@@ -1,6 +1,7 @@
 """End a process: its exit code, the line that says why, and the order in which it closes what it has opened."""
 
 import errno
+import gc
 import os
 import select
 import signal
@@ -25,6 +26,7 @@ from accel_train.core.errors import (
     UserError,
 )
 from accel_train.core.redaction import print_traceback, redact_text
+from accel_train.core.terminal import paint, use_colour
 from accel_train.runtime.heartbeat import is_peer_error
 from accel_train.runtime.launcher import launch_mistake
 from accel_train.runtime.signals import INTERRUPTED_MESSAGE
@@ -112,9 +114,10 @@ def report(error: BaseException) -> None:
         print_traceback(error)
     is_stop = isinstance(error, Preempted) if cause is None else cause.event == "preempted"
     kind = "preempted" if is_stop else "error"
+    label = paint(f"{kind}:", "bold", "yellow" if is_stop else "red", on=use_colour(sys.stderr))
     try:
         for line in message_of(error).splitlines():
-            print(f"{kind}: {who}{line}", file=sys.stderr, flush=True)
+            print(f"{label} {who}{line}", file=sys.stderr, flush=True)
     except OSError:  # the terminal is closed; what is left to write would cost the exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -156,6 +159,7 @@ def exit_process(code: int) -> NoReturn:
     interrupted twice, whose checkpoint may still be written.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" and code != INTERRUPTED:
+        gc.freeze()  # else Python looks three times for garbage among torch's million objects: a second and more
         sys.exit(code)
     finish_writing(0.0 if code == INTERRUPTED else WRITING_SECONDS)
     for stream in (sys.stdout, sys.stderr):

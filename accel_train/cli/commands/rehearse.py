@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RECIPE, Command, Outcome, use_colour, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, importing, importing_for, recipe_of, say, users_mistakes
 from accel_train.cli.results import training as results
 from accel_train.core.errors import CheckpointError
+from accel_train.core.terminal import busy, use_colour
 
 if TYPE_CHECKING:
     from accel_train.experiments.rehearse_report import Rehearsal
@@ -19,7 +20,10 @@ STEPS = {"metavar": "K", "type": int, "default": 8, "help": "of the rehearsal; d
 
 
 def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
-    from accel_train.experiments.rehearse import rehearse_recipe
+    with users_mistakes():
+        recipe = recipe_of(arguments, settings)
+        with importing(arguments.recipe, recipe.task):
+            from accel_train.experiments.rehearse import rehearse_recipe
 
     result = _rehearsed(partial(rehearse_recipe, arguments.recipe), arguments, settings, with_plan=True)
     return Outcome(result, 0 if result["same"] else 4)
@@ -31,7 +35,8 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
 
         if settings and not arguments.resume_proof:
             raise ValueError(f"{settings[0]} changes nothing of what is verified; it is for --resume-proof")
-        verified = verify(Path(arguments.run))
+        with busy(f"{arguments.run}: reading every checkpoint"):
+            verified = verify(Path(arguments.run))
     print(format_verified(verified))
     result: results.VerifyResult = {
         "run": arguments.run,
@@ -53,7 +58,8 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         return Outcome(result, error=CheckpointError(error))
     if not arguments.resume_proof:
         return Outcome(result)
-    from accel_train.experiments.rehearse import prove_resume
+    with users_mistakes(), importing_for(Path(arguments.run)):
+        from accel_train.experiments.rehearse import prove_resume
 
     proof = _rehearsed(partial(prove_resume, Path(arguments.run)), arguments, settings, with_plan=False)
     return Outcome({**result, "resume_proof": proof}, 0 if proof["same"] else 4)
@@ -64,10 +70,9 @@ def _rehearsed(
 ) -> results.RehearseResult:
     from accel_train.experiments.rehearse_report import format_rehearsal
 
-    say = partial(print, file=sys.stderr, flush=True)
     with users_mistakes():
         rehearsal = rehearse(settings, processes=arguments.processes, steps=arguments.steps, say=say)
-    print(format_rehearsal(rehearsal, colour=use_colour(), with_plan=with_plan))
+    print(format_rehearsal(rehearsal, colour=use_colour(sys.stdout), with_plan=with_plan))
     return {
         "same": rehearsal.same,
         "processes": rehearsal.plan.world_size,

@@ -9,22 +9,37 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import DATA, RUN, Command, Outcome, data_of, out_of, users_mistakes
+from accel_train.cli.command import (
+    DATA,
+    RUN,
+    Command,
+    Outcome,
+    data_of,
+    importing,
+    importing_for,
+    out_of,
+    say,
+    users_mistakes,
+)
 from accel_train.cli.results import runs as results
 from accel_train.core.files import is_written_into
+from accel_train.core.terminal import busy
 from accel_train.runtime.exit import end_process_group
 
 if TYPE_CHECKING:
     from accel_train.inference.finished_run import TrainedRun
     from accel_train.recovery.replay import Replay
 
+LOADING = "loading the model and the data ..."
+
 
 def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
-        from accel_train.inference.evaluate import format_measured, measure, open_for_evaluation, write_evaluation
-
-        data = data_of(arguments)
-        run = open_for_evaluation(Path(arguments.run), data, settings)
+        data, folder = data_of(arguments), Path(arguments.run)
+        with importing_for(folder):
+            from accel_train.inference.evaluate import format_measured, measure, open_for_evaluation, write_evaluation
+        say(LOADING)
+        run = open_for_evaluation(folder, data, settings)
         _print_notes(run)
     measured = measure(run)
     result: results.EvaluateResult | None = None
@@ -45,10 +60,11 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
 
 def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
-        from accel_train.inference.predict import open_for_prediction, predict
-
-        data = data_of(arguments)
-        run, out = open_for_prediction(Path(arguments.run), data, arguments.out, settings)
+        data, folder = data_of(arguments), Path(arguments.run)
+        with importing_for(folder):
+            from accel_train.inference.predict import open_for_prediction, predict
+        say(LOADING)
+        run, out = open_for_prediction(folder, data, arguments.out, settings)
         _print_notes(run)
     written = predict(run, out)
     if written is not None and not is_written_into(out):
@@ -67,11 +83,15 @@ def _print_notes(run: "TrainedRun") -> None:
 
 @users_mistakes()
 def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
-    from accel_train.inference.generate import generate_from_run
+    from accel_train.inference.generate import check_generation, generate_from_run
 
+    folder = Path(arguments.run)
+    check_generation(folder, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
+    with importing(arguments.run, "causal-lm"):
+        pass
     names = ("max_new_tokens", "temperature", "seed")
     sampling = {name: getattr(arguments, name) for name in names}
-    text = generate_from_run(Path(arguments.run), arguments.prompt, **sampling)
+    text = generate_from_run(folder, arguments.prompt, **sampling)
     print(text)
     result: results.GenerateResult = {"prompt": arguments.prompt, "text": text}
     return Outcome(result)
@@ -79,8 +99,9 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 @users_mistakes()
 def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
-    from accel_train.inference.export import export_run
-    from accel_train.inference.int8_cost import format_export
+    with importing_for(Path(arguments.run)):
+        from accel_train.inference.export import export_run
+        from accel_train.inference.int8_cost import format_export
 
     folder, record = export_run(Path(arguments.run), out_of(arguments), arguments.quantize)
     print(format_export(folder, record))
@@ -159,7 +180,8 @@ def _watched(folder: Path) -> results.WatchResult:
 
 @users_mistakes()
 def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
-    from accel_train.recovery.replay import format_replay, replay_incident
+    with importing(arguments.incident):
+        from accel_train.recovery.replay import format_replay, replay_incident
 
     if arguments.debug and arguments.json:
         raise ValueError("--debug is for people, who type into the debugger, and --json for programs; give one of them")
@@ -201,7 +223,8 @@ def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
 def _doctor(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
     from accel_train.runtime.doctor import examine, format_findings
 
-    findings = examine()
+    with busy("looking at this machine: packages, GPUs, disks"):
+        findings = examine()
     print(format_findings(findings))
     is_bad = any(finding.status == "bad" for finding in findings)
     result = {"findings": [asdict(finding) for finding in findings]}

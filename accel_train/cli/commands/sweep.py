@@ -3,15 +3,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 
-from accel_train.cli.command import RECIPE, Command, Outcome, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, importing, say, users_mistakes
 from accel_train.cli.results import training as results
 
 
 def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
-        from accel_train.experiments.sweep import sweep
+        with importing(arguments.recipe):
+            from accel_train.experiments.sweep import sweep
 
         swept = sweep(
             arguments.recipe,
@@ -19,7 +19,7 @@ def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
             num_random=arguments.random,
             draw_seed=arguments.draw_seed,
             processes=arguments.processes,
-            say=partial(print, file=sys.stderr, flush=True),
+            say=say,
         )
     print(swept.table)
     if swept.report is not None:

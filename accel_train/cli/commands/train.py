@@ -9,10 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RECIPE, Command, Outcome, out_of, recipe_of, use_colour, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, importing, out_of, recipe_of, say, users_mistakes
 from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.redaction import redact_text
+from accel_train.core.terminal import use_colour
 from accel_train.runtime.exit import end_process_group
 from accel_train.runtime.signals import StopRequest
 
@@ -35,11 +36,10 @@ def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
 
         recipe = load_recipe(path, arguments=settings)
         if os.environ.get("RANK", "0") == "0":
-            about = f"{path}: to be trained in {recipe.output_dir}; importing torch first ..."
-            print(redact_text(about), flush=True)
-        from accel_train.engine.run_plan import Extensions
-        from accel_train.training.setup import prepare_run
-
+            print(redact_text(f"{path}: to be trained in {recipe.output_dir}"), flush=True)
+        with importing(path, recipe.task):
+            from accel_train.engine.run_plan import Extensions
+            from accel_train.training.setup import prepare_run
         run = prepare_run(recipe, extensions=Extensions(owns_process=True), stop=stop)
     from accel_train.training.train import train_run
 
@@ -58,16 +58,16 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     if world_size is not None and world_size < 1:
         raise ValueError(f"--world-size={world_size}: must be at least 1")
     recipe = recipe_of(arguments, settings)
-    from accel_train.plan.format import format_plan
-    from accel_train.plan.place import Hardware
-    from accel_train.plan.plan import resolve_plan
-
+    with importing(arguments.recipe, recipe.task):
+        from accel_train.plan.format import format_plan
+        from accel_train.plan.place import Hardware
+        from accel_train.plan.plan import resolve_plan
     if not no_data:
         about = "reading the data (text is tokenised once, and then reused by runs; --no-data reads none) ..."
-        print(about, file=sys.stderr)
+        say(about)
     hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
     plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
-    print(format_plan(plan, colour=use_colour(), show_all=arguments.all))
+    print(format_plan(plan, colour=use_colour(sys.stdout), show_all=arguments.all))
     return Outcome(_planned(plan))
 
 
@@ -108,8 +108,8 @@ def _planned(plan: "Plan") -> results.PlanResult:
 def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         recipe = recipe_of(arguments, settings)
-        from accel_train.experiments import find_lr
-
+        with importing(arguments.recipe, recipe.task):
+            from accel_train.experiments import find_lr
         rates = find_lr.rates_of_test(arguments.min, arguments.max, arguments.steps)
         out = out_of(arguments) or Path(recipe.output_dir)
         find_lr.check_place(out)

@@ -1,0 +1,64 @@
+"""What a terminal shows besides an answer: colours, and what a command is busy with."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Literal, TextIO
+
+Colour = Literal["bold", "dim", "red", "green", "yellow"]
+_CODES: dict[Colour, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal that can move its cursor: one with TERM=dumb cannot."""
+    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def use_colour(stream: TextIO | None) -> bool:
+    """Return whether text for a stream has colours: in a terminal, but never with NO_COLOR, and always with FORCE_COLOR.
+
+    An empty variable counts as none: https://no-color.org, https://force-color.org.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or is_terminal(stream)
+
+
+def paint(text: str, *colours: Colour, on: bool = True) -> str:
+    """Return the text in these colours; as it is where `on` is false."""
+    return f"\x1b[{';'.join(str(_CODES[colour]) for colour in colours)}m{text}\x1b[0m" if on else text
+
+
+@contextmanager
+def busy(text: str, *, every_seconds: float = 1.0) -> Iterator[None]:
+    """Print on stderr what takes a while, before it begins, on rank 0; a terminal counts the seconds behind it.
+
+    Inside nothing else may be printed, and no process forked: a thread counts.
+    """
+    stream = sys.stderr
+    if os.environ.get("RANK", "0") != "0" or stream is None:
+        yield
+        return
+    is_over, counts, began = threading.Event(), is_terminal(stream), time.monotonic()
+
+    def count() -> None:
+        with suppress(OSError, ValueError):  # its reader has closed it
+            while not is_over.wait(every_seconds):
+                print(f"\r{text} ... {time.monotonic() - began:.0f} s", end="", file=stream, flush=True)
+
+    with suppress(OSError, ValueError):
+        print(f"{text} ...", end="" if counts else "\n", file=stream, flush=True)
+    thread = threading.Thread(target=count, daemon=True)
+    if counts:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if counts:
+            thread.join()
+            with suppress(OSError, ValueError):
+                print(file=stream, flush=True)
