@@ -29,7 +29,7 @@ def training_batches(run: RunContext, first_step: int) -> Steps:
 
 
 def _is_skipped(run: RunContext, step: int) -> bool:
-    return is_skipped_by_rollback(step + 1, run.state.rollbacks)
+    return bool(run.state.rollbacks) and is_skipped_by_rollback(step + 1, run.state.rollbacks)
 
 
 def _read_stream(run: RunContext, first_step: int) -> Steps:

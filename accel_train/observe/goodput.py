@@ -116,11 +116,13 @@ class LaunchClock:
     def reading(self, batches: Iterator[T]) -> Iterator[T]:
         """Return the same batches: the time until each is there is waiting for data, and after the last one the launch stops."""
         while True:
-            with self.inside("waiting_for_data"):
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
+            self.enter("waiting_for_data")  # without `inside`: a context manager in each step costs 3 us
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            finally:
+                self.leave()
             yield batch
         self.switch("stopping")
 

@@ -16,7 +16,8 @@ from accel_train.model.kernels.documents import same_document_mask
 from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM, matmul_parameters
+from accel_train.tasks import causal_lm
+from accel_train.tasks.causal_lm import CausalLM, matmul_parameters, summed_loss
 from tests.support.hf_models import SIZES, small_config
 from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus
 
@@ -90,7 +91,7 @@ def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: tuple[Causal
 
 
 def test_bf16_logits_are_never_copied_to_fp32_by_accelerate_and_the_loss_is_within_1e_3_of_fp32(
-    task_and_data: tuple[CausalLM, Recipe, TaskData],
+    task_and_data: tuple[CausalLM, Recipe, TaskData], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data)
@@ -101,12 +102,14 @@ def test_bf16_logits_are_never_copied_to_fp32_by_accelerate_and_the_loss_is_with
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(TrainingModule(model, task))
     seen = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    handed_out = []
-    model.register_forward_hook(lambda module, inputs, output: handed_out.append(output.logits))
+    used = []
+    monkeypatch.setattr(
+        causal_lm, "summed_loss", lambda logits, *args: used.append(logits) or summed_loss(logits, *args)
+    )
     loss = prepared(batch)
     AcceleratorState._reset_state()
     assert seen[0].dtype == torch.bfloat16
-    assert handed_out[0] is seen[0], "the logits were copied between the head and the loss"
+    assert used[0] is seen[0], "the logits were copied between the head and the loss"
     assert loss.dtype == torch.float32
     assert loss.item() / count == pytest.approx(exact, rel=1e-3)
 

@@ -63,9 +63,8 @@ def why_whole(model: nn.Module, tp_size: int = 1) -> str | None:
 
     `tp_size` processes are to split its output layer, or do so already.
     """
-    kind = type(model)
-    if kind.__name__ not in _CHECKED_CLASSES or not kind.__module__.startswith("transformers.models."):
-        return f"{kind.__name__} is not among the models checked for a loss in chunks"
+    if not has_plain_head(model):
+        return f"{type(model).__name__} is not among the models checked for a loss in chunks"
     head = model.get_output_embeddings()  # type: ignore[operator]
     is_linear = type(head) is nn.Linear
     split = head.weight.placements if is_linear and isinstance(head.weight, DTensor) else None
@@ -77,6 +76,12 @@ def why_whole(model: nn.Module, tp_size: int = 1) -> str | None:
     if (size - 1) * -(-head.out_features // size) >= head.out_features:
         return f"{head.out_features} tokens leave one of {size} processes without a row of the output layer"
     return None
+
+
+def has_plain_head(model: nn.Module) -> bool:
+    """Return whether the logits of a model are known to be nothing but its output layer of the base model's hidden states."""
+    kind = type(model)
+    return kind.__name__ in _CHECKED_CLASSES and kind.__module__.startswith("transformers.models.")
 
 
 def head_for_chunks(requested: bool | str, model: nn.Module, num_positions: int) -> nn.Linear | None:
