@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Self
 
 from accel_train.cli.command import Outcome
@@ -40,11 +39,11 @@ class JsonOutput:
         self._stdout, self._kept = sys.stdout, os.dup(1)
         sys.stdout = sys.stderr
         os.dup2(2, 1)
-        Watchdog.on_end = self._print_at_once
+        Watchdog.at_end.append(self._print_at_once)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        Watchdog.on_end = None
+        Watchdog.at_end.remove(self._print_at_once)
         sys.stdout.flush()
         sys.stdout = self._stdout
         os.dup2(self._kept, 1)
@@ -59,8 +58,7 @@ class JsonOutput:
         """Print why the watchdog ends this process, which does not come back from where it is."""
         if _is_main():
             line = self._line(exit_code, None, {"type": kind, "message": message})
-            with suppress(OSError):
-                os.write(self._kept, f"{line}\n".encode())
+            os.write(self._kept, f"{line}\n".encode())
 
     def _line(self, exit_code: int, result: Any, error: JsonRecord | None) -> str:
         record = {

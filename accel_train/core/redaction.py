@@ -20,6 +20,7 @@ _MODEL_TOKEN = re.compile(
     r"^(bos|eos|pad|unk|cls|sep|mask|image|video|audio|boi|eoi|boa|eoa|start|end|stop|decoder_start)_token$"
 )
 _IN_URL = re.compile(r"(?<=://)[^\s/@]+(?=@)")  # user:password, or a token, in front of a host
+_URL = re.compile(r"\w+://[^\s'\"]+")
 _SECRETS_IN_TEXT = (
     _IN_URL,
     re.compile(r"(?i)(?<=[?&])((?:[\w-]*(?:token|secret|password|key|signature|sig))=)[^&#\s]+"),
@@ -36,7 +37,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """Let `redact` know these secrets wherever they come up: values of secret names, and passwords in URLs.
+    """Let `redact` know these secrets wherever they come up: values of secret names, passwords in URLs, and URLs of `notify`.
 
     Works through mappings and lists; remembers for as long as the process lives.
     """
@@ -59,6 +60,8 @@ def _secrets_of(value: Any, name: str) -> set[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {str(value)} if is_number and is_secret(name) else set()
     inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
+    if name.rpartition(".")[2] == "notify":  # whoever knows the address of a webhook can write to it
+        inside |= set(_URL.findall(value))
     # A path says where the secret lies, and belongs into messages.
     return inside | {value} if is_secret(name) and value != REDACTED and not os.path.exists(value) else inside
 

@@ -15,6 +15,7 @@ from accel_train.data.text.tokenizers import check_tokenizer
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze
 from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
+from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import StepPlan, resolve_steps
 from accel_train.parallel.compatibility import check_compatibility
@@ -53,6 +54,7 @@ def check_recipe(recipe: Recipe) -> Task:
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
     check_tracker_names(recipe.log.trackers)
+    check_targets(recipe.log.notify)
     if recipe.loads_best_model and not recipe.checkpoint.keep_best:
         raise ValueError(
             "checkpoint.load_best_model_at_end needs the best checkpoint: set checkpoint.keep_best to true as well"

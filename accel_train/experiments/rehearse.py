@@ -192,6 +192,7 @@ def _changed_settings(plan: Plan, settings: Sequence[str], last: int, every_step
         "evaluate.early_stopping_patience": "null",
         "log.every_steps": 1,
         "log.trackers": "[]",
+        "log.notify": "[]",
         "log.progress": "false",
         "log.profile_steps": "null",
     }

@@ -20,6 +20,7 @@ from accel_train.recipe.values import (
     Auto,
     NonNegativeFloat,
     NonNegativeInt,
+    NotifyTarget,
     Origin,
     PositiveFloat,
     PositiveInt,
@@ -185,6 +186,9 @@ class Log(Section):
     """Project name in the trackers."""
     progress: Auto | bool = "auto"
     """auto: a bar in a terminal or notebook, plain lines elsewhere."""
+    notify: tuple[NotifyTarget, ...] = ()
+    """Called when the run rolls back, stops or ends: URLs, to which a JSON object is posted, and commands, which get it on
+    standard input. `$NAME` alone is a URL from that variable."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to profile, both included, counted from 1 as in metrics.jsonl: each process writes a trace (for
     ui.perfetto.dev) and a table of its ten costliest operations to `profile/`. Profiled steps are slower."""

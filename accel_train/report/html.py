@@ -21,7 +21,7 @@ MOODS = {"done": "good", "finished": "good", "stopped early": "good", "stopped":
 """Colours of the run's status."""
 MOST_EVENTS = 1_000
 """Rows of the table of events: the first and the last."""
-BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed"})
+BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed", "notify_failed"})
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Watchdog:
 
     current: ClassVar["Watchdog | None"] = None
     """The one that was opened last in this process."""
-    on_end: ClassVar[Callable[[str, str, int], object] | None] = None
+    at_end: ClassVar[list[Callable[[str, str, int], object]]] = []
     """Called with event, message and exit code before a watchdog ends this process."""
 
     def __init__(
@@ -249,8 +249,9 @@ class Watchdog:
             heartbeats.end_stopped()
             heartbeats.stay_for_last_reads()
         finish_writing(3.0)
-        if Watchdog.on_end is not None:
-            Watchdog.on_end(failure.event, failure.message, failure.exit_code)
+        for call in Watchdog.at_end:
+            with suppress(Exception):  # this process has to end
+                call(failure.event, failure.message, failure.exit_code)
         os._exit(failure.exit_code)
 
     def _record(self, failure: Failure) -> None:

@@ -1,7 +1,9 @@
 """The startup log: what was decided and why, and the start or the resume; and the observer that it is written to."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +16,18 @@ from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.engine.run import RunContext
 from accel_train.observe.goodput import LaunchClock
+from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, RunObserver
 from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, read_events
 from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
+from accel_train.recipe.schema import Recipe
 from accel_train.recipe.writer import format_recipe
 from accel_train.runtime.doctor import device_name, launch_facts
+from accel_train.runtime.exit import exit_code, message_of
+from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import TARGET_UNITS
 
 
@@ -58,6 +64,28 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
         clock,
         SystemMetrics(accelerator.device),
     )
+
+
+def open_notifier(recipe: Recipe, resources: ExitStack) -> Notifier | None:
+    """Return the observer that tells URLs and commands how the run goes and ends, None where there are none.
+
+    It tells of the end when `resources` close, or when the watchdog ends the process.
+    """
+    if not recipe.log.notify:
+        return None
+    notifier = Notifier(recipe.log.notify, Path(recipe.output_dir), how_it_ended)
+    resources.push(notifier.note_end)
+    Watchdog.at_end.append(notifier.end)
+    resources.callback(Watchdog.at_end.remove, notifier.end)
+    return notifier
+
+
+def how_it_ended(error: BaseException, has_begun: bool) -> tuple[str, int]:
+    """Return message and exit code of a run that an error ends, once it `has_begun` to train or before."""
+    code = exit_code(error)
+    if code is None:
+        code = 2 if isinstance(error, ValueError) and not has_begun else 1
+    return message_of(error), code
 
 
 def device_peak(device: torch.device, choices: Mapping[str, Choice[Any]]) -> tuple[float | None, Choice[str]]:

@@ -51,7 +51,7 @@ from accel_train.runtime.process_group import on_main
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task
-from accel_train.training.announce import announce, device_peak, open_observer
+from accel_train.training.announce import announce, device_peak, open_notifier, open_observer
 from accel_train.training.compile_watch import watch_compiler
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.plan_run import Choices, open_processes, plan_run, refuse_inputs_in_output
@@ -98,6 +98,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
             plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
         # Data that cannot be read leave no folder behind; and nothing of the folder is read before it is locked.
         on_main(lock)
+        notifier = None if folder is None else open_notifier(recipe, resources)
         check_shared(plan.output_dir, accelerator.num_processes)
         plan = replace(plan, resume_point=agree_on_checkpoint(recipe, accelerator, plan.identity))
         if folder is not None:
@@ -106,6 +107,9 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         check_metric_name(run)
         own = run.observer if folder is None else open_observer(run, folder, clock)
         others = (*watch_compiler(run, own, clock), *extensions.observers)
+        if notifier is not None:
+            notifier.warn = lambda message, step: own.on_event("notify_failed", step, message)
+            others = (*others, notifier)
         run.observer = resources.enter_context(Observers((own, *others)) if others else own)
         if folder is not None:
             announce(run, folder, changes)

@@ -1,0 +1,237 @@
+"""`log.notify`: URLs and commands are told how a run goes and ends, and whatever they do the run is the same."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel_train.checkpoint.fingerprint import IDENTITY, OF_BEST, SETTINGS
+from accel_train.cli.main import main
+from accel_train.core.errors import CheckpointError, Preempted, RestartNeeded, TrainingStopped
+from accel_train.observe import notify
+from accel_train.observe.notify import Notifier
+from accel_train.training.announce import how_it_ended
+from tests.support.runs import environment, events, losses, metrics, run_forked_command, write_corpus, write_recipe_file
+
+SECRET = "T0001-B0002-very-secret"
+
+
+class Hook:
+    """A webhook on this machine: `told` has what was posted; it answers with `status`, and not before `silent` is set, where it is given."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.status = 200
+        self.silent: threading.Event | None = None
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                hook.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                if hook.silent is not None:
+                    hook.silent.wait(60)
+                self.send_response(hook.status)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/services/{SECRET}"
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    hook = Hook()
+    thread = threading.Thread(target=hook.server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield hook
+    if hook.silent is not None:
+        hook.silent.set()
+    hook.server.shutdown()
+    thread.join()
+    hook.server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def in_no_launch(not_launched: None) -> None:
+    return
+
+
+def recipe_with(folder: Path, targets: Sequence[Any], **sections: Any) -> str:
+    write_corpus(folder)
+    log = {"every_steps": 1, "progress": False, "notify": list(targets)}
+    return str(write_recipe_file(folder, **{"schedule": {"max_steps": 3}, "log": log, **sections}))
+
+
+def test_a_url_and_a_command_are_told_of_the_end_and_the_address_stays_secret(
+    tmp_path: Path, hook: Hook, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write = 'import os, sys; print(os.environ["ACCEL_TRAIN_EVENT"], os.environ["ACCEL_TRAIN_EXIT_CODE"], sys.stdin.read(), file=open("told.txt", "w"))'
+    program = tmp_path / "tell.py"
+    program.write_text(write.replace('"told.txt"', repr(str(tmp_path / "told.txt"))))
+    assert main(["run", recipe_with(tmp_path, [hook.url, [sys.executable, str(program)]])]) == 0
+    [told] = hook.told
+    assert (told["event"], told["exit_code"], told["step"], told["run"]) == ("done", 0, 3, str(tmp_path / "run"))
+    assert told["text"].startswith("run: done at step 3: loss ")
+    assert told["metrics"]["loss"] == metrics(tmp_path / "run", "eval")[-1]["loss"]
+    words = (tmp_path / "told.txt").read_text().split(" ", 2)
+    assert words[:2] == ["done", "0"]
+    assert json.loads(words[2])["event"] == "done"
+    assert events(tmp_path / "run", "notify_failed") == []
+    written = [
+        path.read_text()
+        for path in (tmp_path / "run").rglob("*")
+        if path.suffix in (".json", ".jsonl", ".yaml", ".html")
+    ]
+    assert SECRET not in "".join([*written, *capfd.readouterr()])
+
+
+def test_targets_that_fail_or_hang_change_nothing_but_a_line_each(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(notify, "TIMEOUT_SECONDS", 1.0)
+    for name in ("plain", "told"):
+        (tmp_path / name).mkdir()
+    assert main(["run", recipe_with(tmp_path / "plain", [])]) == 0
+    hook.silent = threading.Event()
+    pid = tmp_path / "pid"
+    hangs = ["sh", "-c", f"sleep 300 & echo $! > {pid}; wait"]
+    targets = [hook.url, "sh -c 'echo no postman; exit 3'", hangs, "http://127.0.0.1:1/"]
+    began = time.monotonic()
+    assert main(["run", recipe_with(tmp_path / "told", targets)]) == 0
+    assert losses(tmp_path / "told" / "run") == losses(tmp_path / "plain" / "run")
+    failures = [event["message"] for event in events(tmp_path / "told" / "run", "notify_failed")]
+    assert len(failures) == 4
+    assert "log.notify: sh was not told of done (RuntimeError: exit code 3: no postman)" in failures
+    assert "log.notify: sh was not told of done (TimeoutError: killed after 1 s)" in failures
+    assert capfd.readouterr().out.count("was not told of done") == 4
+    assert time.monotonic() - began < 60  # of 300 seconds that the command would sleep
+    assert (
+        not Path(f"/proc/{pid.read_text().strip()}").exists()
+        or "Z" in Path(f"/proc/{pid.read_text().strip()}/stat").read_text()
+    )
+
+
+def notifier_of(hook: Hook, run: Path) -> Notifier:
+    return Notifier([hook.url], run, how_it_ended)
+
+
+@pytest.mark.parametrize(
+    "error, event, code",
+    [
+        (TrainingStopped("6 skips in a row"), "stop", 3),
+        (Preempted("saved at step 7"), "preempted", 75),
+        (RestartNeeded("smaller"), "preempted", 75),
+        (CheckpointError("disk"), "failed", 4),
+        (KeyError("ours"), "failed", 1),
+        (ValueError("the user's"), "failed", 2),
+    ],
+)
+def test_each_way_to_end_has_its_event_and_exit_code(
+    error: BaseException, event: str, code: int, hook: Hook, tmp_path: Path
+) -> None:
+    notifier = notifier_of(hook, tmp_path)
+    notifier.note_end(type(error), error, None)
+    notifier.end("hang", "a second end is none", 5)
+    [told] = hook.told
+    assert (told["event"], told["exit_code"]) == (event, code)
+    assert str(error).strip("'") in told["message"]
+
+
+def test_a_rollback_is_told_when_it_happens_and_a_fault_of_ours_is_not_the_users(hook: Hook, tmp_path: Path) -> None:
+    notifier = notifier_of(hook, tmp_path)
+    notifier.on_event("start", 0, "starting")
+    notifier.on_event("skip", 6, "step 6: skipped")
+    notifier.on_event("rollback", 7, "step 7: rolled back to step 4")
+    notifier.note_end(ValueError, ValueError("while training"), None)
+    told = {each["event"]: each for each in hook.told}
+    assert set(told) == {"rollback", "failed"}
+    assert (told["rollback"]["step"], told["rollback"]["exit_code"], told["failed"]["exit_code"]) == (7, None, 1)
+
+
+def test_a_preempted_run_tells_and_waits_no_longer_than_the_time_limit(tmp_path: Path, hook: Hook) -> None:
+    hook.silent = threading.Event()
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from accel_train.observe import notify\nnotify.TIMEOUT_SECONDS = 1.0\nfrom accel_train.cli.main import program\nprogram()\n"
+    )
+    recipe = recipe_with(tmp_path, [hook.url], schedule={"max_steps": 100_000})
+    run = subprocess.Popen(
+        [sys.executable, str(program), "run", recipe], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    lines = tmp_path / "run" / "metrics.jsonl"
+    while not (lines.exists() and lines.stat().st_size) and run.poll() is None:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=50)  # the webhook is silent for 60 seconds
+    assert run.returncode == 75, said
+    assert [(told["event"], told["exit_code"]) for told in hook.told] == [("preempted", 75)]
+    assert len(events(tmp_path / "run", "notify_failed")) == 1
+
+
+def test_a_hang_is_told_by_the_watchdog_and_only_the_main_process_tells(tmp_path: Path, hook: Hook) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import time
+from accel_train.cli.main import program
+from accel_train.training import loop
+
+loop.seed_step = lambda *_: time.sleep(600)
+program()
+""")
+    words = ["run", recipe_with(tmp_path, [hook.url]), "--guard.hang_timeout_seconds", "1"]
+    assert run_forked_command(words, 2, program).returncode == 5
+    [told] = hook.told
+    assert (told["event"], told["exit_code"]) == ("failed", 5)
+    assert "guard.hang_timeout_seconds" in told["message"]
+
+
+@pytest.mark.parametrize(
+    "target, said",
+    [
+        ("ftp://host/x", "log.notify: ftp://host must be http:// or https:// and a host"),
+        ("https://me:secret@host/x", "https://host must be http:// or https:// and a host, without user"),
+        ("mail 'me", "cannot be split into words (No closing quotation)"),
+        ("", "a target is empty"),
+        ([], "a target is empty"),
+        ("no-such-program me", "there is no program 'no-such-program' here"),
+        ("$NOT_SET_ANYWHERE", "$NOT_SET_ANYWHERE is to hold a URL"),
+    ],
+)
+def test_a_target_that_cannot_be_called_is_one_line_before_anything_is_built(
+    target: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", recipe_with(tmp_path, [target])]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert said in errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_variable_may_hold_the_url_and_the_resolved_recipe_trains_again(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM_WEBHOOK", hook.url)
+    assert main(["run", recipe_with(tmp_path, ["$TEAM_WEBHOOK", hook.url])]) == 0
+    assert len(hook.told) == 2
+    resolved = tmp_path / "run" / "recipe.resolved.yaml"
+    assert yaml.safe_load(resolved.read_text())["log"]["notify"] == ["$TEAM_WEBHOOK", "REDACTED"]
+    again = tmp_path / "again"
+    assert main(["run", str(resolved), "--output_dir", str(again)]) == 0
+    assert len(hook.told) == 3
+    [warned] = events(again, "notify_failed")
+    assert "a target is REDACTED in this recipe" in warned["message"]
+
+
+def test_whom_a_run_tells_is_no_part_of_what_makes_it_the_same_run() -> None:
+    assert [name for name in (*IDENTITY, *SETTINGS, *OF_BEST) if name.startswith("log")] == []
