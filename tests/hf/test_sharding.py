@@ -24,8 +24,9 @@ def result(folder: Path, kind: str, processes: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
-def test_a_sharded_model_trains_evaluates_predicts_and_is_saved_as_a_whole_one(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "full_shard", "deepspeed"])
+def test_a_model_on_two_processes_trains_evaluates_predicts_and_is_saved_as_on_one(tmp_path: Path, kind: str) -> None:
+    """Each sample is evaluated and predicted once, in order, for 101, 40, 7 and 1 of them."""
     llama().save_pretrained(tmp_path / "base")
     one, two = result(tmp_path / "one", "none", 1), result(tmp_path / "two", kind, 2)
     assert [sorted(line) for line in two["log"]] == [sorted(line) for line in one["log"]]

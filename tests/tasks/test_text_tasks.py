@@ -93,10 +93,11 @@ def test_a_nan_is_skipped_and_adapters_are_trained_alone_and_merged(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_zero_trains_a_reader_as_one_process_does(tmp_path: Path) -> None:
+@TASKS
+def test_zero_trains_as_one_process_does(tmp_path: Path, task: str) -> None:
     alone, sharded = tmp_path / "alone", tmp_path / "sharded"
-    run(recipe(alone, "QuestionAnswering"))
-    run(recipe(sharded, "QuestionAnswering", parallel={"strategy": "deepspeed", "zero_stage": 2}), processes=2)
+    run(recipe(alone, task))
+    run(recipe(sharded, task, parallel={"strategy": "deepspeed", "zero_stage": 2}), processes=2)
     assert_same_run(sharded / "run", alone / "run", 1e-5)
     assert last_evaluation(sharded / "run") == pytest.approx(last_evaluation(alone / "run"), rel=1e-4, abs=1e-5)
 

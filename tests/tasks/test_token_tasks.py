@@ -72,6 +72,16 @@ def test_ddp_fsdp2_and_a_run_that_is_stopped_on_two_processes_and_resumed_on_one
             assert any(each["generated"] for each in generation["samples"])
 
 
+@pytest.mark.slow
+@TASKS
+def test_zero_trains_as_one_process_does(tmp_path: Path, task: str) -> None:
+    alone, sharded = tmp_path / "alone", tmp_path / "sharded"
+    run(recipe(alone, task))
+    run(recipe(sharded, task, parallel={"strategy": "deepspeed", "zero_stage": 2}), processes=2)
+    assert_same_run(sharded / "run", alone / "run", 1e-5)
+    assert last_evaluation(sharded / "run") == pytest.approx(last_evaluation(alone / "run"), rel=1e-4)
+
+
 @TASKS
 def test_a_nan_is_skipped_and_adapters_are_trained_alone_and_merged(tmp_path: Path, task: str) -> None:
     base = {"Seq2Seq": T5, "MaskedLM": BERT}[task]

@@ -1,4 +1,4 @@
-"""A program as a user writes it, with the model sharded: `hf_sharded.py FOLDER KIND BASE`, where the kind is none, fsdp or deepspeed."""
+"""A program as a user writes it, with the model sharded: `hf_sharded.py FOLDER KIND BASE`, where KIND is none or one of KINDS."""
 
 import json
 import sys
@@ -14,6 +14,8 @@ from tests.support.hf_models import arguments, history, pad, token_rows
 LENGTHS = (101, 40, 7, 1)
 KINDS: dict[str, dict[str, Any]] = {
     "none": {},
+    "ddp": {},
+    "full_shard": {"fsdp": "full_shard"},
     "fsdp": {"fsdp": True, "fsdp_config": {"reshard_after_forward": False, "activation_checkpointing": True}},
     "deepspeed": {
         "deepspeed": {
