@@ -19,7 +19,7 @@ from torch import nn
 from accel_train.core.state import Choice
 from accel_train.data.cache import user_cache
 from accel_train.recipe.schema import MemoryBudget, Precision
-from accel_train.runtime.private import set_activation_memory_budget
+from accel_train.runtime.private import set_activation_memory_budget, set_constant_floats
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch (and by Triton's part of it) whenever it compiles or loads."""
@@ -48,6 +48,8 @@ def compile_module(
     if requested is False:
         return {"precision.compile": Choice("no", "as the recipe says")}
     set_activation_memory_budget(checkpointing.memory_budget if isinstance(checkpointing, MemoryBudget) else 1.0)
+    # With `dynamic=True` floats are unknown, too; torch finds at the end that it needs their values, and traces all again.
+    set_constant_floats(lengths_vary)
     # Dynamo looks for it where a graph continues after a loss that is computed outside of graphs (`chunked_loss.py`).
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning

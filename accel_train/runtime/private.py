@@ -73,6 +73,13 @@ def set_activation_memory_budget(share: float) -> None:
     settings.activation_memory_budget = share
 
 
+def set_constant_floats(is_on: bool) -> None:
+    """Let graphs made from now on take the floats of a module (eps, dropout) for constants; `torch._dynamo.config`, torch 2.13."""
+    import torch._dynamo.config as settings
+
+    settings.specialize_float = is_on  # type: ignore[assignment, unused-ignore]
+
+
 def end_failed_backward(module: DistributedDataParallel) -> None:
     """Let DDP begin another forward after a backward pass that did not end; `Reducer._reset_state`, torch 2.13."""
     reducer: Any = module.reducer

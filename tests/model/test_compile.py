@@ -60,6 +60,29 @@ def test_all_blocks_share_one_graph_and_nothing_is_compiled_again(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+class Scaled(torch.nn.Module):
+    """Its floats are attributes, as eps, dropout and the attention's scale are."""
+
+    scale = 0.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * self.scale
+
+
+def test_a_model_for_any_length_is_traced_once(traced_only: None, own_cache: Path) -> None:
+    torch.compiler.set_default_backend("aot_eager")
+    model = Scaled()
+    compile_module(model, Precision(compile="model"), lengths_vary=True)
+    for length in (4, 7, 9):
+        model(torch.randn(length, 8)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["aot_autograd"]["total"] == 1
+
+
 def test_a_run_says_what_compiling_cost_and_leaves_evaluations_out(
     traced_only: None, own_cache: Path, tmp_path: Path
 ) -> None:
