@@ -93,6 +93,13 @@ def delimiter_of(path: Path, data: Data) -> str:
     return next(iter([*found, *in_header]), ",")
 
 
+def table_delimiter(path: Path, data: Data) -> str | None:
+    """Return the name of the delimiter, no comma, by which all first lines of a file have as many fields: a table, whatever its name."""
+    lines = [line for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
+    found = [name for each, name in DELIMITERS.items() if each != "," and _divides(lines, each)]
+    return found[0] if found and len(lines) > 2 else None
+
+
 def _divides(lines: list[str], delimiter: str) -> bool:
     """Return whether all rows have the same number of fields, two at least; the last line may be within a quoted text."""
     try:

@@ -9,6 +9,7 @@ from accel_train.recipe.data import Data
 BOM = codecs.BOM_UTF8
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _GUESSED_FROM_BYTES = 50_000_000
+_LOOKED_AT_FOR_NULS = 4_000
 
 
 def encoding_of(path: Path, data: Data) -> str:
@@ -26,6 +27,9 @@ def guess_encoding(path: Path) -> tuple[str, str] | None:
         raw = file.read(_GUESSED_FROM_BYTES)
     if raw[:2] in _UTF16_MARKS:
         return None
+    for start, name in ((1, "utf-16-le"), (0, "utf-16-be")):
+        if (part := raw[start:_LOOKED_AT_FOR_NULS:2]) and part.count(0) > len(part) / 3:
+            return name, "every second byte is 0, as in UTF-16, and it has no byte order mark"
     try:
         codecs.getincrementaldecoder("utf-8")().decode(raw)  # which may end within a character
     except UnicodeDecodeError as error:

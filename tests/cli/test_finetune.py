@@ -243,6 +243,21 @@ def test_camvids_folders_are_trained_and_evaluated_on(capsys: pytest.CaptureFixt
     assert "camvid/train and camvid/trainannot: 16 pairs" in capsys.readouterr().out
 
 
+def test_a_list_of_images_and_masks_is_found_by_what_its_lines_name(capsys: pytest.CaptureFixture[str]) -> None:
+    write_scenes("s")
+    Path("s/train.txt").write_text("".join(f"/data/s/images/{n}.png /data/s/masks/{n}.png\n" for n in range(16)))
+    assert main(["finetune", "s/train.txt", "--dry-run"]) == 0
+    assert "task: semantic-segmentation (each line names an image and its mask)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_without_a_mark_is_found_by_its_zeros(encoding: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews()
+    Path("reviews.csv").write_bytes(Path("reviews.csv").read_text().encode(encoding))
+    assert main(["finetune", "reviews.csv", "--dry-run"]) == 0
+    assert f"data.encoding: {encoding} (every second byte is 0, as in UTF-16" in capsys.readouterr().out
+
+
 def test_black_and_white_masks_are_two_classes_to_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     write_scenes("photos")
     for path in Path("photos/masks").glob("*.png"):
@@ -357,6 +372,12 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         (),
         "t.txt: each line begins with one of 2 words (a, b ...); say --task text-classification if they are labels, or --task "
         "causal-lm if it is plain text",
+    ),
+    "a table that is called a text": (
+        lambda: (Path("t.txt").write_text("text|label\n" + "".join(f"{WORDS[n % 4]} {n}|{n % 2}\n" for n in range(20))), None)[1],
+        "t.txt",
+        (),
+        "t.txt: vertical bars divide all lines alike; if it is a table, rename it to t.csv; if it is plain text, say --task causal-lm",
     ),
     "a row without a label": (
         columns("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),

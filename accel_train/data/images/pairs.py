@@ -3,10 +3,11 @@
 import os
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from accel_train.data.encoding import read_lines
-from accel_train.data.images.images import FileImages, ImagePool, list_images
+from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, list_images
 from accel_train.recipe.data import Data
 
 FOLDERS = {"images": ("masks", "annotations", "labels"), "JPEGImages": ("SegmentationClass",)}
@@ -15,6 +16,7 @@ BESIDE = ("annot", "_annot", "_masks", "_mask", "_labels")
 """Ends by which a folder of masks is told from that of its images: CamVid's `train` and `trainannot`."""
 LISTED_SUFFIXES = frozenset((".txt", ".lst"))
 _MASK_ENDS = re.compile(r"(?:_masks?|_labels?|_seg|_gt|_L)$")
+_LINES_LOOKED_AT = 20
 _LEVELS = 4
 """Folders above a list in which its files are looked for."""
 
@@ -145,6 +147,16 @@ def _place_of(path: Path, number: int, name: str) -> tuple[Path, int]:
     raise ValueError(
         f"{path}:{number}: there is no file {name!r}, seen from {path.parent} or above; check the paths in the list"
     )
+
+
+def lists_pairs(path: Path, data: Data) -> bool:
+    """Return whether each of the first lines names two files by their ends: an image and its mask."""
+    try:
+        lines = [_fields(line) for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT) if line.strip()]
+    except ValueError:  # in another encoding
+        return False
+    ends = [[os.path.splitext(field)[1].lower() for field in fields] for fields in lines]
+    return bool(ends) and all(len(pair) == 2 and all(end in IMAGE_SUFFIXES for end in pair) for pair in ends)
 
 
 def _fields(line: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from accel_train.core.files import files_below
 from accel_train.core.format import did_you_mean
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
-from accel_train.data.images.pairs import LISTED_SUFFIXES
+from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind
 from accel_train.experiments.finetune.found import TASKS, Asked, Found
 from accel_train.experiments.finetune.images import Pairs, find_pairs, recognise_classes, recognise_masks
@@ -40,8 +40,11 @@ def recognise(asked: Asked) -> Found:
 
 def _recognise_file(asked: Asked, path: Path) -> Found:
     kind = file_kind(path)
-    if asked.task == "semantic-segmentation" and path.suffix.lower() in LISTED_SUFFIXES:
-        return recognise_masks(asked, Pairs(asked.path, None, "as --task says: a list of images with their masks"))
+    if path.suffix.lower() in LISTED_SUFFIXES and asked.task in (None, "semantic-segmentation"):
+        if asked.task is not None:
+            return recognise_masks(asked, Pairs(asked.path, None, "as --task says: a list of images with their masks"))
+        if lists_pairs(path, asked.data):
+            return recognise_masks(asked, Pairs(asked.path, None, "each line names an image and its mask"))
     if kind in _TABLES:
         return recognise_table(asked, path)
     if kind == "text":

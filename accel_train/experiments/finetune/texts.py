@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.delimited import FASTTEXT_PREFIX, read_label_lines
+from accel_train.data.delimited import FASTTEXT_PREFIX, read_label_lines, table_delimiter
 from accel_train.data.encoding import read_lines
 from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
@@ -33,6 +33,11 @@ def recognise_text(asked: Asked, files: Sequence[Path], folder: Path | None = No
     found = _labelled_lines(asked, files[0]) if folder is None else None
     if found is not None:
         return replace(found, settings={**settings, **found.settings})
+    if folder is None and asked.task is None and (between := table_delimiter(files[0], asked.data)) is not None:
+        raise ValueError(
+            f"{asked.path}: {between} divide all lines alike; if it is a table, rename it to {files[0].stem}.csv; if it is plain text, "
+            "say --task causal-lm"
+        )
     if asked.task not in (None, "causal-lm"):
         raise ValueError(
             f"--task {asked.task}: {asked.path} is plain text, from which a language model learns (causal-lm); {asked.task} needs a "
