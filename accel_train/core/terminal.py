@@ -1,4 +1,4 @@
-"""What a terminal shows besides an answer: colours, and what a command is busy with."""
+"""The parts of a terminal that are no answer: colours, and what a command is busy with."""
 
 import os
 import sys

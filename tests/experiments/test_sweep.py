@@ -1,5 +1,6 @@
 """A sweep refuses bad values before anything runs, and names its combinations by their values."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -49,6 +50,32 @@ def test_bad_values_are_refused_before_anything_runs(
     assert main(["sweep", str(write_recipe_file(tmp_path)), *words]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_runs_of_two_processes_each_are_stopped_resumed_and_keep_their_own_exit_code(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    sections = {"schedule": {"max_steps": 200}, "guard": {"on_nonfinite": "stop", "max_rollbacks": 0}}
+    recipe = write_recipe_file(tmp_path, **sections)
+    # The second rate makes weights that are not finite in its first step.
+    words = ["sweep", str(recipe), "--optimizer.learning_rate", "1e-3,1e38", "--processes", "2", "--json"]
+    command = [sys.executable, "-m", "accel_train", *words]
+
+    first = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "lr=1e-3" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and first.poll() is None:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGTERM)
+    answer, said = first.communicate(timeout=120)
+    assert (first.returncode, json.loads(answer)["error"]["type"]) == (75, "Preempted"), said
+    assert read_events(metrics.parent)[-1]["event"] == "preempted"
+
+    again = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    runs = json.loads(again.stdout)["result"]["runs"]
+    assert again.returncode == 0, again.stderr
+    assert [(run["status"], run["exit_code"]) for run in runs] == [("finished", 0), ("failed", 3)]
+    assert [event["event"] for event in read_events(metrics.parent)].count("resume") == 1
+    assert read_json(metrics.parent / "summary.json")["world_size"] == 2
 
 
 @pytest.mark.slow

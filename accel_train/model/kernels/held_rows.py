@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class HeldRows:
-    """Which rows of the output layer this process holds: one for each token of its share of the vocabulary."""
+    """The rows of the output layer that this process holds: one for each token of its share of the vocabulary."""
 
     number: int
     vocabulary: int
