@@ -15,7 +15,8 @@ from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import parse_arguments
 from accel_train.cli.reference import commands_page, recipes_page, settings_page
 from accel_train.core.errors import UserError
-from accel_train.experiments.sweep import combine
+from accel_train.experiments.sweep.sweep import Selection, combine
+from accel_train.experiments.sweep.values import read_space
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.names import free_names, recipe_names
 from accel_train.recipe.schema import Recipe
@@ -119,7 +120,8 @@ def test_every_command_line_is_taken_by_its_program(page: str, monkeypatch: pyte
         if words[0] == "accel-train":
             arguments, settings = parse_arguments(words[1:])
             if arguments.command == "sweep":
-                combine(arguments.recipe, settings)
+                selection = Selection(arguments.random, arguments.optuna)
+                combine(arguments.recipe, read_space(settings), selection)
             elif getattr(arguments, "recipe", None) in shipped_recipes():
                 load_recipe(arguments.recipe, arguments=settings)
         elif not set(words) & {"N", "my.yaml"}:

@@ -1,17 +1,23 @@
 """A sweep refuses bad values before anything runs, and names its combinations by their values."""
 
 import json
+import math
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from accel_train.cli.main import main
 from accel_train.core.json_io import read_json
-from accel_train.experiments.sweep import combine, split_values
+from accel_train.experiments.sweep.sweep import EVERY, Selection, combine
+from accel_train.experiments.sweep.tpe import Outcome, propose
+from accel_train.experiments.sweep.values import draws, grid, read_space, split_values
 from accel_train.observe.run_folder import read_events
 from tests.support.runs import environment, write_corpus, write_recipe_file
 
@@ -23,14 +29,82 @@ def test_commas_within_brackets_and_quotation_marks_do_not_split() -> None:
     assert split_values('"a,b",c') == ['"a,b"', "c"]
 
 
-def test_combinations_are_a_grid_or_drawn_from_it_the_same_each_time(tmp_path: Path) -> None:
+def names(recipe: str, words: list[str], selection: Selection = EVERY) -> list[str]:
+    return [each.name for each in combine(recipe, read_space(words), selection)]
+
+
+def test_combinations_are_a_grid_or_drawn_from_it_and_a_seed_is_never_drawn(tmp_path: Path) -> None:
     recipe = str(write_recipe_file(tmp_path))
     words = ["--optimizer.learning_rate", "1e-4,3e-4", "--seed=0,1"]
-    names = [each.name for each in combine(recipe, words)]
-    assert names == ["lr=1e-4,seed=0", "lr=1e-4,seed=1", "lr=3e-4,seed=0", "lr=3e-4,seed=1"]
-    drawn = [[each.name for each in combine(recipe, words, num_random=2, draw_seed=5)] for _ in range(2)]
+    assert names(recipe, words) == ["lr=1e-4,seed=0", "lr=1e-4,seed=1", "lr=3e-4,seed=0", "lr=3e-4,seed=1"]
+    drawn = [names(recipe, words, Selection(num_random=1, draw_seed=5)) for _ in range(2)]
     assert drawn[0] == drawn[1]
-    assert set(drawn[0]) < set(names)
+    assert len(drawn[0]) == 2
+    assert set(drawn[0]) in ({"lr=1e-4,seed=0", "lr=1e-4,seed=1"}, {"lr=3e-4,seed=0", "lr=3e-4,seed=1"})
+
+
+def test_draws_from_ranges_are_spread_differ_and_are_the_first_of_a_longer_sweep() -> None:
+    words = [
+        "--optimizer.learning_rate",
+        "1e-5..1e-2",
+        "--optimizer.momentum",
+        "0.8..0.9",
+        "--schedule.max_steps",
+        "1..3",
+    ]
+    space = read_space([*words, "--model.config.n_layer", "2..4", "--optimizer.betas", "[0.9, 0.95],[0.9, 0.99]"])
+    found = list(islice(draws(space, 3), 400))
+    assert found[:30] == list(islice(draws(space, 3), 30))
+    assert found[:30] != list(islice(draws(space, 4), 30))
+    assert len({tuple(each.values()) for each in found}) == 400
+    rates, momenta = (
+        [float(each[name]) for each in found] for name in ("optimizer.learning_rate", "optimizer.momentum")
+    )
+    assert [sum(low <= rate < 10 * low for rate in rates) / 400 for low in (1e-5, 1e-4, 1e-3)] == pytest.approx(
+        [1 / 3] * 3, abs=0.07
+    )
+    assert sum(momentum < 0.85 for momentum in momenta) / 400 == pytest.approx(0.5, abs=0.07)
+    assert min(rates) >= 1e-5
+    assert max(rates) <= 1e-2
+    assert {each["schedule.max_steps"] for each in found} == {"1", "2", "3"}
+    assert {each["model.config.n_layer"] for each in found} == {"2", "3", "4"}
+
+
+def test_all_whole_numbers_of_a_range_can_be_drawn_and_no_more() -> None:
+    space = read_space(["--schedule.max_steps", "5..40"])
+    assert sorted(int(each["schedule.max_steps"]) for each in islice(draws(space, 0), 36)) == list(range(5, 41))
+    assert space.size == 36
+
+
+def test_what_takes_no_number_is_no_range() -> None:
+    space = read_space(["--data.train", "1..3", "--seed", "0,1"])
+    assert space.fixed == ["--data.train", "1..3"]
+    assert grid(space) == [{}]
+
+
+@pytest.mark.parametrize("greater_is_better", [True, False])
+def test_optuna_draws_near_the_best_and_the_same_from_the_same_outcomes(greater_is_better: bool) -> None:
+    space = read_space(["--optimizer.learning_rate", "1e-6..1", "--optimizer.name", "adamw,muon", "--seed", "0,1"])
+    outcomes: list[Outcome] = []
+    for _ in range(25):
+        values = propose(space, outcomes, greater_is_better=greater_is_better, draw_seed=1)
+        assert values == propose(space, outcomes, greater_is_better=greater_is_better, draw_seed=1)
+        rate = float(values["optimizer.learning_rate"])
+        distance = abs(math.log10(rate) + 3) + (values["optimizer.name"] == "muon")
+        score = -distance if greater_is_better else distance
+        outcomes.append(Outcome(values, None, True) if rate > 0.1 else Outcome(values, score))
+    last = [math.log10(float(each.values["optimizer.learning_rate"])) for each in outcomes[15:]]
+    assert statistics.median(abs(each + 3) for each in last) < 0.5, "1.5 where they are drawn at random"
+    assert sum(each.values["optimizer.name"] == "adamw" for each in outcomes[15:]) >= 6
+
+
+def test_optuna_never_chooses_the_same_twice() -> None:
+    space = read_space(["--schedule.max_steps", "1..6"])
+    outcomes: list[Outcome] = []
+    for _ in range(6):
+        values = propose(space, outcomes, greater_is_better=False, draw_seed=0)
+        outcomes.append(Outcome(values, float(values["schedule.max_steps"])))
+    assert sorted(each.values["schedule.max_steps"] for each in outcomes) == list("123456")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +114,16 @@ def test_combinations_are_a_grid_or_drawn_from_it_the_same_each_time(tmp_path: P
         (["--seed", "0,,1"], "a value is empty"),
         (["--seed", "0,0"], "is there twice"),
         (["--output_dir", "a,b"], "takes one value"),
-        (["--seed", "0,1", "--random", "3"], "must be between 1 and 2"),
+        (["--seed", "0,1", "--random", "3"], "nothing to draw"),
+        (["--optimizer.name", "adamw,muon", "--random", "3"], "must be between 1 and 2"),
+        (["--optimizer.learning_rate", "1e-5..1e-3"], "--random 20, or --optuna 20"),
+        (["--optimizer.learning_rate", "1e-3..1e-5", "--random", "2"], "from a smaller number to a greater"),
+        (["--optimizer.learning_rate", "1e-5..1e-3,1e-2", "--random", "2"], "a range among values"),
+        (["--optimizer.learning_rate", "1e-5..1e-3", "--random", "2", "--optuna", "2"], "exclude each other"),
+        (["--optimizer.weight_decay", "-1..3", "--optuna", "2"], "optimizer.weight_decay=-1"),
+        (["--batch.global_batch_size", "1.5..8", "--random", "2"], "takes whole numbers"),
+        (["--seed", "0..3", "--random", "2"], "one by one"),
+        (["--optimizer.weight_decay", "0..1", "--optuna", "2000"], "more than 1,000"),
         (["--seed", "0,x"], "--seed"),
     ],
 )
@@ -96,10 +179,10 @@ def test_a_sweep_is_stopped_resumed_and_compared_and_finished_runs_are_not_train
         "--seed",
         "0,1",
     ]
-    names = ["lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-30,seed=0", "lr=1e-30,seed=1"]
+    runs_of = ["lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-30,seed=0", "lr=1e-30,seed=1"]
 
     first = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / names[0] / "metrics.jsonl"
+    metrics = tmp_path / "run" / runs_of[0] / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size) and first.poll() is None:
         time.sleep(0.02)
     first.send_signal(signal.SIGTERM)
@@ -110,20 +193,20 @@ def test_a_sweep_is_stopped_resumed_and_compared_and_finished_runs_are_not_train
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     runs = {record["name"]: record for record in read_json(tmp_path / "run" / "sweep.json")["runs"]}
-    assert [(name, runs[name]["status"]) for name in names] == [(name, "finished") for name in names]
-    kinds = [[event["event"] for event in read_events(tmp_path / "run" / name)] for name in names]
+    assert [(name, runs[name]["status"]) for name in runs_of] == [(name, "finished") for name in runs_of]
+    kinds = [[event["event"] for event in read_events(tmp_path / "run" / name)] for name in runs_of]
     assert [("start" in found, "resume" in found) for found in kinds] == [(True, True), *[(True, False)] * 3]
     table = done.stdout.splitlines()
     assert table[1].startswith("optimizer.learning_rate 1e-3 "), "what learns is the best"
     assert "2 of 2" in table[1]
     assert "lr=1e-30,seed=1" in (tmp_path / "run" / "comparison.html").read_text()
 
-    weights = {name: (tmp_path / "run" / name / "model" / "model.safetensors").stat().st_mtime_ns for name in names}
+    weights = {name: (tmp_path / "run" / name / "model" / "model.safetensors").stat().st_mtime_ns for name in runs_of}
     again = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert again.stderr.count("finished before") == 4
     assert again.stdout == done.stdout
     assert weights == {
-        name: (tmp_path / "run" / name / "model" / "model.safetensors").stat().st_mtime_ns for name in names
+        name: (tmp_path / "run" / name / "model" / "model.safetensors").stat().st_mtime_ns for name in runs_of
     }
     assert own.read_text() == "mine"
 
@@ -141,3 +224,37 @@ def test_a_run_that_its_guard_stops_is_listed_and_the_others_are_trained(tmp_pat
     assert (runs["lr=1e30"]["status"], runs["lr=1e30"]["exit_code"]) == ("failed", 3)
     assert runs["lr=1e-3"]["status"] == "finished"
     assert "lr=1e30" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_search_is_stopped_and_resumed_and_a_longer_one_keeps_what_was_chosen(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, task="causal-lm", schedule={"max_steps": 4})
+    words = ["--optimizer.learning_rate", "1e-6..1e-1", "--seed", "0,1"]
+
+    def searched(number: int, folder: str = "run") -> subprocess.CompletedProcess[str]:
+        where = ["--output_dir", str(tmp_path / folder), "--optuna", str(number)]
+        command = [sys.executable, "-m", "accel_train", "sweep", str(recipe), *words, *where]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+
+    def chosen(folder: str = "run") -> list[str]:
+        return [record["name"] for record in read_json(tmp_path / folder / "sweep.json")["runs"]]
+
+    first = searched(1)
+    assert first.returncode == 0, first.stderr
+    again = searched(2)
+    assert again.stderr.count("finished before") == 2
+    assert chosen("run")[:2] == [line.split()[1].rstrip(":") for line in first.stderr.splitlines()[1:4:2]]
+    assert searched(2, "whole").returncode == 0
+    assert chosen("whole") == chosen("run"), "a search in two parts chooses what one in one chooses"
+    assert len(chosen()) == 4
+    assert "2 of 2" in again.stdout
+
+
+def test_a_second_sweep_in_a_folder_is_refused_while_the_first_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".sweep.lock"):
+        assert main(["sweep", str(write_recipe_file(tmp_path)), "--seed", "0,1"]) == 2
+    assert "in use by another sweep" in capsys.readouterr().err

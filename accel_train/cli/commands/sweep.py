@@ -11,20 +11,18 @@ from accel_train.cli.results import training as results
 def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         with importing(arguments.recipe):
-            from accel_train.experiments.sweep import sweep
+            from accel_train.experiments.sweep.sweep import SWEEP_FILE, Selection, sweep
 
         swept = sweep(
             arguments.recipe,
             settings,
-            num_random=arguments.random,
-            draw_seed=arguments.draw_seed,
+            Selection(arguments.random, arguments.optuna, arguments.draw_seed),
             processes=arguments.processes,
             say=say,
         )
     print(swept.table)
     if swept.report is not None:
         print(swept.report, file=sys.stderr)
-    from accel_train.experiments.sweep import SWEEP_FILE
     from accel_train.observe.run_folder import read_record
 
     record = read_record(swept.root / SWEEP_FILE)
@@ -38,11 +36,15 @@ def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
 
 
 SWEEP = Command(_sweep, (
-    "train every combination of values: --optimizer.learning_rate 1e-4,3e-4 --seed 0,1,2; commas within [ ], { } and "
-    "quotation marks do not split; the same command resumes"
+    "train every combination of values: --optimizer.learning_rate 1e-4,3e-4 --seed 0,1,2, or some of a range: 1e-5..1e-3; "
+    "commas within [ ], { } and quotation marks do not split; the same command resumes"
 ), {
     "recipe": RECIPE,
-    "--random": {"metavar": "N", "type": int, "help": "train N combinations, drawn from the grid; default: all"},
-    "--draw-seed": {"metavar": "S", "type": int, "default": 0, "help": "of --random; default: 0"},
+    "--random": {"metavar": "N", "type": int, "help": "train N combinations, drawn from lists and ranges, each with every seed"},
+    "--optuna": {
+        "metavar": "N", "type": int,
+        "help": "train N combinations, each chosen by Optuna's TPE from the results so far, with every seed",
+    },
+    "--draw-seed": {"metavar": "S", "type": int, "default": 0, "help": "of --random and --optuna; default: 0"},
     "--processes": {"metavar": "N", "type": int, "help": "of each run; default: the GPUs here"},
 }, processes="one")  # fmt: skip

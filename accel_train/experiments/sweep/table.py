@@ -44,11 +44,16 @@ def row_of(folder: Path, recipe: Recipe, values: Mapping[str, str], status: str 
     return Row(name, "training loss", float(last) if is_number(last) else None)
 
 
+def is_greater_better(recipe: Recipe, metric: str) -> bool:
+    """Return whether a greater value of a metric is better, as `evaluate.greater_is_better` says or its name."""
+    greater = recipe.evaluate.greater_is_better
+    return not is_lower_better(metric) if greater == "auto" or metric == "training loss" else bool(greater)
+
+
 def describe_rows(rows: Sequence[Row], recipe: Recipe) -> Table:
     """Return mean, sample standard deviation and number of runs a combination; those without a value come last."""
     metric = next((row.metric for row in rows if row.value is not None), rows[0].metric)
-    greater = recipe.evaluate.greater_is_better
-    greater = not is_lower_better(metric) if greater == "auto" or metric == "training loss" else greater
+    greater = is_greater_better(recipe, metric)
     facts: list[JsonRecord] = []
     for name in dict.fromkeys(row.name for row in rows):
         values = [row.value for row in rows if row.name == name and row.value is not None]

@@ -1,0 +1,280 @@
+"""Train a recipe with each combination of some settings' values, one run after the other, and compare them.
+
+The folder of a run lies in the recipe's `output_dir` and has its values for a name: `lr=1e-4,seed=0`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
+
+from accel_train.core.errors import Preempted
+from accel_train.core.files import make_folders
+from accel_train.core.format import format_count, format_seconds
+from accel_train.core.json_io import json_digest, json_text
+from accel_train.core.ownership import check_file, write_file
+from accel_train.core.state import JsonRecord
+from accel_train.experiments.subprocess_run import TrainingProcess
+from accel_train.experiments.sweep import values as sweep_values
+from accel_train.experiments.sweep.table import describe_rows, format_rows, is_greater_better, row_of
+from accel_train.experiments.sweep.tpe import check_optuna, outcome_of, propose
+from accel_train.experiments.sweep.values import SEED, Combination, Space
+from accel_train.observe.run_folder import SUMMARY_FILE, read_record
+from accel_train.plan.place import count_processes
+from accel_train.report.report import write_report
+from accel_train.runtime.signals import StopRequest
+
+SWEEP_FILE = "sweep.json"
+LOG_FOLDER = ".logs"
+REPORT_FILE = "comparison.html"
+MOST_COMPARED = 24
+"""Runs with curves on the page; its table has all."""
+ATTEMPTS = 3
+"""Launches of a run that asks for the same command again (it ran out of memory and remembers a smaller micro-batch)."""
+STOP_SECONDS = 600.0
+POLL_SECONDS = 0.1
+FINISHED, FAILED, STOPPED, WAITING = "finished", "failed", "stopped", "waiting"
+
+
+class Swept(NamedTuple):
+    """The outcome of a sweep: its table, the report that compares the runs (None: none has trained), its exit code, and its folder."""
+
+    table: str
+    report: Path | None
+    exit_code: int
+    root: Path
+
+
+class Selection(NamedTuple):
+    """How combinations are selected: all (both numbers None), `num_random` drawn, or `num_optuna` chosen by the results so far."""
+
+    num_random: int | None = None
+    num_optuna: int | None = None
+    draw_seed: int = 0
+
+
+EVERY = Selection()
+
+
+def sweep(
+    path: str,
+    settings: Sequence[str],
+    selection: Selection = EVERY,
+    *,
+    processes: int | None = None,
+    say: Callable[[str], None],
+) -> Swept:
+    """Train each combination in a process of its own; finished ones are skipped, others resume.
+
+    A run that fails does not end the sweep. The exit code is 0 where every run has finished or was stopped by its guard and
+    one at least has finished, else that of the first other failure.
+
+    Raises:
+        ValueError: before anything runs, values, flags or a recipe are wrong, or a file of the user's or another sweep is in the way.
+        Preempted: a signal came; the run of that moment was asked to save.
+    """
+    if processes is not None and processes < 1:
+        raise ValueError(f"--processes={processes}: must be at least 1")
+    space = sweep_values.read_space(settings)
+    first = combine(path, space, selection)
+    root = Path(first[0].recipe.output_dir)
+    try:
+        make_folders(root)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={root} cannot be written: {error.strerror}; give a folder you can write"
+        ) from error
+    for name in (SWEEP_FILE, REPORT_FILE):
+        check_file(root / name, root, str(root / name))
+    with _alone(root), StopRequest() as stop:
+        running = _Sweep(path, space, selection, root, count_processes(processes, None), stop, say)
+        return running.run(first)
+
+
+def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
+    """Return the runs of a grid or of random draws; those that try the ends of all ranges where Optuna is to choose.
+
+    Raises:
+        ValueError: a flag is wrong, Optuna is missing, or a recipe is wrong (a line a problem).
+    """
+    random, optuna, draw_seed = selection
+    if random is not None and optuna is not None:
+        raise ValueError(f"--random={random} and --optuna={optuna} exclude each other; give one")
+    if optuna is not None:
+        check_optuna()
+        sweep_values.check_number(space, optuna, "--optuna")
+        return sweep_values.with_recipes(path, space, sweep_values.extremes(space))
+    if random is not None:
+        sweep_values.check_number(space, random, "--random")
+        return sweep_values.with_recipes(path, space, islice(sweep_values.draws(space, draw_seed), random))
+    return sweep_values.with_recipes(path, space, sweep_values.grid(space))
+
+
+class _Sweep:
+    """A sweep under way: its runs so far, each with its line in sweep.json."""
+
+    def __init__(
+        self,
+        path: str,
+        space: Space,
+        selection: Selection,
+        root: Path,
+        world_size: int,
+        stop: StopRequest,
+        say: Callable[[str], None],
+    ) -> None:
+        self.path, self.space, self.selection, self.root, self.say = path, space, selection, root, say
+        self.world_size, self.stop = world_size, stop
+        self.runs: list[Combination] = []
+        self.records: list[JsonRecord] = []
+        ranges = {name: str(values) for name, values in space.swept.items()}
+        self.chosen_by = {"optuna": selection.num_optuna is not None, "seed": selection.draw_seed, "values": ranges}
+        self.earlier = read_record(root / SWEEP_FILE)
+        is_same = selection.num_optuna is not None and self.earlier.get("chosen_by") == self.chosen_by
+        self.chosen_before: list[JsonRecord] = self.earlier.get("runs", []) if is_same else []
+
+    def run(self, first: Sequence[Combination]) -> Swept:
+        """Train all; `first` are the runs of a grid or of random draws."""
+        number = self.selection.num_optuna
+        num_runs = len(first) if number is None else number * len(self.space.seeds or [SEED])
+        on = format_count(self.world_size, "process", "processes")
+        self.say(f"{format_count(num_runs, 'run')} on {on}, one after the other, in {self.root}")
+        for batch in (first,) if number is None else self._chosen(number):
+            begin = len(self.runs)
+            self.runs += batch
+            self.records += [self._begun(each) for each in batch]
+            for place in range(begin, len(self.runs)):
+                self._train(place, num_runs)
+                if self.stop.requested and (place + 1 < num_runs or self.records[place]["status"] != FINISHED):
+                    raise Preempted(
+                        f"{self.runs[place].name} was asked to stop; run the same command again to resume the sweep"
+                    )
+        return self._conclude()
+
+    def _chosen(self, number: int) -> Iterator[list[Combination]]:
+        """Yield the runs of each combination that Optuna chooses; those of sweep.json are taken as they were chosen."""
+        before = [_without_seed(run["settings"]) for run in self.chosen_before]
+        before = [values for place, values in enumerate(before) if values not in before[:place]]
+        for done in range(number):
+            yield sweep_values.with_recipes(
+                self.path, self.space, [before[done] if done < len(before) else self._propose()]
+            )
+
+    def _propose(self) -> dict[str, str]:
+        size = len(self.space.seeds or [SEED])
+        outcomes = [
+            outcome_of(_without_seed(self.runs[at].values), self.records[at : at + size])
+            for at in range(0, len(self.runs), size)
+        ]
+        metric = next((record["metric"] for record in self.records if record.get("value") is not None), "loss")
+        greater = bool(self.runs) and is_greater_better(self.runs[0].recipe, metric)
+        return propose(self.space, outcomes, greater_is_better=greater, draw_seed=self.selection.draw_seed)
+
+    def _train(self, place: int, num_runs: int) -> None:
+        """Train one run, unless it has finished before, and write what came of it to sweep.json."""
+        each, record = self.runs[place], self.records[place]
+        where = f"[{place + 1}/{num_runs}] {each.name}"
+        if record["status"] == FINISHED:
+            self.say(f"{where}: finished before")
+            return
+        self.say(f"{where}: training; its output is in {self.root / LOG_FOLDER / each.name}.txt")
+        self._write()
+        code, reason = self._launch(each, record)
+        row = row_of(self.root / each.name, each.recipe, each.values)
+        record.update(exit_code=code, metric=row.metric, value=row.value)
+        record["status"] = FINISHED if code == 0 else STOPPED if self.stop.requested else FAILED
+        self._write()
+        if code == 0 and row.value is not None:
+            reason = f"{row.metric} {row.value:.4g}"
+        elif self.stop.requested:
+            reason = ""
+        self.say(f"{where}: {record['status']} in {format_seconds(record['seconds'])}{f': {reason}' if reason else ''}")
+
+    def _launch(self, each: Combination, record: JsonRecord) -> tuple[int, str]:
+        """Run one combination to its end, or to a stop request; return its exit code, and its error in one line."""
+        begin, before = time.monotonic(), record["seconds"]
+        words = [*self.space.fixed, *sweep_values.flags_of(each.values)]
+        folder, logs = self.root / each.name, self.root / LOG_FOLDER
+        for _ in range(ATTEMPTS):
+            with TrainingProcess(each.name, self.path, words, folder, self.world_size, log_folder=logs) as training:
+                while (code := training.exit_code()) is None:
+                    if self.stop.requested:
+                        training.stop(STOP_SECONDS)
+                        code = training.exit_code()
+                        break
+                    time.sleep(POLL_SECONDS)
+                reason = "" if code == 0 else training.errors().partition("\n")[0]
+            record["seconds"] = round(before + time.monotonic() - begin, 3)
+            if code != 75 or self.stop.requested:
+                break
+        return (1 if code is None else code), reason or ("" if code == 0 else f"exit code {code}")
+
+    def _conclude(self) -> Swept:
+        """Write the table of means and the comparison of the runs that have trained."""
+        rows = [
+            row_of(self.root / each.name, each.recipe, each.values, str(record["status"]))
+            for each, record in zip(self.runs, self.records, strict=True)
+        ]
+        table = describe_rows(rows, self.runs[0].recipe)
+        self._write(table.facts)
+        order = sorted(range(len(rows)), key=lambda place: table.order.index(rows[place].name))
+        folders = [self.root / self.runs[place].name for place in order]
+        trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
+        if len(trained) > MOST_COMPARED:
+            table.block["title"] += f"; below: the best {MOST_COMPARED} of {len(trained)} runs"
+        report = (
+            write_report(trained[:MOST_COMPARED], self.root / REPORT_FILE, home=self.root, tables=[table.block])
+            if trained
+            else None
+        )
+        failed = [(str(each["name"]), int(each["exit_code"])) for each in self.records if each["status"] != FINISHED]
+        others = [code for _, code in failed if code != 3]
+        exit_code = others[0] if others else 3 if len(failed) == len(self.records) else 0
+        return Swept(format_rows(table, failed=failed), report, exit_code, self.root)
+
+    def _begun(self, each: Combination) -> JsonRecord:
+        """Return the line of a run in sweep.json: finished where it was and its recipe is the same."""
+        lines: dict[str, Mapping[str, Any]] = {run["name"]: run for run in self.earlier.get("runs", [])}
+        earlier = lines.get(each.name, {})
+        digest = json_digest(each.recipe.model_dump(mode="json", exclude={"output_dir"}))
+        is_same = earlier.get("recipe_digest") == digest
+        if is_same and earlier.get("status") == FINISHED and (self.root / each.name / SUMMARY_FILE).is_file():
+            return dict(earlier)
+        return {
+            "name": each.name, "settings": each.values, "status": WAITING, "exit_code": None,
+            "seconds": earlier.get("seconds", 0.0) if is_same else 0.0, "recipe_digest": digest,
+        }  # fmt: skip
+
+    def _write(self, combinations: Sequence[JsonRecord] = ()) -> None:
+        names = {record["name"] for record in self.records}
+        later = [
+            run for run in self.chosen_before if run["name"] not in names
+        ]  # chosen once, and not to be chosen anew
+        content = {"runs": [*self.records, *later], "combinations": combinations, "chosen_by": self.chosen_by}
+        write_file(self.root / SWEEP_FILE, json_text(content).encode(), self.root)
+
+
+def _without_seed(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in values.items() if name != SEED}
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Keep other sweeps out of a folder; raises ValueError where one is at work. A file system without locks keeps nobody out."""
+    lock = FileLock(root / ".sweep.lock", thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"output_dir={root} is in use by another sweep; wait for it, stop it, or give this one another --output_dir"
+        ) from None
+    except OSError:
+        pass  # it will not be written either, or has no locks
+    try:
+        yield
+    finally:
+        lock.release()

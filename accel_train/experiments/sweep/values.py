@@ -1,0 +1,256 @@
+"""The values of a sweep's settings: lists and ranges as they are written, and the combinations of them.
+
+A draw is a function of its number and the draw seed: a sweep that goes on draws the same, and a longer one the same and more.
+"""
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, product
+from typing import NamedTuple
+
+from accel_train.core.json_io import json_digest
+from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.names import recipe_names, rule_of
+from accel_train.recipe.schema import Recipe
+
+SHORT_NAMES = {"learning_rate": "lr", "weight_decay": "wd", "global_batch_size": "batch"}
+LONGEST_NAME = 120
+"""Characters; a longer name of a folder is cut, and ends with a digest."""
+MOST_RUNS = 1000
+LOG_FROM = 10.0
+"""A range whose ends differ by a larger factor is drawn from evenly in the logarithm."""
+SEED = "seed"
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
+
+
+class Range(NamedTuple):
+    """All numbers from `low` to `high`, both included."""
+
+    low: float
+    high: float
+    is_integer: bool
+
+    @property
+    def is_log(self) -> bool:
+        """Whether the logarithm is drawn evenly."""
+        return self.low > 0 and self.high > LOG_FROM * self.low
+
+    def at(self, share: float) -> str:
+        """Return the value below which `share` (0 to 1) of all draws lie, as it is written for a recipe."""
+        low, high = (int(self.low), int(self.high) + 1) if self.is_integer else (self.low, self.high)
+        return self.write(low * (high / low) ** share if self.is_log else low + (high - low) * share)
+
+    def write(self, value: float) -> str:
+        """Return a number as text: whole, or with the digits that tell 10,000 values of this range apart."""
+        value = min(max(value, self.low), self.high)
+        if self.is_integer:
+            return str(math.floor(value))
+        if self.is_log:
+            return f"{value:.4g}"
+        return f"{round(value, 3 - math.floor(math.log10(self.high - self.low))):.15g}"
+
+
+class Space(NamedTuple):
+    """The settings of one value as they were given, the values of the swept ones by name, and the seeds (None: not swept)."""
+
+    fixed: list[str]
+    swept: dict[str, list[str] | Range]
+    seeds: list[str] | None
+
+    @property
+    def names(self) -> list[str]:
+        """The swept settings, the seed last."""
+        return [*self.swept, *([SEED] if self.seeds else [])]
+
+    @property
+    def size(self) -> float:
+        """How many combinations there are, seeds not counted; infinite where a range has fractions."""
+        return math.prod(map(_size, self.swept.values()))
+
+
+class Combination(NamedTuple):
+    """One choice of values: the name of its folder, the swept values by their setting, and the recipe that comes of it."""
+
+    name: str
+    values: dict[str, str]
+    recipe: Recipe
+
+
+def split_values(text: str) -> list[str]:
+    """Return the values of `1e-4,3e-4`: commas within brackets, braces and quotation marks do not split."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def read_space(settings: Sequence[str]) -> Space:
+    """Return what is swept: `--seed 0,1` has several values, `--optimizer.learning_rate 1e-5..1e-3` is a range.
+
+    Raises:
+        ValueError: no setting has several values, or a value is empty, given twice, or of a setting that cannot be swept.
+    """
+    fixed: list[str] = []
+    swept: dict[str, list[str] | Range] = {}
+    rest = list(settings)
+    while rest:
+        flag, equals, text = rest.pop(0).partition("=")
+        words = [f"{flag}{equals}{text}"]
+        if not equals and rest and not rest[0].startswith("--"):
+            words.append(text := rest.pop(0))
+        values, name = _domain(flag, text), flag.removeprefix("--")
+        if values is None:
+            fixed += words
+            continue
+        if name == "output_dir" or name in swept:
+            problem = "takes one value: the folder of all runs" if name == "output_dir" else "is given twice"
+            raise ValueError(f"{flag} {problem}")
+        swept[name] = values
+    if not swept:
+        raise ValueError("there is nothing to sweep; give a setting several values, with commas: --seed 0,1,2")
+    seeds = swept.pop(SEED, None)
+    if isinstance(seeds, Range):
+        raise ValueError(
+            f"--seed {seeds.write(seeds.low)}..{seeds.write(seeds.high)}: write seeds one by one: --seed 0,1,2"
+        )
+    return Space(fixed, swept, seeds)
+
+
+def grid(space: Space) -> list[dict[str, str]]:
+    """Return every combination, without seeds; the last setting changes from each to the next.
+
+    Raises:
+        ValueError: a range has no end of values, or there are too many.
+    """
+    lists = {name: values for name, values in space.swept.items() if not isinstance(values, Range)}
+    if ranges := [name for name in space.swept if name not in lists]:
+        raise ValueError(f"--{ranges[0]} is a range; say how many values to take from it: --random 20, or --optuna 20")
+    check_number(space, int(space.size), "")
+    return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
+
+
+def draws(space: Space, draw_seed: int) -> Iterator[dict[str, str]]:
+    """Yield combinations, without seeds, none of them twice and without end: take no more than there are."""
+    seen = set()
+    for number in count():
+        values = {}
+        for name, domain in space.swept.items():
+            share = random.Random(f"{draw_seed} {number} {name}").random()
+            values[name] = domain.at(share) if isinstance(domain, Range) else domain[int(share * len(domain))]
+        if (key := tuple(values.values())) not in seen:
+            seen.add(key)
+            yield values
+
+
+def check_number(space: Space, number: int, flag: str) -> None:
+    """Refuse a number of combinations that a flag asks for (``: the whole grid); raises ValueError."""
+    num_seeds = len(space.seeds or [SEED])
+    if flag and not space.swept:
+        raise ValueError(f"{flag}={number}: there is nothing to draw; every seed is trained: leave {flag} out")
+    if flag and not 1 <= number <= space.size:
+        upto = f"between 1 and {space.size:,.0f}, the number of combinations" if space.size < math.inf else "at least 1"
+        raise ValueError(f"{flag}={number}: must be {upto}")
+    if (num_runs := number * num_seeds) > MOST_RUNS:
+        remedy = f"lower {flag}" if flag else "leave out values, or draw some: --random 20"
+        raise ValueError(f"these are {num_runs:,} runs, more than {MOST_RUNS:,}; {remedy}")
+
+
+def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -> list[Combination]:
+    """Return a run for each seed of each combination.
+
+    Raises:
+        ValueError: a recipe is wrong; a line a problem.
+    """
+    keys = _short_keys(space.names)
+    problems: dict[str, None] = {}
+    found = []
+    for each, seed in product(chosen, space.seeds or [""]):
+        values = {**each, **({SEED: seed} if seed else {})}
+        try:
+            recipe = load_recipe(path, arguments=[*space.fixed, *flags_of(values)])
+        except ValueError as error:
+            problems.update(dict.fromkeys(str(error).splitlines()))
+            continue
+        found.append(Combination(_folder_name(keys, values), values, recipe))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
+def extremes(space: Space) -> list[dict[str, str]]:
+    """Return combinations that have every listed value and both ends of every range."""
+    ends = {
+        name: [values.write(values.low), values.write(values.high)] if isinstance(values, Range) else values
+        for name, values in space.swept.items()
+    }
+    most = max(map(len, ends.values()))
+    return [{name: values[min(number, len(values) - 1)] for name, values in ends.items()} for number in range(most)]
+
+
+def flags_of(values: Mapping[str, str]) -> list[str]:
+    """Return values by setting as words of a command line."""
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def _domain(flag: str, text: str) -> list[str] | Range | None:
+    """Return the values of a flag; None where it has one."""
+    values = split_values(text)
+    if found := _RANGE.fullmatch(values[0]) if len(values) == 1 else None:
+        return _range(flag, *found.groups())
+    if len(values) == 1:
+        return None
+    if "" in values:
+        raise ValueError(f"{flag} {text}: a value is empty; write the values with one comma between two")
+    if twice := [value for value, times in Counter(values).items() if times > 1]:
+        raise ValueError(f"{flag} {text}: {twice[0]} is there twice; give each value once")
+    if within := [value for value in values if _RANGE.fullmatch(value)]:
+        raise ValueError(f"{flag} {text}: {within[0]} is a range among values; give one range, or a list of values")
+    return values
+
+
+def _range(flag: str, low: str, high: str) -> Range | None:
+    """Return a range; None for a setting that takes no numbers, whose text it is."""
+    name, ends = flag.removeprefix("--"), (float(low), float(high))
+    rule = rule_of(name) if name in recipe_names() else "a number, or a whole number"
+    if "number" not in rule:
+        return None
+    are_whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
+    if not ends[0] < ends[1] < math.inf:
+        raise ValueError(f"{flag} {low}..{high}: must go from a smaller number to a greater one")
+    if not are_whole and "a number" not in rule:
+        raise ValueError(f"{flag} {low}..{high}: this setting takes whole numbers; give whole ends: 1..8")
+    return Range(*ends, are_whole and "whole number" in rule)
+
+
+def _size(values: list[str] | Range) -> float:
+    if not isinstance(values, Range):
+        return len(values)
+    return values.high - values.low + 1 if values.is_integer else math.inf
+
+
+def _short_keys(names: Iterable[str]) -> dict[str, str]:
+    """Return a short name a setting: its last part, or all of it where two would be the same."""
+    last = {name: name.rpartition(".")[2] for name in names}
+    short = {name: SHORT_NAMES.get(part, part) for name, part in last.items()}
+    times = Counter(short.values())
+    return {name: part if times[part] == 1 else name for name, part in short.items()}
+
+
+def _folder_name(keys: Mapping[str, str], values: Mapping[str, str]) -> str:
+    """Return `lr=1e-4,seed=0`; a digest follows where characters had to be replaced or the name is too long."""
+    whole = ",".join(f"{keys[name]}={value}" for name, value in values.items())
+    safe = re.sub(r"[^A-Za-z0-9._+=,-]+", "_", whole)
+    return safe if safe == whole and len(safe) <= LONGEST_NAME else f"{safe[:LONGEST_NAME]}-{json_digest(whole)[:6]}"
