@@ -161,7 +161,9 @@ def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     read = [run.recipe for run in runs]
     recipes = [{"recipe.yaml": "cannot be read"} if recipe is None else flatten(recipe) for recipe in read]
     settings = list(dict.fromkeys(name for recipe in recipes for name in recipe))
-    table = [(name, [str(recipe.get(name, MISSING)) for recipe in recipes]) for name in settings]
+    table = [
+        (name, [str(recipe.get(name, MISSING)) for recipe in recipes]) for name in settings if name != "output_dir"
+    ]
     return [(name, values) for name, values in table if len(set(values)) > 1]
 
 
@@ -209,7 +211,7 @@ def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
     found = summary.get("not_beaten") or {}
     sentence, causes = found.get("sentence"), found.get("causes")
     is_whole = isinstance(sentence, str) and isinstance(causes, list)
-    return {"sentence": f"{sentence}. Likely causes, and what to try:", "causes": causes} if is_whole else None
+    return {"sentence": sentence, "causes": causes} if is_whole else None
 
 
 def _shown_events(events: Sequence[JsonRecord]) -> Sequence[JsonRecord]:

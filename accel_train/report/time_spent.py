@@ -1,9 +1,11 @@
 """The section on where the time of a run went: its goodput, over all launches."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from accel_train.core.format import format_count, format_seconds
 from accel_train.observe.goodput import ACCOUNTS
+from accel_train.report.metric_names import MISSING
 from accel_train.report.run import Run
 
 LONGEST_PERCENT = 36
@@ -32,6 +34,24 @@ def describe_time(run: Run) -> dict[str, Any] | None:
             for name in names
         ],
     }
+
+
+def compare_times(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return a row an account: its name, and for each run its seconds and its share; none where nothing is recorded."""
+    accounts = [run.goodput.get("accounts") or {} for run in runs]
+    present = [name for name in ACCOUNTS if any(name in found for found in accounts)]
+    return [
+        (
+            ACCOUNTS[name][:1].upper() + ACCOUNTS[name][1:],
+            [
+                f"{_seconds(found[name])}, {found[name] / run.goodput['wall_seconds']:.1%}"
+                if name in found
+                else MISSING
+                for run, found in zip(runs, accounts, strict=True)
+            ],
+        )
+        for name in present
+    ]
 
 
 def _seconds(seconds: float) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ import pytest
 
 from accel_train.metrics.scores import classification_scores
 from accel_train.observe.run_folder import RunFolder
+from accel_train.report.follow import ReportServer
 from accel_train.report.report import write_report
 from tests.report import test_evaluation
 from tests.support.browser import Tab, find_browser, open_tab
-from tests.support.report import make_run
+from tests.support.report import SUMMARY, make_run
 
-pytestmark = pytest.mark.skipif(find_browser() is None, reason="no chromium is installed: pages are not opened")
+pytestmark = pytest.mark.skipif(
+    find_browser() is None,
+    reason="no Chromium is installed (apt-get install chromium), so no page of a report is opened and looked at",
+)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def test_hovering_shows_values_in_every_chart_and_dragging_zooms_all_until_a_dou
     low, high = everything[0]
     for found in shown_steps(tab):
         assert found == pytest.approx([low + 0.25 * (high - low), low + 0.5 * (high - low)], abs=2)
-    tab.run("document.querySelector('.control').click()")  # a change of the axis keeps the zoom
+    tab.run("document.querySelector('figcaption .control').click()")  # a change of the axis keeps the zoom
     assert shown_steps(tab)[0] == pytest.approx([low + 0.25 * (high - low), low + 0.5 * (high - low)], abs=2)
     tab.click(*place(tab, 0, 0.5), clicks=2)
     assert shown_steps(tab) == everything
@@ -229,3 +235,55 @@ def test_ticks_of_an_axis_have_one_notation(tab: Tab, pages: dict[str, Path]) ->
     assert tab.run("linearTicks(0, 0.0171, 5)") == [0, 0.005, 0.01, 0.015]
     assert tab.run("logTicks(0.9, 12, 10)") == [1, 3, 10]
     assert tab.run("logTicks(8192, 40000, 2)") == [8192, 16384, 32768]
+
+
+def test_a_page_that_follows_a_run_renews_itself_and_keeps_what_the_reader_has_set(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with ReportServer([run]) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            tab.errors.clear()
+            tab.open(server.address, width=420)
+            tab.run("(theme.click(), slider.value = 6, slider.oninput())")
+            tab.run("document.querySelector('figcaption .control').click()")
+            tab.run("charts[0].legend.querySelectorAll('button')[1].click()")
+            tab.run("document.querySelectorAll('details').forEach((each) => { each.open = !each.open; })")
+            tab.run("charts[0].plot.setScale('x', {min: 50, max: 100})")
+            state = (
+                "[root.dataset.theme, slider.value, smoothing, charts[0].log, [...charts[0].hidden],"
+                "charts[0].plot.scales.x.min, charts[0].plot.scales.x.max,"
+                "[...document.querySelectorAll('details')].map((each) => each.open)]"
+            )
+            before = tab.run(state)
+            assert before[:7] == ["dark", "6", 6, True, ["trend"], 50, 100]
+            tab.run("window.isOld = true")
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 205, "split": "eval", "loss": 2.0, "accuracy": 0.75}) + "\n")
+            deadline = time.monotonic() + 120
+            while tab.run("window.isOld || document.readyState !== 'complete'") and time.monotonic() < deadline:
+                time.sleep(0.05)
+            tab.settle()
+            assert max(tab.run("charts[0].layers.find(({key}) => key === 'evaluation').x")) == 205
+            assert tab.run(state) == before
+            assert tab.errors == []
+        finally:
+            server.shutdown()
+            tab.open("about:blank", width=420, script=False)
+
+
+def test_runs_side_by_side_are_all_there_with_their_times_in_one_table(tab: Tab, tmp_path: Path) -> None:
+    defeat: dict[str, Any] = {"sentence": "The model does not beat a baseline", "causes": ["too few steps"]}
+    launch: dict[str, Any] = {"launch": 1, "step": 9, "steps": 9, "saves": 0, "started": 1000.0, "seconds": 60.0}
+    launch |= {"accounts": {"imports": 10.0, "productive_steps": 50.0}}
+    runs = []
+    for name in ("a", "b", "c"):
+        runs.append(make_run(tmp_path / name, summary={**SUMMARY, "not_beaten": defeat}))
+        (runs[-1] / "launches.jsonl").write_text(json.dumps(launch) + "\n")
+    tab.open(write_report(runs, tmp_path / "comparison.html"), width=420)
+    names = "[...document.querySelectorAll('.run > summary')].map((each) => each.firstChild.textContent.trim())"
+    assert tab.run(names) == ["a", "b", "c"]
+    text = tab.run("document.querySelector('main').textContent.replace(/\\s+/g, ' ')")
+    assert text.count("Where the time went") == 1
+    assert text.count("50.0 s, 83.3%") == 3
+    assert "3 of 3 do not beat a baseline" in text
+    assert "too few steps" not in text

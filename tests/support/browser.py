@@ -66,13 +66,15 @@ class Tab:
             self.fetched.append(found["request"]["url"])
         return message
 
-    def open(self, page: Path, *, width: int, height: int = 1200, dark: bool = False, script: bool = True) -> None:
-        """Open a file in a window of this size, in a system that is dark or light, with scripts or without."""
+    def open(
+        self, page: Path | str, *, width: int, height: int = 1200, dark: bool = False, script: bool = True
+    ) -> None:
+        """Open a file or an address in a window of this size, in a system that is dark or light, with scripts or without."""
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self("Emulation.setEmulatedMedia", features=[scheme])
         self("Emulation.setScriptExecutionDisabled", value=not script)
-        self("Page.navigate", url=page.resolve().as_uri())
+        self("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self._next().get("method") != "Page.loadEventFired":
             pass
         if script:
