@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
+from accel_train.core.format import wrap
 from accel_train.core.redaction import redact_text
-from accel_train.core.terminal import busy
+from accel_train.core.terminal import busy, width_of
 
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
@@ -106,6 +107,12 @@ def importing_for(run: Path) -> Iterator[None]:
     check_run_folder(run)
     with importing(str(run), read_recipe(run).task):
         yield
+
+
+def show(text: str) -> None:
+    """Print an answer on stdout; a terminal's width breaks its lines between words."""
+    width = width_of(sys.stdout)
+    print("\n".join(wrap(line, width) for line in text.split("\n")))
 
 
 def say(text: str) -> None:

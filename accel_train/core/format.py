@@ -1,8 +1,12 @@
 """Text for people: memory, counts, durations, plurals, and the names that a mistyped word may mean."""
 
 import math
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+
+from accel_train.core.terminal import paint
 
 
 def did_you_mean(
@@ -42,11 +46,22 @@ def format_seconds(seconds: float) -> str:
     return f"{whole}s"
 
 
+def wrap(line: str, width: int) -> str:
+    """Return a line broken between words at `width` columns; the rest stands below its last column that begins in the first half."""
+    if not 20 < width < len(line):
+        return line
+    columns = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line) if found.end() <= width // 2]
+    hang = columns[-1] if columns else len(line) - len(line.lstrip()) + 2
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
+
+
 def format_blocks(blocks: Iterable[tuple[str, Sequence[tuple[str, str]]]], *, colour: bool) -> list[str]:
     """Return the lines of titled blocks: rows of a name and a text, aligned; with `colour` the titles are bold."""
     lines = []
     for title, rows in blocks:
         width = max((len(name) for name, _ in rows), default=0)
-        lines += ["", f"\x1b[1m{title}\x1b[0m" if colour else title]
+        lines += ["", paint(title, "bold", on=colour)]
         lines += [f"  {name.ljust(width)}  {text}" for name, text in rows]
     return lines

@@ -17,6 +17,14 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def width_of(stream: TextIO | None) -> int:
+    """Return the columns of a terminal; 0 for what is none, or has nothing behind it."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
+    except (OSError, ValueError):
+        return 0
+
+
 def use_colour(stream: TextIO | None) -> bool:
     """Return whether text for a stream has colours: in a terminal, but never with NO_COLOR, and always with FORCE_COLOR.
 

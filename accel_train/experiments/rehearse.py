@@ -6,7 +6,8 @@ All runs are processes of their own, started as a user starts them, in a tempora
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ from accel_train.core.errors import CheckpointError
 from accel_train.core.format import format_bytes, format_count
 from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import JsonRecord
+from accel_train.core.terminal import busy
 from accel_train.experiments.compare_runs import compare_runs
 from accel_train.experiments.rehearse_report import Rehearsal
 from accel_train.experiments.subprocess_run import TrainingProcess
@@ -117,8 +119,10 @@ def _rehearse(
     launches: list[tuple[str, str]] = []
     startup_seconds: list[float] = []
 
-    def launch(what: str, run_folder: Path) -> TrainingProcess:
-        return TrainingProcess(what, path, flags, run_folder, plan.world_size)
+    @contextmanager
+    def launch(what: str, run_folder: Path) -> Iterator[TrainingProcess]:
+        with busy(f"  {what}"), TrainingProcess(what, path, flags, run_folder, plan.world_size) as training:
+            yield training
 
     def note(what: str, did: str) -> None:
         launches.append((what, did))

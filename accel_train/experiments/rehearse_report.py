@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_train.core.format import format_blocks, format_bytes, format_count, format_seconds
 from accel_train.core.state import JsonRecord
+from accel_train.core.terminal import paint
 from accel_train.experiments.compare_runs import Comparison
 from accel_train.plan.format import duration, format_plan
 from accel_train.plan.plan import Plan
@@ -49,9 +50,14 @@ class Rehearsal:
         return all(each.difference is None for each in self.compared)
 
 
-def format_rehearsal(rehearsal: Rehearsal, *, colour: bool = False, with_plan: bool = True) -> str:
-    """Return the whole result as aligned text; the last line says whether a resume can be trusted."""
-    plan, changed = rehearsal.plan, rehearsal.changed
+def format_rehearsal(
+    rehearsal: Rehearsal, *, colour: bool = False, with_plan: bool = True, show_all: bool = False
+) -> str:
+    """Return the result as aligned text: first whether a resume can be trusted, then what was measured.
+
+    `show_all` adds what was done, each comparison, and (`with_plan`) the plan.
+    """
+    plan, changed, same = rehearsal.plan, rehearsal.changed, rehearsal.same
     settings = [(name, f"{changed[name]} ({reason})") for name, reason in REASONS.items() if name in changed]
     compared = [
         (
@@ -61,13 +67,20 @@ def format_rehearsal(rehearsal: Rehearsal, *, colour: bool = False, with_plan: b
         for each in rehearsal.compared
     ]
     blocks = [
-        ("What was not as in the recipe", [*settings, ("log", "every step, and to no tracker")]),
-        (f"What was done, on {format_count(plan.world_size, 'process', 'processes')}", rehearsal.launches),
         ("What it took, next to the plan" if with_plan else "What it took", list(_measurements(rehearsal))),
-        ("Killed and resumed, compared with the run without a break", compared),
+        ("What was not as in the recipe", [*settings, ("log", "every step, and to no tracker")]),
     ]
-    beside = [format_plan(plan, colour=colour)] if with_plan else []
-    return "\n".join([*beside, *format_blocks(blocks, colour=colour), "", _conclusion(rehearsal)])
+    if show_all or not same:
+        blocks.insert(0, ("Killed and resumed, compared with the run without a break", compared))
+    if show_all:
+        processes = format_count(plan.world_size, "process", "processes")
+        blocks.append((f"What was done, on {processes}", list(rehearsal.launches)))
+    verdict = paint(_conclusion(rehearsal), "bold", "green" if same else "red", on=colour)
+    lines = [verdict, *format_blocks(blocks, colour=colour), ""]
+    if not show_all:
+        more = f"--all shows {'the plan, ' * with_plan}what was done{', and each comparison' * same}"
+        return "\n".join([*lines, paint(more, "dim", on=colour)])
+    return "\n".join([*lines, *([format_plan(plan, colour=colour)] if with_plan else [])]).rstrip()
 
 
 def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
@@ -118,7 +131,8 @@ def _evaluation(metrics: Sequence[JsonRecord], max_samples: int) -> str:
 def _conclusion(rehearsal: Rehearsal) -> str:
     step = rehearsal.killed_after
     if rehearsal.same:
-        return f"PASS: killed after step {step} and resumed, it is the run that was never killed, to the bit."
+        names = ", ".join(each.name for each in rehearsal.compared)
+        return f"PASS: killed after step {step} and resumed, it is the run that was never killed, to the bit: {names}."
     if any(each.first_step is not None and each.first_step <= step for each in rehearsal.compared):
         return (
             "DIFFERENT: the two runs differ before either was killed, so this recipe does not repeat itself, and nothing can "

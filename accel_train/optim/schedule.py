@@ -286,5 +286,4 @@ def scale_learning_rate(learning_rate: float, scaling: LRScaling, sizes: BatchSi
     if scaling.rule == "sqrt":
         value = learning_rate * math.sqrt(sizes.global_batch_size / base)
         return Choice(value, f"sqrt: {learning_rate:g} x sqrt(({sizes.factors}) / {base}) = {value:g}")
-    unscaled = f"as written, not scaled with the global batch of {sizes.global_batch_size} ({sizes.factors})"
-    return Choice(learning_rate, f"none: {learning_rate:g} {unscaled}")
+    return Choice(learning_rate, "as written, not scaled with the batch")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from accel_train.core.format import format_blocks, format_bytes, format_count, format_seconds
 from accel_train.core.hardware import GB, LINK_EFFICIENCY
 from accel_train.core.redaction import redact
+from accel_train.core.terminal import paint
 from accel_train.data.batch_sizes import is_open
 from accel_train.plan.failures import (
     COPY_BYTES_PER_SECOND,
@@ -15,50 +16,47 @@ from accel_train.plan.failures import (
 )
 from accel_train.plan.plan import Plan
 from accel_train.plan.step_time import Scale, StepTime
-from accel_train.recipe.names import recipe_names
 from accel_train.recipe.reliability import Checkpoint
-from accel_train.recipe.writer import setting_lines, without_defaults
+from accel_train.recipe.writer import format_settings
 
 Row = tuple[str, str]
 MUCH_PADDING = 0.02
+DATA_FACTS = {
+    "num_documents": "documents", "train_tokens": "tokens to train on", "eval_tokens": "tokens held out", "num_train": "samples to train on", "num_eval": "samples held out",
+}  # fmt: skip
+MODEL_ROWS = {
+    "model.attn_implementation": "attention",
+    "model.fused_kernels": "fused kernels",
+    "loss.chunked": "loss in chunks",
+}
+"""Names of rows for what is chosen of a model; another choice has its setting's."""
 
 
 def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = False) -> str:
     """Return the plan as aligned text: what it comes to, the settings that somebody set (or all of them), and each number's origin."""
-    lines = format_blocks([("Plan", list(_verdict(plan)))], colour=colour)[1:]
-    lines += ["", "Settings, and who set them", *_settings(plan, colour=colour, show_all=show_all)]
+    lines = format_blocks([("Plan", list(_verdict(plan, colour)))], colour=colour)[1:]
+    lines += ["", *format_settings(plan.recipe, colour=colour, show_all=show_all)]
     return str(redact("\n".join(lines + format_blocks(_blocks(plan), colour=colour))))
 
 
-def _verdict(plan: Plan) -> Iterator[Row]:
+def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     steps, total = plan.steps, plan.memory_bytes
     samples = format_count(plan.sizes.global_batch_size, "sample")
     length = f"{format_count(steps.max_steps)} steps of {samples}" if plan.has_length else f"steps of {samples}"
     epochs = f", {steps.num_epochs:.4g} epochs" if plan.has_length and plan.reads_data else ""
     yield "trains", f"{format_count(plan.num_trainable)} parameters for {length}{epochs}"
     room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
-    fits = ": it fits" if plan.device_bytes is not None and total is not None and total <= plan.device_bytes else ""
-    yield "memory", f"{size(total)} for each process ({plan.device}){room}{fits}"
+    fits = plan.device_bytes is not None and total is not None and total <= plan.device_bytes
+    room = paint(f"{room}: it fits", "green", on=colour) if fits else paint(room, "red", on=colour and room != "")
+    yield "memory", f"{size(total)} for each process ({plan.device}){room}"
     step = plan.scale.step
     if step is None or plan.peak_flops is None or not plan.has_length:
         yield "time", _time(plan)
     else:
         seconds = steps.max_steps * step.seconds
         yield "time", f"{format_seconds(seconds)} by a model (below), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
-    yield "disk", f"{size(plan.disk_bytes)} at most"
-
-
-def _settings(plan: Plan, *, colour: bool, show_all: bool) -> Iterator[str]:
-    width = max(len(name.rpartition(".")[2]) + 2 * name.count(".") for name in recipe_names()) + 2
-    every = list(setting_lines(plan.recipe))
-    shown = every if show_all else without_defaults(every)
-    for depth, name, value, who in shown:
-        left = f"{'  ' * (depth + 1)}{name}".ljust(width + 2)
-        line = f"{left}{value}".ljust(width + 30) + f"  <- {who}" if who else left.rstrip()
-        yield f"\x1b[2m{line}\x1b[0m" if colour and who == "default" else line
-    if num_defaults := sum(1 for *_, who in every if who == "default") * (not show_all):
-        more = f"  and {num_defaults} defaults: --all shows them, `accel-train explain SETTING` says what one means"
-        yield f"\x1b[2m{more}\x1b[0m" if colour else more
+    each = f"{plan.num_checkpoints} checkpoints of {size(plan.checkpoint_bytes)} (weights and optimizer, fp32)"
+    yield "disk", f"{size(plan.disk_bytes)} at most: {each}, and the final weights"
 
 
 def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
@@ -70,17 +68,13 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         *_length_rows(plan),
     ]  # fmt: skip
     yield "Data", [(name, str(facts[name])) for name in ("sources",) if name in facts] + [
-        (name, format_count(facts[name])) for name in ("num_documents", "train_tokens", "eval_tokens", "num_train", "num_eval") if facts.get(name) is not None
+        (name, format_count(facts[fact])) for fact, name in DATA_FACTS.items() if facts.get(fact) is not None
     ]  # fmt: skip
     yield "Model", list(_model_rows(plan))
     total = plan.memory_bytes
     memory = [row(part.name, size(part.num_bytes), f"{part.kind}: {part.how}") for part in plan.memory]
     room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
     yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(total):>10}{room}")]
-    yield "Disk", [
-        row("checkpoint", size(plan.checkpoint_bytes), "arithmetic: weights and optimizer, fp32"),
-        row("in all", size(plan.disk_bytes), f"{plan.num_checkpoints} checkpoints at most, and the final weights"),
-    ]  # fmt: skip
     yield from _scale_blocks(plan)
     if plan.notes:
         yield "Notes", [("-", note) for note in plan.notes]
@@ -94,7 +88,7 @@ def _length_rows(plan: Plan) -> Iterator[Row]:
         yield plan.targets, f"{per_step} a step at most, where every sample is full"
         return
     samples = f"{format_count(steps.max_steps * plan.sizes.global_batch_size)} samples, "
-    epochs = f"of {format_count(plan.num_samples)} in an epoch: {steps.num_epochs:.4g} epochs"
+    epochs = f"of {format_count(plan.num_samples)} in an epoch"
     full = "" if plan.reads_data else " at most, where every sample is full"
     yield "steps", f"{format_count(steps.max_steps)} ({steps.max_steps_reason})"
     yield "in all", samples + (epochs if plan.reads_data else "of an unknown number in an epoch")
@@ -114,7 +108,6 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         yield "Processes", list(_layout_rows(scale))
         yield "Communication", list(_traffic_rows(scale))
     if step is None or plan.peak_flops is None:
-        yield "Time", [("training", _time(plan))]
         if scale.measured is not None:
             yield "Failures and checkpoints", list(_cost_rows(scale))
         return
@@ -140,23 +133,28 @@ def _model_rows(plan: Plan) -> Iterator[Row]:
         multiple = plan.recipe.model.pad_vocab_to_multiple_of
         why = f", {rows - tokens} never used (model.pad_vocab_to_multiple_of is {multiple})" if rows != tokens else ""
         yield "vocabulary", f"{format_count(tokens)} tokens in {format_count(rows)} rows{why}"
-    yield "precision", f"{plan.precision.value} ({plan.precision.reason})"
+    yield "precision", f"{_precision(plan)} ({plan.precision.reason})"
     for name, choice in plan.model_choices.items():
-        yield name.removeprefix("model."), str(choice)
+        value = {True: "yes", False: "no"}.get(choice.value, choice.value)
+        yield MODEL_ROWS.get(name, name.removeprefix("model.")), f"{value} ({choice.reason})"
     if plan.flops_per_target is None or plan.total_flops is None:
         yield "FLOPs", "not known for this task"
         return
     formula = f"6 N {'- 2 for each frozen one ' * bool(frozen)}+ 12 L D T a token; " * (plan.targets == "tokens")
     in_all = f"{plan.total_flops:.4g}" if plan.has_length else "an unknown number"
-    rates = f"{plan.flops_per_target:.4g} for each of {plan.targets}"
+    rates = f"{plan.flops_per_target:.4g} for each of the {plan.targets}"
     rates += f", {plan.total_flops / plan.steps.max_steps:.4g} a step, {in_all} in all"
     yield "FLOPs", f"{rates} ({formula}evaluation and recomputation left out)"
+
+
+def _precision(plan: Plan) -> str:
+    return "fp32" if plan.precision.value == "no" else str(plan.precision.value)
 
 
 def _time(plan: Plan) -> str:
     seconds, mfu = plan.train_seconds, plan.scale.mfu
     if plan.peak_flops is None:
-        return f"unknown: no peak is known for {plan.device} ({plan.precision.value}); plan --gpu NAME names one"
+        return f"unknown: no peak is known for {plan.device} in {_precision(plan)}; plan --gpu NAME names one"
     if plan.recipe.parallel.cpu_offload:
         return "unknown: the copies to host memory and the update there (parallel.cpu_offload) are not modelled"
     if not plan.has_length:

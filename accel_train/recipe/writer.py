@@ -1,5 +1,6 @@
 """A recipe as YAML that can be run again: each value with who set it, and no secrets."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -8,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
+from accel_train.core.terminal import paint
 from accel_train.recipe.names import recipe_names, value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Section
@@ -48,6 +50,25 @@ def without_defaults(lines: Sequence[SettingLine]) -> list[SettingLine]:
             deepest = line[0]
         deepest = min(deepest, line[0])
     return kept[::-1]
+
+
+def format_settings(recipe: Recipe, *, colour: bool, show_all: bool) -> Iterator[str]:
+    """Yield a title and aligned lines: the settings that somebody set (or all), and who did; the file that set most is in the title."""
+    width = max(len(name.rpartition(".")[2]) + 2 * name.count(".") for name in recipe_names()) + 2
+    every = list(setting_lines(recipe))
+    shown = every if show_all else without_defaults(every)
+    files = Counter(who.rpartition(":")[0] for *_, who in shown if who.rpartition(":")[2].isdigit())
+    file = files.most_common(1)[0][0] if files else ""
+    title = "Settings, and who set them"
+    yield paint(f"{title}: lines are those of {file}" if file else title, "bold", on=colour)
+    for depth, name, value, who in shown:
+        by = who.replace(f"{file}:", "line ") if file else who
+        left = f"{'  ' * (depth + 1)}{name}".ljust(width + 2)
+        line = f"{left}{value}".ljust(width + 26) + f"  <- {by}" if by else left.rstrip()
+        yield paint(line, "dim", on=colour and who == "default")
+    if num_defaults := sum(1 for *_, who in every if who == "default") * (not show_all):
+        more = f"  and {num_defaults} defaults: --all shows them, `accel-train explain NAME` says more"
+        yield paint(more, "dim", on=colour)
 
 
 def setting_lines(

@@ -7,7 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RECIPE, Command, Outcome, importing, importing_for, recipe_of, say, users_mistakes
+from accel_train.cli.command import (
+    RECIPE,
+    Command,
+    Outcome,
+    importing,
+    importing_for,
+    recipe_of,
+    say,
+    show,
+    users_mistakes,
+)
 from accel_train.cli.results import training as results
 from accel_train.core.errors import CheckpointError
 from accel_train.core.terminal import busy, use_colour
@@ -16,6 +26,7 @@ if TYPE_CHECKING:
     from accel_train.experiments.rehearse_report import Rehearsal
 
 PROCESSES = {"metavar": "N", "type": int, "help": "default: the GPUs here; for --resume-proof, as many as it had"}
+ALL = {"action": "store_true", "help": "show also what was done and compared, and the plan"}
 STEPS = {"metavar": "K", "type": int, "default": 8, "help": "of the rehearsal; default: 8"}
 
 
@@ -72,7 +83,7 @@ def _rehearsed(
 
     with users_mistakes():
         rehearsal = rehearse(settings, processes=arguments.processes, steps=arguments.steps, say=say)
-    print(format_rehearsal(rehearsal, colour=use_colour(sys.stdout), with_plan=with_plan))
+    show(format_rehearsal(rehearsal, colour=use_colour(sys.stdout), with_plan=with_plan, show_all=arguments.all))
     return {
         "same": rehearsal.same,
         "processes": rehearsal.plan.world_size,
@@ -91,6 +102,7 @@ REHEARSE = Command(_rehearse, "step, evaluate, save, kill, run again: minutes on
     "recipe": RECIPE,
     "--processes": PROCESSES,
     "--steps": STEPS,
+    "--all": ALL,
 })  # fmt: skip
 
 VERIFY = Command(_verify, "check every checkpoint's digests, and say which one a resume would use", {
@@ -98,4 +110,5 @@ VERIFY = Command(_verify, "check every checkpoint's digests, and say which one a
     "--resume-proof": {"action": "store_true", "help": "also resume it from copies of its newest checkpoint, once killed and once not, and compare"},
     "--processes": PROCESSES,
     "--steps": STEPS,
+    "--all": ALL,
 })  # fmt: skip

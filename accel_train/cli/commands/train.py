@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RECIPE, Command, Outcome, importing, out_of, recipe_of, say, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, importing, out_of, recipe_of, say, show, users_mistakes
 from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.redaction import redact_text
@@ -67,7 +67,7 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         say(about)
     hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
     plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
-    print(format_plan(plan, colour=use_colour(sys.stdout), show_all=arguments.all))
+    show(format_plan(plan, colour=use_colour(sys.stdout), show_all=arguments.all))
     return Outcome(_planned(plan))
 
 
