@@ -120,7 +120,7 @@ def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
 
 def _evaluation(metrics: Sequence[JsonRecord], max_samples: int) -> str:
     """Return duration and scores of the last evaluation."""
-    row = next((row for row in reversed(metrics) if row["split"] != "train"), None)
+    row = next((row for row in reversed(metrics) if row["split"] == "eval"), None)
     if row is None:
         return "none: there is nothing held out (data.eval, data.eval_fraction)"
     numbers = [(name, value) for name, value in row.items() if isinstance(value, float)]

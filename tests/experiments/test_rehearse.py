@@ -16,6 +16,7 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.cli.main import main
 from accel_train.experiments.compare_runs import Comparison, _compare_tensors, same_bits
 from accel_train.experiments.rehearse import _changed_settings
+from accel_train.experiments.rehearse_report import _evaluation
 from accel_train.experiments.subprocess_run import LAUNCHER_VARIABLES, TrainingProcess
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
@@ -210,3 +211,13 @@ def test_the_tensor_that_differs_most_is_named(tmp_path: Path) -> None:
 def test_no_launcher_of_the_environment_reaches_the_children() -> None:
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} - set(LAUNCHER_VARIABLES)
     assert "PATH" in os.environ
+
+
+def test_the_evaluation_of_a_rehearsal_is_the_last_one_and_no_line_of_the_machine() -> None:
+    rows = [
+        {"split": "eval", "loss": 2.0, "seconds": 3.0},
+        {"split": "train", "loss": 1.0},
+        {"split": "system", "cpu": 9.0},
+    ]
+    assert _evaluation(rows, 64) == "3.00 s for up to 64 samples: loss 2"
+    assert _evaluation(rows[1:], 64).startswith("none: ")
