@@ -20,7 +20,7 @@ def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: floa
 def generate_from_run(
     run_folder: Path, prompt: str = "", *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """Return a text that the finished run's model (`RUN/model`) writes, beginning with the prompt.
+    """Return a text that the finished run's model (`RUN/model`) writes, beginning with the prompt; of a chat model its answer.
 
     Raises:
         ValueError: the folder holds no trained model, or an argument is out of its range.
@@ -32,6 +32,7 @@ def generate_from_run(
     from transformers.utils import logging
 
     from accel_train.model.pretrained import check_weight_files
+    from accel_train.tasks.text.sft import chat_prompt
 
     check_weight_files(folder)
     logging.disable_progress_bar()
@@ -49,4 +50,18 @@ def generate_from_run(
             f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
         ) from error
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return generate_text(model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    is_chat = _is_chat(Path(run_folder))
+    start = chat_prompt(tokenizer, prompt) if is_chat else prompt
+    text = generate_text(model, tokenizer, start, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    asked = tokenizer.decode(tokenizer.encode(start, add_special_tokens=False), skip_special_tokens=True)
+    return text.removeprefix(asked).strip() if is_chat else text
+
+
+def _is_chat(run_folder: Path) -> bool:
+    """Return whether a run was trained on chats; a recipe that cannot be read, or is not to be trusted, says nothing."""
+    from accel_train.checkpoint.run_recipe import read_recipe
+
+    try:
+        return read_recipe(run_folder).data.format == "chat"
+    except ValueError:
+        return False

@@ -68,14 +68,14 @@ def likely_causes(
     run_folder: str,
     steps: int,
     epochs: float,
-    still_improving: bool,
+    best_step: int | None,
     pretrained: bool,
     parameters: int,
     samples: int,
 ) -> list[str]:
     """Return the three likely causes of such a defeat with what to try, the likeliest first.
 
-    `still_improving`: the last evaluation was the best one.
+    `best_step`: the step whose evaluation was the best one, None where there is none.
     """
     size = f"{parameters:,} parameters from scratch on {samples:,} samples"
     data = (
@@ -89,10 +89,17 @@ def likely_causes(
         f"too few steps ({steps:,}, {epochs:.3g} epochs): raise schedule.num_epochs or schedule.max_steps",
         data,
     ]
-    if still_improving:
+    if best_step == steps:
         causes[1] = f"{causes[1]}; the last evaluation was the best one"
-        causes = [causes[1], causes[0], causes[2]]
-    return causes
+    elif best_step is not None and best_step <= 0.75 * steps:
+        remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
+        causes[1] = (
+            f"overfitting: step {best_step:,} of {steps:,} evaluated best, and later steps fit the training data alone: "
+            f"more data, {remedy}, or fewer steps"
+        )
+    else:
+        return causes
+    return [causes[1], causes[0], causes[2]]
 
 
 def _is_finite(value: Any) -> bool:

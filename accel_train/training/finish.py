@@ -185,7 +185,7 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str
         run_folder=str(plan.output_dir),
         steps=state.step,
         epochs=state.step / plan.order.steps_per_epoch,
-        still_improving=state.best_step == state.step,
+        best_step=state.best_step,
         pretrained=plan.recipe.model.pretrained is not None,
         parameters=whole_numel(list(run.strategy.inner.model.parameters())),
         samples=plan.order.num_samples,

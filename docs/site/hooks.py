@@ -56,6 +56,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return text
         return f"{mark}[{text}]({address}{'#' + anchor if anchor else ''})"
 
+    if "<table>" in markdown:  # code side by side: room for two, and Markdown within the cells
+        page.meta["hide"] = ["toc"]
+        markdown = re.sub(r"<(table|tr|td)>", r'<\1 markdown="block">', markdown)
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(
         part.replace("```mermaid", "```text") if part.startswith("```") else _lists_apart(LINK.sub(link, part))

@@ -125,6 +125,10 @@ def test_chats_become_a_model_that_chats(capsys: pytest.CaptureFixture[str]) -> 
     (answer,) = chat([{"role": "user", "content": "what is 3 plus 4?"}], max_new_tokens=3)
     assert answer["generated_text"][-1]["role"] == "assistant"
 
+    capsys.readouterr()
+    assert main(["generate", "runs/chats", "--prompt", "what is 3 plus 4?", "--max-new-tokens", "3"]) == 0
+    assert "plus" not in capsys.readouterr().out  # the answer alone
+
 
 def test_a_text_file_becomes_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     Path("corpus.txt").write_text(" ".join(WORDS) * 60)

@@ -167,6 +167,54 @@ def test_every_python_block_is_python_and_what_runs_as_it_stands_runs(
     assert page != "docs/coming_from.md" or names["result"].metrics["loss"] < 1.0
 
 
+EXCERPTS = {"docs/architecture.md": 1, "docs/hf_trainer.md": 2, "docs/cookbook.md": 1, "README.md": 1}
+"""Python blocks that are compiled and do not run: parts of a file, and scripts of which a page shows the end."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_block_runs_in_a_test_or_says_what_it_needs(page: str) -> None:
+    """Those of the quick starts run in test_quick_starts.py, and files and calls of `fit` here and in test_readme.py."""
+    starts = ("# needs ", "# runs ", "# transformers\n", "# accel_train\n", "# config/", "from accel_train import fit ")
+    left = [
+        block
+        for block in blocks(page, "python")
+        if not block.startswith(starts) and not re.match(r"# \w+\.py", block) and page != "docs/quick_starts.md"
+    ]
+    assert len(left) == EXCERPTS.get(page, 0), left
+
+
+def test_both_trainers_of_the_page_for_newcomers_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.hf_models import bert, rows
+
+    found = [
+        block for block in blocks("docs/coming_from.md", "python") if re.match(r"# (transformers|accel_train)\n", block)
+    ]
+    assert len(found) == 2
+    for number, block in enumerate(found):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        names: dict[str, Any] = {"model": bert(), "train": rows(16), "test": rows(8)}
+        exec(compile(block, f"docs/coming_from.md, trainer {number}", "exec"), names)
+        assert names["trainer"].state.global_step > 0
+
+
+def test_recipe_of_the_page_for_newcomers_is_its_config_of_nanogpt() -> None:
+    (config,) = (block for block in blocks("docs/coming_from.md", "python") if block.startswith("# config/"))
+    (recipe,) = (block for block in blocks("docs/coming_from.md", "yaml") if block.startswith("# shakespeare.yaml"))
+    theirs: dict[str, Any] = {}
+    exec(config, theirs)
+    ours = Recipe.model_validate(yaml.safe_load(recipe))
+    model = ours.model.config or {}
+    assert [model[name] for name in ("n_layer", "n_head", "n_embd")] == [
+        theirs[name] for name in ("n_layer", "n_head", "n_embd")
+    ]
+    assert (model["n_positions"], model["resid_pdrop"]) == (theirs["block_size"], theirs["dropout"])
+    assert ours.batch.global_batch_size == theirs["batch_size"] * theirs["gradient_accumulation_steps"]
+    assert (ours.optimizer.learning_rate, ours.optimizer.betas[1]) == (theirs["learning_rate"], theirs["beta2"])
+    assert (ours.schedule.max_steps, ours.schedule.warmup_steps) == (theirs["max_iters"], theirs["warmup_iters"])
+    assert ours.schedule.min_lr_ratio == pytest.approx(theirs["min_lr"] / theirs["learning_rate"])
+
+
 def module_of(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     (source,) = (block for block in blocks(page, "python") if block.startswith(f"# {name}.py"))
     module = types.ModuleType(name)

@@ -140,7 +140,7 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     call, data = code[found.task]
     command = f"accel-train predict {output_dir} {data} --out predictions.csv"
     if found.task == "causal-lm":
-        command = f"accel-train generate {output_dir} --prompt 'Once upon a time'"
+        command = f"accel-train generate {output_dir} --prompt '{'Hello' if found.is_chat else 'Once upon a time'}'"
     if found.is_chat:
         call = call.replace('"Once upon a time"', '[{"role": "user", "content": "Hello"}]')
     return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
