@@ -162,7 +162,7 @@ def test_every_python_block_is_python_and_what_runs_as_it_stands_runs(
         code = compile(block, f"{page}, python block {number}", "exec")
         if block.startswith("# runs as it stands"):
             names = {"__name__": "page"}
-        if block.startswith(("# runs as it stands", "# runs after the one above")):
+        if block.startswith(("# runs as it stands", "# runs after the one before")):
             exec(code, names)
     assert page != "docs/coming_from.md" or names["result"].metrics["loss"] < 1.0
 
@@ -183,6 +183,7 @@ def test_every_python_block_runs_in_a_test_or_says_what_it_needs(page: str) -> N
     assert len(left) == EXCERPTS.get(page, 0), left
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # transformers' own, without a GPU
 def test_both_trainers_of_the_page_for_newcomers_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.hf_models import bert, rows
 

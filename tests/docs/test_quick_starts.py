@@ -71,7 +71,7 @@ def test_commands_of_the_cookbook_run(capsys: pytest.CaptureFixture[str]) -> Non
         ):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line)[1:]
-                more = {"run": (*TINY, *QUICK), "find-lr": (*TINY, "--steps", "12")}.get(words[0], ())
+                more = {"run": (*TINY, *QUICK), "find-lr": (*TINY, "--steps", "20")}.get(words[0], ())
                 assert main([*words, *more]) == 0, f"{section}: {line}\n{capsys.readouterr()}"
                 done.append(words[0])
     assert set(done) >= {"run", "evaluate", "predict", "export", "report", "find-lr", "plan"}
