@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from accel_train.model.generation import check_sampling, generate_text
+from accel_train.model.generation import chat_prompt, check_sampling, generate_text
 
 
 def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: float) -> None:
@@ -32,7 +32,6 @@ def generate_from_run(
     from transformers.utils import logging
 
     from accel_train.model.pretrained import check_weight_files
-    from accel_train.tasks.text.sft import chat_prompt
 
     check_weight_files(folder)
     logging.disable_progress_bar()

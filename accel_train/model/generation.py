@@ -16,6 +16,13 @@ def check_sampling(max_new_tokens: int, temperature: float) -> None:
         )
 
 
+def chat_prompt(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
+    """Return a user's message in the chat template, up to where the answer begins, without a beginning-of-text token."""
+    messages = [{"role": "user", "content": text}]
+    prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return prompt.removeprefix(tokenizer.bos_token or "")
+
+
 def generate_text(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",

@@ -42,7 +42,7 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.task import Scores, Task, TaskData
-from accel_train.tasks.text.sft import chat_prompt, rows_as_samples, shares_windows
+from accel_train.tasks.text.sft import rows_as_samples, shares_windows
 
 
 class CausalLM(Task):
@@ -188,7 +188,7 @@ class CausalLM(Task):
         """Generate a text that begins with `evaluate.sample_prompt`."""
         if recipe.evaluate.sample_prompt is None:
             return None
-        from accel_train.model.generation import generate_text
+        from accel_train.model.generation import chat_prompt, generate_text
 
         assert isinstance(model, PreTrainedModel)
         prompt = recipe.evaluate.sample_prompt

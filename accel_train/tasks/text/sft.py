@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from accel_train.core.state import Choice
 from accel_train.data.sft.corpus import RowCorpus
@@ -67,10 +67,3 @@ def can_keep_rows_apart(recipe: Recipe, config: PreTrainedConfig) -> Choice[bool
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     choice = choose_attention("auto", model_class, config, recipe.data.sequence_length)
     return Choice(choice.value == CAUSAL_SDPA, choice.reason)
-
-
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a user's message in the chat template, up to where the answer begins, without a beginning-of-text token."""
-    messages = [{"role": "user", "content": text}]
-    prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    return prompt.removeprefix(tokenizer.bos_token or "")
