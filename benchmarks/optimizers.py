@@ -3,14 +3,16 @@
     python -m benchmarks.optimizers --save
     python -m benchmarks.optimizers --seeds 1 --steps 300
 
-AdamW trains the model of `recipes/gpt_tiny.yaml` with a schedule over all its steps. Muon trains with a schedule over `--share`
-of these steps, and is evaluated as it goes: the first evaluation that is no higher than AdamW's last one says how many steps
-and how much training time (evaluation and checkpoints left out) it needed. Each run is a process of its own, one at a time, the two
-optimizers of a seed one after the other.
+AdamW trains the model of `recipes/gpt_tiny.yaml` with a schedule over all its steps, and is evaluated at its end. Muon trains with
+a schedule over `--share` of these steps, and is evaluated as it goes: the first evaluation that is no higher than AdamW's last one
+says how many steps and how much training time (evaluation and checkpoints left out) it needed. Each run is a process of its own with
+one thread, the two of a seed side by side: what else the machine does meets both. (AdamW's last steps have it to themselves, to
+Muon's disadvantage.) CPU time is the steps times the median of what one took. After each seed all that is known is printed, and saved.
 
 Bars: at most 55 % of AdamW's steps and 75 % of its time, for the median seed.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -19,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from benchmarks.common import (
     median_and_range,
     own_seconds,
     show,
+    write,
 )
 
 RECIPE = REPOSITORY / "recipes" / "gpt_tiny.yaml"
@@ -40,11 +45,12 @@ MOST_STEPS, MOST_TIME = 0.55, 0.75
 
 @dataclass(frozen=True)
 class Trained:
-    """One run: its evaluation losses and training seconds by step."""
+    """One run: its evaluation losses and training seconds by step, and the CPU seconds of one step."""
 
     seed: int
     losses: dict[int, float]
     seconds: dict[int, float]
+    cpu_seconds_a_step: float
 
     @property
     def last(self) -> int:
@@ -64,25 +70,43 @@ class Comparison:
     """Steps to AdamW's final loss, as a share of AdamW's; None where Muon did not get there."""
     time: float | None
     """The same of the training time."""
-    seconds_a_step: float
+    cpu_time: float | None
+    """The same of the CPU time."""
+    cpu_seconds_a_step: float
     """Of Muon, as a multiple of AdamW's."""
 
 
 def train(folder: Path, name: str, seed: int, steps: int, every: int, flags: Sequence[str]) -> Trained:
-    """Train the recipe with one optimizer, and read what it left."""
+    """Train the recipe with one optimizer, and read what it left; `every` is the steps between evaluations of Muon."""
     output = folder / f"{name}-{seed}-{steps}"
     settings = {
         "output_dir": output, "seed": seed, "optimizer.name": name, "schedule.max_steps": steps,
-        "evaluate.every_steps": every, "evaluate.max_samples": "null", "evaluate.sample_tokens": 1, "log.every_steps": every, "log.progress": "false",
-        "checkpoint.every_steps": 0,
+        "evaluate.every_steps": every if name == "muon" else 0, "evaluate.max_samples": "null", "evaluate.sample_tokens": 1,
+        "log.every_steps": every, "log.progress": "false", "checkpoint.every_steps": 0,
     }  # fmt: skip
     given = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "accel_train", "run", str(RECIPE), *given, *flags]
+    took = folder / f"{output.name}.json"
+    command = [sys.executable, "-m", "benchmarks.optimizers", "--child", str(took), "run", str(RECIPE), *given, *flags]
     environment = {**child_environment(1), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    return Trained(seed, *read_losses(output))
+    return Trained(seed, *read_losses(output), json.loads(took.read_text()))
+
+
+def run_and_time(took: Path, words: Sequence[str]) -> int:
+    """Run `accel-train WORDS`, and write the CPU seconds of one step: the median, as some have an evaluation between them."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from accel_train.cli.main import main as accel_train
+
+    stamps: dict[type, list[float]] = {}
+    register_optimizer_step_post_hook(lambda each, *_: stamps.setdefault(type(each), []).append(time.process_time()))
+    code = accel_train(words)
+    if stamps:  # not so in a run of `--folder` that is over already
+        times = list(stamps.values())[-1]  # Muon steps an AdamW inside
+        took.write_text(json.dumps(statistics.median(end - begin for begin, end in pairwise(times))))
+    return code
 
 
 def read_losses(run: Path) -> tuple[dict[int, float], dict[int, float]]:
@@ -96,13 +120,15 @@ def compare(adamw: Trained, muon: Trained) -> Comparison:
     """Return the steps and time that Muon needed to the loss at AdamW's last step."""
     target = adamw.losses[adamw.last]
     there = next((step for step, loss in sorted(muon.losses.items()) if loss <= target), None)
+    cpu = muon.cpu_seconds_a_step / adamw.cpu_seconds_a_step
     return Comparison(
         adamw.seed,
         target,
         muon.losses[muon.last],
         None if there is None else there / adamw.last,
         None if there is None else muon.seconds[there] / adamw.seconds[adamw.last],
-        (muon.seconds[muon.last] / muon.last) / (adamw.seconds[adamw.last] / adamw.last),
+        None if there is None else cpu * there / adamw.last,
+        cpu,
     )
 
 
@@ -124,7 +150,7 @@ def table(found: Sequence[Comparison]) -> str:
     rows = [
         [
             str(each.seed), f"{each.adamw_loss:.4f}", f"{each.muon_loss:.4f}", share(each.steps), share(each.time),
-            f"{each.seconds_a_step:.2f} x",
+            share(each.cpu_time), f"{each.cpu_seconds_a_step:.2f} x",
         ]
         for each in found
     ]  # fmt: skip
@@ -134,53 +160,71 @@ def table(found: Sequence[Comparison]) -> str:
         "Muon's final loss",
         "steps to AdamW's",
         "time to AdamW's",
-        "time of a step",
+        "CPU time to AdamW's",
+        "CPU time of a step",
     ]
     return markdown_table(headers, rows, text=())
 
 
-def main() -> None:
-    parser = arguments_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 1 to N")
-    parser.add_argument("--steps", type=int, default=1000, help="of AdamW")
-    parser.add_argument("--share", type=float, default=MOST_STEPS, help="Muon's steps, as a share of AdamW's")
-    parser.add_argument("--every", type=int, default=20, metavar="STEPS", help="steps between two evaluations")
-    parser.add_argument("--adamw-rate", type=float, default=4e-3, help="of AdamW")
-    parser.add_argument("--muon-rate", type=float, default=1.6e-2)
-    parser.add_argument("--settings", default="", metavar="FLAGS", help="settings of the recipe for both, as one text")
-    parser.add_argument("--folder", type=Path, help="keep the runs here")
-    arguments = parser.parse_args()
-    every, steps = arguments.every, arguments.steps
-    muon_steps = max(every, round(arguments.share * steps / every) * every)
-    found = []
-    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        for seed in range(1, arguments.seeds + 1):
-            runs = []
-            for name, rate, length in (
-                ("adamw", arguments.adamw_rate, steps),
-                ("muon", arguments.muon_rate, muon_steps),
-            ):
-                flags = ["--optimizer.learning_rate", f"{rate:g}", *arguments.settings.split()]
-                runs.append(train(folder, name, seed, length, every, flags))
-            found.append(compare(*runs))
-    others = max(((busy_seconds() - busy_before) - (own_seconds() - own_before)) / (time.perf_counter() - start), 0.0)
+def report(
+    found: Sequence[Comparison], arguments: argparse.Namespace, muon_steps: int, others: float
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the text and the record of the seeds so far."""
+    so_far = "" if len(found) == arguments.seeds else f"{len(found)} of "
     lines = [
-        f"## Muon against AdamW: recipes/gpt_tiny.yaml, {steps} steps of AdamW at {arguments.adamw_rate:g}, "
-        f"{muon_steps} of Muon at {arguments.muon_rate:g}, {arguments.seeds} seeds",
+        f"## Muon against AdamW: recipes/gpt_tiny.yaml, {arguments.steps} steps of AdamW at {arguments.adamw_rate:g}, "
+        f"{muon_steps} of Muon at {arguments.muon_rate:g}, {so_far}{arguments.seeds} seeds",
         "",
         table(found),
         "",
         f"- steps to AdamW's final loss: {verdict([each.steps for each in found], MOST_STEPS)}",
         f"- time to AdamW's final loss: {verdict([each.time for each in found], MOST_TIME)}",
-        f"- other processes used {others:.2f} cores meanwhile: above 0.1, the times say little",
+        f"- CPU time to AdamW's final loss: {verdict([each.cpu_time for each in found], MOST_TIME)}",
+        f"- other processes used {others:.2f} cores meanwhile: above 0.1, the CPU time says more than the time",
         "",
     ]
     settings: dict[str, Any] = {k: v for k, v in vars(arguments).items() if k not in ("save", "folder")}
-    record: dict[str, Any] = {"others_cores": others, "settings": settings, "seeds": [asdict(each) for each in found]}
-    show(lines, record, save=arguments.save, name="optimizers")
+    return lines, {"others_cores": others, "settings": settings, "seeds": [asdict(each) for each in found]}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        sys.exit(run_and_time(Path(sys.argv[2]), sys.argv[3:]))
+    parser = arguments_of(__doc__)
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds 1 to N")
+    parser.add_argument("--steps", type=int, default=1000, help="of AdamW")
+    parser.add_argument("--share", type=float, default=MOST_STEPS, help="Muon's steps, as a share of AdamW's")
+    parser.add_argument("--every", type=int, default=20, metavar="STEPS", help="steps between two evaluations of Muon")
+    parser.add_argument("--adamw-rate", type=float, default=4e-3, help="of AdamW")
+    parser.add_argument("--muon-rate", type=float, default=1.6e-2)
+    parser.add_argument("--settings", default="", metavar="FLAGS", help="settings of the recipe for both, as one text")
+    parser.add_argument("--folder", type=Path, help="keep the runs here; again, those that are over are not run again")
+    arguments = parser.parse_args()
+    every, steps = arguments.every, arguments.steps
+    muon_steps = max(every, round(arguments.share * steps / every) * every)
+    pair = (("adamw", arguments.adamw_rate, steps), ("muon", arguments.muon_rate, muon_steps))
+    found: list[Comparison] = []
+    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(pair)) as threads:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for seed in range(1, arguments.seeds + 1):
+            runs = [
+                threads.submit(
+                    train, folder, name, seed, length, every, ["--optimizer.learning_rate", f"{rate:g}", *arguments.settings.split()]
+                )
+                for name, rate, length in pair
+            ]  # fmt: skip
+            found.append(compare(*(each.result() for each in runs)))
+            busy, own = busy_seconds() - busy_before, own_seconds() - own_before
+            others = max((busy - own) / (time.perf_counter() - start), 0.0)
+            lines, record = report(found, arguments, muon_steps, others)
+            if seed == arguments.seeds:
+                show(lines, record, save=arguments.save, name="optimizers")
+            else:
+                print(f"{found[-1]}, {time.perf_counter() - start:.0f} s so far", flush=True)
+                if arguments.save is not None:
+                    write(lines, record, save=arguments.save, name="optimizers")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,8 @@ def test_optimizers_are_compared_at_the_last_loss_of_adamw(tmp_path: Path) -> No
     (figures,) = json.loads((tmp_path / "optimizers.json").read_text())["seeds"]
     assert f"{figures['adamw_loss']:.4f}" == row["AdamW's final loss"]
     assert figures["steps"] is None or figures["steps"] in (0.25, 0.5)
-    assert printed.count("bar 55%") == printed.count("bar 75%") == 1
+    assert (printed.count("bar 55%"), printed.count("bar 75%")) == (1, 2)
+    assert (figures["cpu_time"] is None) == (figures["steps"] is None)
 
 
 # --- the parts -----------------------------------------------------------------------------------------------------
@@ -438,13 +439,14 @@ def test_the_cosine_of_the_references_warms_up_from_zero_and_ends_at_zero() -> N
 
 
 def test_muon_is_measured_at_its_first_evaluation_that_is_no_higher_than_the_last_of_adamw() -> None:
-    adamw = Trained(1, {10: 4.0, 20: 3.0, 40: 2.5}, {10: 1.0, 20: 2.0, 40: 4.0})
-    muon = Trained(1, {10: 2.6, 20: 2.5, 22: 2.4}, {10: 1.5, 20: 3.2, 22: 3.3})
+    adamw = Trained(1, {40: 2.5}, {40: 4.0}, 0.02)
+    muon = Trained(1, {10: 2.6, 20: 2.5, 22: 2.4}, {10: 1.5, 20: 3.2, 22: 3.3}, 0.024)
     found = compare(adamw, muon)
     assert (found.adamw_loss, found.muon_loss, found.steps, found.time) == (2.5, 2.4, 0.5, 0.8)
-    assert found.seconds_a_step == pytest.approx(1.5)
-    late = compare(adamw, Trained(1, {22: 2.6}, {22: 3.3}))
-    assert (late.steps, late.time) == (None, None)
+    assert found.cpu_seconds_a_step == pytest.approx(1.2)
+    assert found.cpu_time == pytest.approx(0.6)  # half of the steps
+    late = compare(adamw, Trained(1, {22: 2.6}, {22: 3.3}, 0.024))
+    assert (late.steps, late.time, late.cpu_time) == (None, None, None)
     assert shares_verdict([0.5, 0.53, 0.6], 0.55) == "53.0% (50.0% to 60.0%), bar 55% met"
     assert shares_verdict([0.5, 0.56, None], 0.55) == "53.0% (50.0% to 56.0%), bar 55% MISSED"
     assert shares_verdict([0.5, None], 0.55) == "not reached, bar 55% MISSED"
