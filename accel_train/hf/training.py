@@ -32,6 +32,7 @@ from accel_train.hf.inputs import epoch_order, is_stream, readable, reading_of
 from accel_train.hf.sharding import check_sharded
 from accel_train.hf.step import may_ask
 from accel_train.hf.task import HFTask
+from accel_train.optim.custom import try_given
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.parallel.precision import choose_mixed_precision, start_accelerator
 from accel_train.recipe.reliability import Guard
@@ -149,13 +150,15 @@ def create_optimizer(trainer: "Trainer", model: nn.Module | None = None) -> torc
 
 
 def check_optimizer(trainer: "Trainer") -> None:
-    """Refuse an `optim` that transformers cannot make here.
+    """Refuse an `optim` that transformers cannot make here, and a given optimizer whose state no checkpoint could hold.
 
     Raises:
         ValueError: its package is missing, say, or `optim_args` are wrong.
     """
-    args = trainer.args
-    is_given = trainer.given_optimizers[0] is not None or trainer.optimizer_cls_and_kwargs is not None
+    args, given = trainer.args, trainer.given_optimizers[0]
+    if given is not None:
+        try_given(given)
+    is_given = given is not None or trainer.optimizer_cls_and_kwargs is not None
     if not (is_given or has_recipe_optimizer(args) or trainer.overrides("create_optimizer")):
         try:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)

@@ -4,6 +4,7 @@ model is built.
 They know nothing of the flag that skips a step, so `update.update_within` reads the gradient norm on the host before each step.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -108,6 +109,31 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
         raise ValueError(f"{setting} {problem}")
 
 
+def try_given(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step of another optimizer like the given one on two small weights; that one stays as it is.
+
+    Nothing is said of a class that cannot be made of groups alone, or needs more than gradients: its state is looked at when there is some.
+
+    Raises:
+        ValueError: it keeps what a checkpoint could not hold.
+    """
+    group = optimizer.param_groups[0]
+    device = group["params"][0].device
+    weights = [nn.Parameter(torch.ones(shape, device=device)) for shape in TRIAL_SHAPES]
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    try:
+        named = inspect.signature(type(optimizer)).parameters
+        taken = {key: value for key, value in options.items() if key in named}
+        other = type(optimizer)([{"params": weights, **options}], **taken)
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 0.5)
+        other.step()
+    except Exception:  # of a class that we do not know
+        return
+    if problem := _unsaved_state(other, is_sharded=False):
+        raise ValueError(f"optimizers: {type(optimizer).__name__} {problem}")
+
+
 def _step(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], gradient: float) -> None:
     for weight in weights:
         weight.grad = torch.full_like(weight, gradient)
@@ -133,6 +159,10 @@ def _unsaved(optimizer: torch.optim.Optimizer, before: list[dict[str, str]], *, 
     for was, now in zip(before, _settings_of(optimizer), strict=True):
         if changed := [key for key in now if was.get(key) != now[key]]:
             return f"keeps {changed[0]} in its parameter groups, which no checkpoint holds; use another optimizer"
+    return _unsaved_state(optimizer, is_sharded=is_sharded)
+
+
+def _unsaved_state(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> str:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if value is None or isinstance(value, bool | int | float):

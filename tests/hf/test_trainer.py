@@ -40,6 +40,7 @@ from tests.support.hf_models import (
     token_bert,
     token_rows,
 )
+from tests.support.optimizers import KeepsLists, Momentum
 
 CLOSE = 1e-5
 
@@ -513,6 +514,17 @@ def test_given_optimizers_classes_and_overrides_are_used(tmp_path: Path) -> None
         ours.train()
         assert difference(theirs.model, ours.model) < CLOSE
         same_log(theirs, ours)
+
+
+def test_an_optimizer_whose_state_no_checkpoint_holds_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    model = bert()
+    with pytest.raises(
+        ValueError, match="optimizers: KeepsLists keeps history as a list, and a checkpoint holds tensors"
+    ):
+        Trainer(model, arguments(tmp_path), optimizers=(KeepsLists(model.parameters(), 1e-3), None))
+    given = Momentum(model.parameters(), 1e-3)
+    Trainer(model, arguments(tmp_path), optimizers=(given, None))
+    assert not given.state, "it was another one that was tried"
 
 
 def test_an_optimizer_class_gets_transformers_groups_and_schedule(tmp_path: Path) -> None:
