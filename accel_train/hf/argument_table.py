@@ -149,7 +149,7 @@ FIELDS: dict[str, Rule] = {
     ),
     "tf32": leaf("precision.tf32", _or_auto),
     "activation_checkpointing": computed("precision.gradient_checkpointing"),
-    "activation_checkpointing_kwargs": honoured("handed to the model's activation_checkpointing_enable"),
+    "activation_checkpointing_kwargs": honoured("passed to the model's activation_checkpointing_enable"),
     "gradient_checkpointing": computed("precision.gradient_checkpointing"),
     "gradient_checkpointing_kwargs": honoured("the old name of activation_checkpointing_kwargs"),
     "torch_compile": leaf("precision.compile", bool, note="block by block where the model repeats blocks"),
@@ -199,7 +199,7 @@ FIELDS: dict[str, Rule] = {
     "eval_do_concat_batches": honoured("False: predictions and labels are lists of batches"),
     "eval_use_gather_object": honoured("always: predictions are gathered as objects, of any shape"),
     "eval_accumulation_steps": honoured("always 1: predictions go to the host batch by batch, so the GPU holds one"),
-    "include_for_metrics": honoured("inputs and loss are handed to compute_metrics"),
+    "include_for_metrics": honoured("inputs and loss are passed to compute_metrics"),
     "batch_eval_metrics": honoured("compute_metrics gets batch by batch, and compute_result=True with the last"),
     # Checkpoints
     "save_only_model": refused(
@@ -270,7 +270,7 @@ FIELDS: dict[str, Rule] = {
     "length_column_name": honoured("the lengths for group_by_length"),
     # Launching
     "ddp_find_unused_parameters": honoured("none: as in transformers, for its own models"),
-    "ddp_bucket_cap_mb": honoured("handed to DDP"),
+    "ddp_bucket_cap_mb": honoured("passed to DDP"),
     "ddp_broadcast_buffers": honoured(
         "always where a model has running statistics: they are kept alike on all processes"
     ),

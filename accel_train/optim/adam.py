@@ -27,6 +27,8 @@ class FusedAdam(torch.optim.Adam):
         arguments: those of `torch.optim.Adam`.
     """
 
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
     _kept: Sequence[GroupState] = ()
 
     def __init__(self, groups: Sequence[Any], **arguments: Any) -> None:
@@ -40,7 +42,6 @@ class FusedAdam(torch.optim.Adam):
             loss = super().step(closure)  # makes the state, and leaves out weights without a gradient
             self._keep()
             return loss
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for group, some, kept in zip(self.param_groups, gradients, self._kept, strict=True):
             adam(
                 group["params"],
@@ -50,8 +51,8 @@ class FusedAdam(torch.optim.Adam):
                 [],
                 kept.steps,
                 fused=True,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
                 decoupled_weight_decay=group["decoupled_weight_decay"],
                 amsgrad=False,
                 beta1=group["betas"][0],

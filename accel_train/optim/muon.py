@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_train.model.tensors import holders, parts_in
 from accel_train.model.weights import in_rounds
+from accel_train.optim.adam import FusedAdam
 from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -35,7 +36,7 @@ class Muon(SkippableOptimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float, **adamw: Any) -> None:
         rest = [group for group in groups if not group["is_matrix"]]
-        self._adamw = torch.optim.AdamW(rest, lr=lr, fused=True, **adamw) if rest else None
+        self._adamw = FusedAdam(rest, lr=lr, decoupled_weight_decay=True, **adamw) if rest else None
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
         first = next(each for group in self.param_groups if group["is_matrix"] for each in group["params"])
         if isinstance(first, DTensor):
@@ -56,7 +57,7 @@ class Muon(SkippableOptimizer):
             # Of this moment: `load_state_dict` makes new ones.
             self._adamw.state = self.state
             self._adamw.param_groups = [group for group in self.param_groups if not group["is_matrix"]]
-            self._adamw.found_inf, self._adamw.grad_scale = self.found_inf, self.grad_scale  # type: ignore[attr-defined]
+            self._adamw.found_inf, self._adamw.grad_scale = self.found_inf, self.grad_scale
             self._adamw.step()
 
     def _update_matrices(
