@@ -44,11 +44,10 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             yield line
 
     reader = csv.reader(read(), delimiter=delimiter_of(path, data), strict=True)
-    previous_limit = csv.field_size_limit(sys.maxsize)  # the module's own, 128 KiB, is shorter than many texts
     header: list[str] | None = None
     number = 1
     try:
-        for row in reader:
+        for row in _with_long_fields(reader):
             if header is None:
                 is_row = data.header == "none"
                 if is_row and not row:
@@ -70,8 +69,19 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line") from None
-    finally:
-        csv.field_size_limit(previous_limit)
+
+
+def _with_long_fields(reader: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Return the same rows, of any length: the csv module's own limit, 128 KiB, is shorter than many texts, and is put back for each."""
+    while True:
+        previous = csv.field_size_limit(sys.maxsize)
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        finally:
+            csv.field_size_limit(previous)
+        yield row
 
 
 def delimiter_of(path: Path, data: Data) -> str:

@@ -18,7 +18,7 @@ from accel_train.checkpoint.resume import set_aside
 from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.checkpoint.store import facts_of
 from accel_train.cli.main import main
-from tests.support.runs import events, losses, metrics, recipe_dict, write_corpus
+from tests.support.runs import answers, events, losses, metrics, recipe_dict, write_corpus
 
 RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_whose_state_no_run_can_have_is_refused_in_a_line(
     trainer = json.loads((folder / "trainer.json").read_text())
     rewrite_trainer(folder, {**trainer, "state": {**trainer["state"], **changed}})
     assert main(["run", str(copied / "recipe.yaml")]) == 4
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = answers(capsys.readouterr().err)
     assert line.startswith(f"error: {folder / 'trainer.json'} holds no state of a run: {said}")
 
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_whose_tensors_are_not_those_of_the_model_is_refused_in_a_l
     save_file({**tensors, key: change(tensors[key])}, folder / f"{name}.safetensors")
     rewrite_manifest(folder, f"{name}.safetensors")
     assert main(["run", str(copied / "recipe.yaml")]) == 4
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = answers(capsys.readouterr().err)
     assert line.startswith(f"error: {folder}: ")
     assert said in line
 

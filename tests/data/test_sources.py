@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from accel_train.data.builtin.stdlib import python_stdlib_files
+from accel_train.data.delimited import read_delimited
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.documents import Document, read_documents
 from accel_train.recipe.data import Data
@@ -216,6 +217,9 @@ def test_reading_csv_leaves_the_field_size_limit_of_the_module_alone(tmp_path: P
         (tmp_path / "a.csv").write_text("text\n" + "x" * 2000)
         assert texts(str(tmp_path / "a.csv")) == ["x" * 2000]
         assert csv.field_size_limit() == 1000
+        records = read_delimited(tmp_path / "a.csv", Data(train="a.csv"))
+        next(records)
+        assert csv.field_size_limit() == 1000, "of a reader that goes no further"
     finally:
         csv.field_size_limit(before)
 

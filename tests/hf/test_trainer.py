@@ -599,6 +599,9 @@ def test_an_override_of_both_makers_at_once_is_used(tmp_path: Path) -> None:
 
 def test_state_that_a_checkpoint_cannot_hold_is_said_at_the_first_step(tmp_path: Path) -> None:
     class Odd(torch.optim.SGD):
+        def __init__(self, params: Any, own: Any) -> None:  # nothing that another one could be made with
+            super().__init__(params, lr=0.1)
+
         def step(self, closure: Any = None) -> Any:
             super().step(closure)
             for group in self.param_groups:
@@ -611,7 +614,7 @@ def test_state_that_a_checkpoint_cannot_hold_is_said_at_the_first_step(tmp_path:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steps.append(state.global_step)
 
-    given = (Odd(model.parameters(), lr=0.1), None)
+    given = (Odd(model.parameters(), own=None), None)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=plain_rows(45), optimizers=given, callbacks=[Count()])
     with pytest.raises(accel_train.core.errors.CheckpointError, match="keeps notes for layer"):
         trainer.train()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from accel_train.cli.main import main
 from accel_train.inference.evaluate import format_metrics, short_name
 from tests.support import runs as runs
+from tests.support.runs import answers
 
 DIGITS: dict[str, Any] = {
     "task": "image-classification",
@@ -207,7 +208,7 @@ def test_a_run_that_was_moved_is_used_from_another_folder(
     error = capsys.readouterr().err
     assert f"corpus.jsonl, the data of moved, is not there (seen from {away} and from {home}, where the run" in error
     assert "accel-train evaluate moved DATA" in error
-    assert error.count("\n") == 1
+    assert len(answers(error)) == 1
     assert main(["generate", "moved", "--max-new-tokens", "1"]) == 0
 
 

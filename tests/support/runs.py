@@ -189,3 +189,8 @@ SCENES: dict[str, Any] = {
     "batch": {"global_batch_size": 8},
     "schedule": {"max_steps": 1},
 }
+
+
+def answers(printed: str) -> list[str]:
+    """The lines of a command's standard error, less those that say what it is busy with (`run: importing torch ...`)."""
+    return [line for line in printed.splitlines() if not line.endswith(" ...")]

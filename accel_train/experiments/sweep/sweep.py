@@ -50,7 +50,7 @@ class Swept(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """How combinations are selected: all (both numbers None), `num_random` drawn, or `num_optuna` chosen by the results so far."""
+    """The way to select combinations: all (both numbers None), `num_random` drawn, or `num_optuna` chosen by the results so far."""
 
     num_random: int | None = None
     num_optuna: int | None = None

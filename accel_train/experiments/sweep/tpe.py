@@ -16,7 +16,7 @@ STARTUP_DRAWS = 5
 
 
 class Outcome(NamedTuple):
-    """What a combination gave: the mean of its metric over seeds, or None; then whether its guard stopped it."""
+    """The result of a combination: the mean of its metric over seeds, or None; then whether its guard stopped it."""
 
     values: dict[str, str]
     mean: float | None

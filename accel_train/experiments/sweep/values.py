@@ -36,7 +36,7 @@ class Range(NamedTuple):
 
     @property
     def is_log(self) -> bool:
-        """Whether the logarithm is drawn evenly."""
+        """Return whether the logarithm is drawn evenly."""
         return self.low > 0 and self.high > LOG_FROM * self.low
 
     def at(self, share: float) -> str:
@@ -68,7 +68,7 @@ class Space(NamedTuple):
 
     @property
     def size(self) -> float:
-        """How many combinations there are, seeds not counted; infinite where a range has fractions."""
+        """Return the number of combinations, seeds not counted; infinite where a range has fractions."""
         return math.prod(map(_size, self.swept.values()))
 
 
