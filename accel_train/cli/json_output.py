@@ -50,9 +50,9 @@ class JsonOutput:
         os.close(self._kept)
         outcome = self.outcome if error is None else Outcome(None, 1, error)
         failed = outcome.error
-        told = None if failed is None else {"type": type(failed).__name__, "message": message_of(failed)}
+        reported = None if failed is None else {"type": type(failed).__name__, "message": message_of(failed)}
         if _is_main():
-            print(self._line(outcome.exit_code, outcome.result, told), flush=True)
+            print(self._line(outcome.exit_code, outcome.result, reported), flush=True)
 
     def _print_at_once(self, kind: str, message: str, exit_code: int) -> None:
         """Print why the watchdog ends this process, which does not come back from where it is."""

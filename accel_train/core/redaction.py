@@ -60,7 +60,7 @@ def _secrets_of(value: Any, name: str) -> set[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {str(value)} if is_number and is_secret(name) else set()
     inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
-    if name.rpartition(".")[2] == "notify":  # whoever knows the address of a webhook can write to it
+    if name.rpartition(".")[2] == "notify":  # anybody who knows the address of a webhook can write to it
         inside |= set(_URL.findall(value))
     # A path says where the secret lies, and belongs into messages.
     return inside | {value} if is_secret(name) and value != REDACTED and not os.path.exists(value) else inside

@@ -70,7 +70,7 @@ class Notifier(Observer):
     """The main process's observer that tells others: of rollbacks when they happen, and of the end by `note_end`.
 
     `ended` returns message and exit code of an error that ends the run, by whether the run had begun to train; `warn` gets a line,
-    with the step, for each target that could not be told.
+    with the step, for each target that could not be notified.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Notifier(Observer):
         self._has_begun = self._is_over = False
         self.warn: Callable[[str, int], object] = lambda message, _: print(f"warning: {message}", file=sys.stderr)
         if len(self._targets) < len(targets):
-            self._failures.put(f"a target is {REDACTED} in this recipe, and is not told: give it again")
+            self._failures.put(f"a target is {REDACTED} in this recipe, and is not notified: give it again")
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Remember the step, and warn of targets that could not be told before it."""
+        """Remember the step, and warn of targets that could not be notified before it."""
         self._step = result.step
         self._warn_of_failures()
 
@@ -99,11 +99,11 @@ class Notifier(Observer):
             self._send(kind, message)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Remember the metrics, which are told at the end."""
+        """Remember the metrics, which are sent at the end."""
         self._metrics = dict(summary.get("eval", {}))
 
     def note_end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Tell how the run ends, and wait until all are told, or `TIMEOUT_SECONDS`."""
+        """Tell how the run ends, and wait until all are notified, or `TIMEOUT_SECONDS`."""
         message, code = (describe_metrics(self._metrics), 0) if error is None else self._ended(error, self._has_begun)
         self.end("", message, code)
 
@@ -137,7 +137,7 @@ class Notifier(Observer):
             try:
                 thread.start()
             except RuntimeError as error:  # there is no room for one
-                self._failures.put(f"nobody was told of {event} ({error})")
+                self._failures.put(f"nobody was notified of {event} ({error})")
             else:
                 self._threads.append(thread)
 
@@ -148,7 +148,7 @@ class Notifier(Observer):
             _post(str(target), body) if is_url(target) else _call(words_of(target), body, facts)
         except Exception as error:  # of another's service or program
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            self._failures.put(f"{name} was not told of {facts['event']} ({reason})")
+            self._failures.put(f"{name} was not notified of {facts['event']} ({reason})")
 
     def _warn_of_failures(self) -> None:
         with suppress(queue.Empty):
@@ -158,8 +158,7 @@ class Notifier(Observer):
 
 def _post(url: str, body: bytes) -> None:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "accel-train"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
-        pass
+    urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS).close()
 
 
 def _call(words: Sequence[str], body: bytes, facts: JsonRecord) -> None:

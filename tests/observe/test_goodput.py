@@ -148,11 +148,11 @@ def test_a_launch_that_is_not_closed_ends_with_its_last_line(tmp_path: Path, mon
 def test_torn_and_damaged_lines_are_left_out_and_the_next_launch_gets_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / LAUNCHES_FILE
     with LaunchClock().recorded(tmp_path):
-        pass
+        pass  # a launch that does nothing has a line, too
     whole = path.read_bytes()
     path.write_bytes(b'{"started": "x"}\n[1]\nnot json\n' + whole + whole[:50])
     with LaunchClock().recorded(tmp_path):
-        pass
+        pass  # the same
     assert [each["launch"] for each in read_launches(tmp_path)] == [1, 2]
     path.write_bytes(b"")
     assert read_launches(tmp_path) == []

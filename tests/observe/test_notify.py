@@ -1,4 +1,4 @@
-"""`log.notify`: URLs and commands are told how a run goes and ends, and whatever they do the run is the same."""
+"""`log.notify`: URLs and commands are notified how a run goes and ends, and whatever they do the run is the same."""
 
 import json
 import signal
@@ -26,17 +26,17 @@ SECRET = "T0001-B0002-very-secret"
 
 
 class Hook:
-    """A webhook on this machine: `told` has what was posted; it answers with `status`, and not before `silent` is set, where it is given."""
+    """A webhook on this machine: `sent` has what was posted; it answers with `status`, and not before `silent` is set, where it is given."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.sent: list[dict[str, Any]] = []
         self.status = 200
         self.silent: threading.Event | None = None
         hook = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                hook.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                hook.sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 if hook.silent is not None:
                     hook.silent.wait(60)
                 self.send_response(hook.status)
@@ -76,15 +76,15 @@ def recipe_with(folder: Path, targets: Sequence[Any], **sections: Any) -> str:
 def test_a_url_and_a_command_are_told_of_the_end_and_the_address_stays_secret(
     tmp_path: Path, hook: Hook, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write = 'import os, sys; print(os.environ["ACCEL_TRAIN_EVENT"], os.environ["ACCEL_TRAIN_EXIT_CODE"], sys.stdin.read(), file=open("told.txt", "w"))'
+    write = 'import os, sys; print(os.environ["ACCEL_TRAIN_EVENT"], os.environ["ACCEL_TRAIN_EXIT_CODE"], sys.stdin.read(), file=open("sent.txt", "w"))'
     program = tmp_path / "tell.py"
-    program.write_text(write.replace('"told.txt"', repr(str(tmp_path / "told.txt"))))
+    program.write_text(write.replace('"sent.txt"', repr(str(tmp_path / "sent.txt"))))
     assert main(["run", recipe_with(tmp_path, [hook.url, [sys.executable, str(program)]])]) == 0
-    [told] = hook.told
-    assert (told["event"], told["exit_code"], told["step"], told["run"]) == ("done", 0, 3, str(tmp_path / "run"))
-    assert told["text"].startswith("run: done at step 3: loss ")
-    assert told["metrics"]["loss"] == metrics(tmp_path / "run", "eval")[-1]["loss"]
-    words = (tmp_path / "told.txt").read_text().split(" ", 2)
+    [sent] = hook.sent
+    assert (sent["event"], sent["exit_code"], sent["step"], sent["run"]) == ("done", 0, 3, str(tmp_path / "run"))
+    assert sent["text"].startswith("run: done at step 3: loss ")
+    assert sent["metrics"]["loss"] == metrics(tmp_path / "run", "eval")[-1]["loss"]
+    words = (tmp_path / "sent.txt").read_text().split(" ", 2)
     assert words[:2] == ["done", "0"]
     assert json.loads(words[2])["event"] == "done"
     assert events(tmp_path / "run", "notify_failed") == []
@@ -100,7 +100,7 @@ def test_targets_that_fail_or_hang_change_nothing_but_a_line_each(
     tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(notify, "TIMEOUT_SECONDS", 1.0)
-    for name in ("plain", "told"):
+    for name in ("plain", "sent"):
         (tmp_path / name).mkdir()
     assert main(["run", recipe_with(tmp_path / "plain", [])]) == 0
     hook.silent = threading.Event()
@@ -108,13 +108,13 @@ def test_targets_that_fail_or_hang_change_nothing_but_a_line_each(
     hangs = ["sh", "-c", f"sleep 300 & echo $! > {pid}; wait"]
     targets = [hook.url, "sh -c 'echo no postman; exit 3'", hangs, "http://127.0.0.1:1/"]
     began = time.monotonic()
-    assert main(["run", recipe_with(tmp_path / "told", targets)]) == 0
-    assert losses(tmp_path / "told" / "run") == losses(tmp_path / "plain" / "run")
-    failures = [event["message"] for event in events(tmp_path / "told" / "run", "notify_failed")]
+    assert main(["run", recipe_with(tmp_path / "sent", targets)]) == 0
+    assert losses(tmp_path / "sent" / "run") == losses(tmp_path / "plain" / "run")
+    failures = [event["message"] for event in events(tmp_path / "sent" / "run", "notify_failed")]
     assert len(failures) == 4
-    assert "log.notify: sh was not told of done (RuntimeError: exit code 3: no postman)" in failures
-    assert "log.notify: sh was not told of done (TimeoutError: killed after 1 s)" in failures
-    assert capfd.readouterr().out.count("was not told of done") == 4
+    assert "log.notify: sh was not notified of done (RuntimeError: exit code 3: no postman)" in failures
+    assert "log.notify: sh was not notified of done (TimeoutError: killed after 1 s)" in failures
+    assert capfd.readouterr().out.count("was not notified of done") == 4
     assert time.monotonic() - began < 60  # of 300 seconds that the command would sleep
     assert (
         not Path(f"/proc/{pid.read_text().strip()}").exists()
@@ -143,9 +143,9 @@ def test_each_way_to_end_has_its_event_and_exit_code(
     notifier = notifier_of(hook, tmp_path)
     notifier.note_end(type(error), error, None)
     notifier.end("hang", "a second end is none", 5)
-    [told] = hook.told
-    assert (told["event"], told["exit_code"]) == (event, code)
-    assert str(error).strip("'") in told["message"]
+    [sent] = hook.sent
+    assert (sent["event"], sent["exit_code"]) == (event, code)
+    assert str(error).strip("'") in sent["message"]
 
 
 def test_a_rollback_is_told_when_it_happens_and_a_fault_of_ours_is_not_the_users(hook: Hook, tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_a_rollback_is_told_when_it_happens_and_a_fault_of_ours_is_not_the_users
     notifier.on_event("skip", 6, "step 6: skipped")
     notifier.on_event("rollback", 7, "step 7: rolled back to step 4")
     notifier.note_end(ValueError, ValueError("while training"), None)
-    told = {each["event"]: each for each in hook.told}
-    assert set(told) == {"rollback", "failed"}
-    assert (told["rollback"]["step"], told["rollback"]["exit_code"], told["failed"]["exit_code"]) == (7, None, 1)
+    sent = {each["event"]: each for each in hook.sent}
+    assert set(sent) == {"rollback", "failed"}
+    assert (sent["rollback"]["step"], sent["rollback"]["exit_code"], sent["failed"]["exit_code"]) == (7, None, 1)
 
 
 def test_a_preempted_run_tells_and_waits_no_longer_than_the_time_limit(tmp_path: Path, hook: Hook) -> None:
@@ -175,7 +175,7 @@ def test_a_preempted_run_tells_and_waits_no_longer_than_the_time_limit(tmp_path:
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=50)  # the webhook is silent for 60 seconds
     assert run.returncode == 75, said
-    assert [(told["event"], told["exit_code"]) for told in hook.told] == [("preempted", 75)]
+    assert [(sent["event"], sent["exit_code"]) for sent in hook.sent] == [("preempted", 75)]
     assert len(events(tmp_path / "run", "notify_failed")) == 1
 
 
@@ -191,9 +191,9 @@ program()
 """)
     words = ["run", recipe_with(tmp_path, [hook.url]), "--guard.hang_timeout_seconds", "1"]
     assert run_forked_command(words, 2, program).returncode == 5
-    [told] = hook.told
-    assert (told["event"], told["exit_code"]) == ("failed", 5)
-    assert "guard.hang_timeout_seconds" in told["message"]
+    [sent] = hook.sent
+    assert (sent["event"], sent["exit_code"]) == ("failed", 5)
+    assert "guard.hang_timeout_seconds" in sent["message"]
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,12 @@ def test_a_variable_may_hold_the_url_and_the_resolved_recipe_trains_again(
 ) -> None:
     monkeypatch.setenv("TEAM_WEBHOOK", hook.url)
     assert main(["run", recipe_with(tmp_path, ["$TEAM_WEBHOOK", hook.url])]) == 0
-    assert len(hook.told) == 2
+    assert len(hook.sent) == 2
     resolved = tmp_path / "run" / "recipe.resolved.yaml"
     assert yaml.safe_load(resolved.read_text())["log"]["notify"] == ["$TEAM_WEBHOOK", "REDACTED"]
     again = tmp_path / "again"
     assert main(["run", str(resolved), "--output_dir", str(again)]) == 0
-    assert len(hook.told) == 3
+    assert len(hook.sent) == 3
     [warned] = events(again, "notify_failed")
     assert "a target is REDACTED in this recipe" in warned["message"]
 

@@ -46,7 +46,7 @@ class Tab:
         message |= {"sessionId": self._session} if self._session else {}
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._number:
-            pass
+            pass  # an event of the page, or the answer to an earlier command
         assert "error" not in answer, (method, answer)
         return answer["result"]
 

@@ -88,7 +88,7 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     folder = Path(arguments.run)
     check_generation(folder, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
     with importing(arguments.run, "causal-lm"):
-        pass
+        pass  # the task is imported at its end
     names = ("max_new_tokens", "temperature", "seed")
     sampling = {name: getattr(arguments, name) for name in names}
     text = generate_from_run(folder, arguments.prompt, **sampling)

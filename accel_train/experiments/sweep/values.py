@@ -1,6 +1,6 @@
 """The values of a sweep's settings: lists and ranges as they are written, and the combinations of them.
 
-A draw is a function of its number and the draw seed: a sweep that goes on draws the same, and a longer one the same and more.
+A draw is a function of its number and the draw seed: a resumed sweep draws the same, and a longer one the same and more.
 """
 
 import math
