@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-SMALL_BYTES = 512
+SMALL_BYTES = 256
 """What processes agree with, and the norms of gradients: not of the model."""
 METHODS = {
     "all_gather_single": ("all-gather", 0),

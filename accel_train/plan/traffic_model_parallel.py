@@ -38,8 +38,7 @@ def neighbour_collectives(
     """Return the collectives of split layers or sequences; a process has `num_positions` tokens, with numbers of `compute_bytes`.
 
     `checkpointed` blocks do their forward a second time; a `chunked` loss gathers no logits. Left out: gradients of the few
-    weights that all hold and sum, what a chunked loss sums of the logits, 24 bytes a position, and positions, a few bytes a layer
-    that DeepSpeed gathers.
+    weights that all hold and sum, and positions, a few bytes a layer that DeepSpeed gathers.
 
     Raises:
         ValueError: as `tensor_parallel.styles_of`.
@@ -59,7 +58,7 @@ def neighbour_collectives(
 
 
 def _of_layers(model: Any, size: int, checkpointed: bool, of_sums: int | None) -> Iterator[_Exchange]:
-    """A chunked loss sums its gradients in fp32, each as large as `of_sums` of the numbers computed in; None: logits are gathered."""
+    """A chunked loss sums fp32 numbers, each as large as `of_sums` of the numbers computed in; None: logits are gathered."""
     chunked_head = None if of_sums is None else model.get_output_embeddings()
     in_blocks = {id(part) for block in repeated_blocks(model) for part in block.modules()}
     modules = dict(model.named_modules())
@@ -70,6 +69,8 @@ def _of_layers(model: Any, size: int, checkpointed: bool, of_sums: int | None) -
         width_in = 0 if is_embedding else int(getattr(module, "in_features", 0))
         width_out = int(getattr(module, "embedding_dim" if is_embedding else "out_features", 0))
         if module is chunked_head and of_sums is not None:
+            yield "all-reduce", of_sums, "forward"  # the largest logit of a position
+            yield "all-reduce", 3 * of_sums, "forward"  # its sum of exponentials, the logit of its label, the mean
             yield "all-reduce", width_in * of_sums, "forward"  # the gradients are made there
             continue
         if (kind := _FORWARD.get(style)) is not None:
