@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from accel_train.core.errors import DataError
+from accel_train.core.terminal import counted
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
@@ -55,6 +56,8 @@ class EvaluationReader:
     """Read that many samples, evenly spaced; None: all."""
     forwards_alike: bool = False
     """All processes forward as many batches as any of them: a forward waits for the others (FSDP2 gathers weights in each)."""
+    told: str = ""
+    """What a command says meanwhile, with a bar in a terminal: `evaluating`; empty: nothing."""
 
     @property
     def num_samples(self) -> int:
@@ -66,11 +69,12 @@ class EvaluationReader:
         """Yield the batches on the device, each in chunks of `chunk_size` samples (None: whole)."""
         total, count, chunk = len(self.data.eval), self.num_samples, chunk_size or self.batch_size  # type: ignore[arg-type]
         dims = parallel_dims(self.accelerator)
-        return self._read(
+        batches = self._read(
             [int(index) * total // count for index in batch[start : start + chunk]]
             for batch in evaluation_batches(count, self.batch_size, dims.rank, dims.size)
             for start in range(0, len(batch), chunk)
         )
+        return counted(batches, -(-count // (chunk * dims.size)), self.told) if self.told else batches
 
     def batches_for_all(self) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the batches, and then as many that do not count (False) as the process with the most batches has more."""

@@ -9,6 +9,8 @@ from accel_train.core.json_io import json_text
 from accel_train.core.ownership import check_file, write_file
 from accel_train.engine.evaluation import EvaluationReader, evaluate
 from accel_train.inference.finished_run import TrainedRun, check_finished, open_run
+from accel_train.metrics.baselines import format_scores
+from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.task import Scores
 
 
@@ -32,7 +34,8 @@ def measure(run: TrainedRun) -> Scores:
 
     The metrics are the loss, the task's, and `num_targets`; they are the same on all processes.
     """
-    reader = EvaluationReader(run.accelerator, run.data, run.sizes.per_device_eval_batch_size, run.reading)
+    size = run.sizes.per_device_eval_batch_size
+    reader = EvaluationReader(run.accelerator, run.data, size, run.reading, told="evaluating")
     result = evaluate(reader, run.inner)
     found = run.task.score(result.loss, result.totals, run.data)
     return Scores({"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details)
@@ -59,12 +62,6 @@ def short_name(data: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]+", "-", stem).strip("-") or "data"
 
 
-def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """Return one line a metric, aligned as at the end of a run."""
-    forms = {name: ",.4f" if isinstance(value, float) else "," for name, value in metrics.items()}
-    return "\n".join(f"  {name.replace('_', ' '):24}{metrics[name]:>14{form}}" for name, form in forms.items())
-
-
 def format_augmentation(details: Mapping[str, Any]) -> str:
     """Return the metrics with and without test-time augmentation, a line each; empty where there was none."""
     part = details.get("test_time_augmentation")
@@ -77,8 +74,14 @@ def format_augmentation(details: Mapping[str, Any]) -> str:
     return "\n".join(["With test-time augmentation:", *rows])
 
 
-def format_measured(measured: Scores) -> str:
-    """Return metrics, those with test-time augmentation, and the classification report where there is one."""
+def baselines_of(folder: Path, data: str | None) -> dict[str, Any]:
+    """Return the scores of baselines that the run has written down; none on other data."""
+    found = {} if data is not None else read_record(folder / SUMMARY_FILE).get("baselines", {})
+    return found if isinstance(found, dict) else {}
+
+
+def format_measured(measured: Scores, baselines: Mapping[str, Any]) -> str:
+    """Return metrics beside the baselines', those with test-time augmentation, and the classification report where there is one."""
     report = str(measured.details.get("classification", {}).get("report_text", "")).rstrip()
-    parts = [format_metrics(measured.metrics), format_augmentation(measured.details), report]
+    parts = [format_scores(measured.metrics, baselines), format_augmentation(measured.details), report]
     return "\n\n".join(part for part in parts if part)

@@ -102,7 +102,7 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
     rows: dict[str, list[Tensor]] = {}
     size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
     indices = evaluation_batches(len(run.data.eval), size, run.accelerator.process_index, processes)  # type: ignore[arg-type]
-    batches = EvaluationReader(run.accelerator, run.data, size, run.reading).batches()
+    batches = EvaluationReader(run.accelerator, run.data, size, run.reading, told="predicting").batches()
     with evaluation_mode(run.inner):
         for index, (batch, _) in zip(indices, batches, strict=True):
             found = dict(run.inner(batch, "predictions"))

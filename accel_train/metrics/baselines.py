@@ -41,6 +41,22 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
     return by_name
 
 
+def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any], own: str = "this model") -> str:
+    """Return a table: a metric a row, the model's value, and each baseline's beside it."""
+    columns: dict[str, Mapping[str, Any]] = {own: scores, **by_baseline(baselines, scores)}
+    cells = [[_show(values.get(metric)) for values in columns.values()] for metric in scores]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    names = ["", *(metric.replace("_", " ") for metric in scores)]
+    width = max(map(len, names))
+    rows = zip(names, [[*columns], *cells], strict=True)
+    lines = (f"  {name:{width}}  {'  '.join(map(str.rjust, row, widths))}".rstrip() for name, row in rows)
+    return "\n".join(lines)
+
+
+def _show(value: Any) -> str:
+    return "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+
+
 def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> Unbeaten | None:
     """Return the best baseline that the model does not beat; None where it beats all.
 

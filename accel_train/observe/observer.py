@@ -39,6 +39,9 @@ class Observer:
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         """Called after each step, applied or skipped."""
 
+    def on_evaluation_batch(self, step: int, share: float) -> None:
+        """Called before each batch of an evaluation: the share of them that is done, 0 to 1, of this process's."""
+
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Called after each evaluation."""
 
@@ -78,7 +81,8 @@ class Observers(Observer):
     """A list of observers as one; the first keeps the time."""
 
     on_step, on_evaluation, on_event = _of_all("on_step"), _of_all("on_evaluation"), _of_all("on_event")
-    on_step_begin, note, finish = _of_all("on_step_begin"), _of_all("note"), _of_all("finish")
+    on_step_begin, on_evaluation_batch = _of_all("on_step_begin"), _of_all("on_evaluation_batch")
+    note, finish = _of_all("note"), _of_all("finish")
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
@@ -169,6 +173,9 @@ class RunObserver(Observer):
         if due or result.skipped:
             self._log_step(result, learning_rate, due=due)
         self._progress.advance(step)
+
+    def on_evaluation_batch(self, step: int, share: float) -> None:
+        self._progress.evaluating(step, share)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Write an evaluation's loss and metrics; the split `eval_final` is that of the weights kept at the end, on all samples."""

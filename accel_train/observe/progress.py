@@ -10,11 +10,18 @@ from typing import Any, Literal, TextIO
 
 from accel_train.core.format import format_seconds
 from accel_train.core.redaction import redact_text
+from accel_train.core.terminal import width_of
 
 Style = Literal["bar", "notebook", "lines", "off"]
 
 REFRESH_SECONDS = 0.5
 """A bar is drawn at most this often: a redraw costs about 0.1 ms, and a slow terminal much more."""
+
+LINE_SECONDS = 5.0
+"""Without a bar the first line on how far an evaluation is; the next ones come after twice as long each."""
+
+WIDE = 80
+"""Columns that hold a bar and all numbers; in fewer the learning rate, and then the speed, give way."""
 
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 """What leaves a bar of 10 characters in 80 columns, at six digits of steps."""
@@ -30,14 +37,7 @@ def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Styl
         return "bar"
     if stream is None or stream.closed or not stream.isatty() or os.environ.get("TERM") == "dumb":
         return "lines"
-    return "bar" if _width_of(stream) else "lines"  # a job scheduler's terminal may have no width: a bar would be empty
-
-
-def _width_of(stream: TextIO) -> int:
-    try:
-        return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # it says it is a terminal, and has nothing behind it
-        return 0
+    return "bar" if width_of(stream) else "lines"  # a job scheduler's terminal may have no width: a bar would be empty
 
 
 class Progress:
@@ -65,7 +65,9 @@ class Progress:
         self._total_steps, self._initial_step = total_steps, initial_step
         self._begin = time.monotonic()
         self._bar: Any = None
-        self._loss = ""
+        self._loss = self._beside_bar = ""
+        self._evaluated_for: tuple[float, float] | None = None
+        """When the evaluation of this moment began, and when it is shown next, as `time.monotonic`."""
         self._broken = self._stream is None
 
     def begin(self) -> None:
@@ -87,9 +89,12 @@ class Progress:
         mark, self._loss = "  skipped" if skipped else "", f"{loss:.4f}"
         if self._bar is not None:
             if tokens_per_second is not None:
-                speed = f", {self._bar.format_sizeof(tokens_per_second)} {self._speed_unit}"
-            text = f"loss {loss:.4g}, lr {learning_rate:.1e}{speed}{mark}"
-            self._guarded(lambda: self._bar.set_postfix_str(text, refresh=False))
+                speed = f"{self._bar.format_sizeof(tokens_per_second)} {self._speed_unit}"
+            width = width_of(self._stream) or WIDE
+            rate = f"lr {learning_rate:.1e}" if width >= WIDE else ""
+            parts = (f"loss {loss:.4g}", rate, speed if width >= WIDE - 10 else "")
+            self._beside_bar = ", ".join(part for part in parts if part) + mark
+            self._guarded(lambda: self._bar.set_postfix_str(self._beside_bar, refresh=False))
         elif self.style == "lines":
             width = len(str(self._total_steps))
             self._write_line(
@@ -97,8 +102,27 @@ class Progress:
                 f"  loss {loss:<8.4f} lr {learning_rate:.3e}  {speed:>17}  left {self._time_left(step)}{mark}"
             )
 
+    def evaluating(self, step: int, share: float) -> None:
+        """Show how far an evaluation is, beside the bar or, where it takes long, as a line; cheap enough for every batch."""
+        now = time.monotonic()
+        wait = REFRESH_SECONDS if self._bar is not None else LINE_SECONDS
+        if self._evaluated_for is None:
+            self._evaluated_for = now, now + wait
+        began, due = self._evaluated_for
+        if now < due or self.style == "off":
+            return
+        if self._bar is not None:
+            self._evaluated_for = began, now + wait
+            self._guarded(lambda: self._bar.set_postfix_str(f"evaluating, {share:.0%}"))
+        else:
+            self._evaluated_for = began, now + now - began
+            self._write_line(f"step {step}: evaluating, {share:.0%} done after {format_seconds(now - began)}")
+
     def evaluated(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
         """Show what an evaluation found: as a row of a notebook's table, elsewhere as a line."""
+        self._evaluated_for = None
+        if self._bar is not None:
+            self._guarded(lambda: self._bar.set_postfix_str(self._beside_bar, refresh=False))
         if self.style != "notebook" or self._bar is None:
             return self.note(f"step {step}: {kind}: {describe_metrics(metrics)}")
         numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in _floats(metrics).items()}
@@ -114,7 +138,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Print a line of its own, above the bar if there is one; secrets in it are redacted. A terminal's width breaks it between words."""
         text = redact_text(text)
-        width = _width_of(self._stream) if self.style == "bar" and self._stream is not None else 0
+        width = width_of(self._stream) if self.style == "bar" else 0
         if 20 < width < len(text) and "\n" not in text:
             column = re.match(r"[\w.-]+ {2,}(?=\S)", text)
             hang = " " * (min(column.end(), width // 2) if column else 2)

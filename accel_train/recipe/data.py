@@ -111,7 +111,7 @@ class Data(Section):
     """Processes that read ahead, per training process."""
     pin_memory: Auto | bool = "auto"
     """Page-locked host buffers, so that copies to the GPU overlap with work."""
-    cache_dir: str | None = None
+    cache_dir: str | None = Field(default=None, examples=["/scratch/accel_train"])
     """Where token shards are kept; none: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
     last_batch: Literal["carry", "short", "drop"] = "carry"
     """Where an epoch is no whole number of steps: carry: the step continues with the next epoch; short: the last step of an
@@ -121,7 +121,7 @@ class Data(Section):
     label_column: str | None = "label"
     """The column with the label: a name, an integer, a number (regression), or a list of names (multi_label); none: rows to
     predict, without labels."""
-    label_names: tuple[str, ...] | None = None
+    label_names: tuple[str, ...] | None = Field(default=None, examples=[["negative", "positive"]])
     """The classes, in the order of their ids; none: those of the training data, sorted."""
     label_ids_from: NonNegativeInt = 0
     """The number of the first class, where the labels are numbers and label_names has their names."""
@@ -159,13 +159,13 @@ class Data(Section):
     """causal-lm: plain text; or rows to fine-tune on, whose loss counts completions (assistant turns) only."""
     completion_only_loss: bool = True
     """Fine-tuning rows: off counts the loss on prompts as well."""
-    chat_template: str | None = None
+    chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])
     """A Jinja chat template, or a file with one, where the tokenizer brings none."""
     source_column: str = "source"
     """seq2seq: the column with the text that is read ..."""
     target_column: str | None = "target"
     """... and the one with the text that is learned; none: rows to predict, without targets."""
-    source_prefix: str = ""
+    source_prefix: str = Field(default="", examples=["summarize: "])
     """seq2seq: stands before each source, `summarize: ` say."""
     max_target_length: PositiveInt = 128
     """seq2seq: longer targets are cut to this many tokens, and no longer texts are generated; sources are cut to max_length."""
@@ -177,15 +177,15 @@ class Data(Section):
     """semantic-segmentation: the column with the mask; none: images to predict, without masks."""
     reduce_labels: bool = False
     """semantic-segmentation: 0 in a mask is no class and counts nowhere, and class 0 is 1 there (ADE20K)."""
-    mask_values: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = None
+    mask_values: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = Field(default=None, examples=[[0, 128, 255]])
     """semantic-segmentation: the numbers in masks, in the order of the classes ([0, 255] for black and white); others count nowhere."""
-    image_mean: tuple[Fraction, ...] | None = None
+    image_mean: tuple[Fraction, ...] | None = Field(default=None, examples=[[0.485, 0.456, 0.406]])
     """Mean of each colour, as a fraction of 255; none: the model's own, else ImageNet's."""
-    image_std: tuple[PositiveFloat, ...] | None = None
+    image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
     """Standard deviation of each colour, as image_mean."""
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
     """Images are resized and cropped to this square; semantic-segmentation: or to [height, width], so that their aspect is kept."""
-    crop_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    crop_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[512])
     """semantic-segmentation: training crops of this square, or [height, width]; none: image_size."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     """semantic-segmentation: pixels of this value count nowhere."""

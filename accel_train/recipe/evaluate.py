@@ -49,13 +49,13 @@ class Evaluate(Section):
     """What "best" means: a name that evaluations report."""
     greater_is_better: Auto | bool = "auto"
     """auto: lower is better for losses, errors and perplexity, greater for everything else."""
-    early_stopping_patience: PositiveInt | None = None
+    early_stopping_patience: PositiveInt | None = Field(default=None, examples=[3])
     """Stop after this many evaluations in a row without a better metric_for_best_model."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """How much better counts as better."""
-    test_time_augmentation: TestTimeAugmentation | None = None
+    test_time_augmentation: TestTimeAugmentation | None = Field(default=None, examples=[{"horizontal_flip": True}])
     """Images: evaluate with and without averaging over flips and scales."""
-    window_stride: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    window_stride: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[384])
     """semantic-segmentation: evaluate and predict by windows of `data.crop_size`, so many pixels apart, or [down, right], whose logits
     are averaged where they overlap; none: the whole image at `data.image_size` at once."""
     max_samples: PositiveInt | None = None

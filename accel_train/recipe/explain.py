@@ -1,6 +1,7 @@
 """Explain a setting: type, default, meaning, and an example; or the settings of a section."""
 
 import re
+import shlex
 import textwrap
 from collections.abc import Mapping
 from functools import cache
@@ -86,13 +87,15 @@ def explain(name: str, width: int = 80) -> str:
 
 
 def example_of(name: str) -> Any:
-    """Return a value that a setting takes: as a recipe of the package has it, else a choice of its type, else its default."""
+    """Return a value that a setting takes: as a recipe of the package has it, else its field's, a choice of its type, its default."""
     info = recipe_names()[name]
     default = None if isinstance(info, type) or info.is_required() else info.default
     for tree in _shipped_trees():
         value = look_up(tree, name)
         if value is not None and value != default and not isinstance(value, Mapping):
             return value
+    if isinstance(info, FieldInfo) and info.examples:
+        return info.examples[0]
     choices = [choice for choice in choices_of(name) if choice not in (default, "auto")]
     if not choices:
         return True if default is False else default
@@ -125,8 +128,14 @@ def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
     lines += put("  example", as_yaml)
     if not path[-1]:
         return lines  # a list's items have no flags of their own
-    needs_quotes = set(written) & set(" []{}*'\"$")
-    return [*lines, *put("", f"--{name} '{written}'" if needs_quotes else f"--{name} {written}")]
+    return [*lines, *put("", f"--{name} {_quoted(written)}")]
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a shell takes it as one word."""
+    if not set(text) & set(" []{}*'\"$"):
+        return text
+    return f'"{text}"' if "'" in text and not set(text) & set('"$`') else shlex.quote(text)
 
 
 def _default(name: str) -> str:

@@ -273,7 +273,8 @@ def _rule(schema: Mapping[str, Any]) -> str:
     if "pattern" in schema:
         return "module:Class"
     if "items" in schema:
-        return f"a list of {_rule(schema['items'])}"
+        rule = _rule(schema["items"])
+        return f"a list, each {rule}" if rule.startswith(("a ", "one of ")) or " or " in rule else f"a list of {rule}"
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {_rule(schema['prefixItems'][0])}"
     kind = _KINDS.get(schema.get("type", ""), "a mapping of finite values")

@@ -17,11 +17,11 @@ class LRScaling(Section):
 
 
 class ParameterGroup(Section):
-    match: tuple[str, ...]
+    match: tuple[str, ...] = Field(examples=[["*.embeddings.*"]])
     """Patterns of parameter names: `*.embeddings.*`."""
     lr_scale: NonNegativeFloat = 1.0
     """Factor of the learning rate."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: NonNegativeFloat | None = Field(default=None, examples=[0.0])
     """None: as for all."""
 
 
@@ -45,7 +45,7 @@ class Optimizer(Section):
     """For all kinds of adam, and muon."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """For sgd and muon, whose authors use 0.95."""
-    options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    options: dict[str, Any] = Field(default={}, examples=[{"relative_step": False}])
     """More arguments of the class, for adafactor, schedule_free_adamw (warmup_steps) and `module:Class`."""
     no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias")
     """Parameters without weight decay."""
@@ -54,7 +54,7 @@ class Optimizer(Section):
     lr_scaling: LRScaling = LRScaling()
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Each layer's learning rate is this factor of the next one's, towards the input (ELECTRA, BEiT); 1: all alike."""
-    groups: tuple[ParameterGroup, ...] = ()
+    groups: tuple[ParameterGroup, ...] = Field(default=(), examples=[[{"match": ["*.classifier.*"], "lr_scale": 10.0}]])
     """Learning rates and weight decay of their own, by pattern; the first group that matches a parameter has it."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights; it is what is evaluated and what `model/` holds."""
@@ -119,7 +119,7 @@ class Schedule(Section):
     """warmup_stable_decay: the form of that fall."""
     num_cycles: PositiveInt = 1
     """cosine_restarts and cyclic: how many."""
-    step_size_steps: PositiveInt | None = None
+    step_size_steps: PositiveInt | None = Field(default=None, examples=[1000])
     """step: steps between two drops; none: a third of all steps."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """step: factor of each drop; exponential: the ratio to the peak reached at the last step."""

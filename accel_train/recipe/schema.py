@@ -46,7 +46,7 @@ class LoRA(Section):
 class Model(Section):
     pretrained: str | None = None
     """A name on the hub or a local folder; training begins with its weights."""
-    config: dict[str, Any] | None = None
+    config: dict[str, Any] | None = Field(default=None, examples=[{"model_type": "gpt2", "n_layer": 6}])
     """A transformers configuration (`model_type` and its fields); the weights are random."""
     attn_implementation: str = "auto"
     """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it, for each document by itself where
@@ -61,11 +61,11 @@ class Model(Section):
     """Train pretrained weights with a tokenizer other than theirs: the embedding then begins with vectors of other tokens."""
     pad_vocab_to_multiple_of: NonNegativeInt = 64
     """Rows are added to the embedding up to this multiple (faster matrix products); 0 leaves it alone."""
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = Field(default=(), examples=[["*.embeddings.*"]])
     """Parameters that are not trained, by pattern of their names (`bert.embeddings.*`, `*.layer.[0-3].*`)."""
     freeze_batch_norm: bool = False
     """Batch norms neither train their weights nor move their running statistics."""
-    lora: LoRA | None = None
+    lora: LoRA | None = Field(default=None, examples=[{"rank": 16}])
     """Train low-rank adapters (peft) and leave the weights as they are."""
     frozen_dtype: Auto | Literal["fp32", "bf16", "nf4"] = "auto"
     """How matrices are kept that lora or freeze leave untrained. auto: in bf16 where the run computes in bf16 anyway (the same bits
@@ -115,7 +115,7 @@ class Batch(Section):
 
 
 class MemoryBudget(Section):
-    memory_budget: Annotated[float, Field(ge=0.1, le=1)]
+    memory_budget: Annotated[float, Field(ge=0.1, le=1, examples=[0.5])]
     """Share of the activations' memory that the compiler may use, 1: all it would keep. Near 0 it keeps more than without."""
 
 
@@ -136,7 +136,9 @@ class Precision(Section):
     """torch.compile's `backend`; a mode is for inductor."""
     deterministic: bool = False
     """Only algorithms that give the same bits each time; slower on CUDA."""
-    gradient_checkpointing: Literal["off", "blocks", "selective"] | MemoryBudget | bool = "off"
+    gradient_checkpointing: Literal["off", "blocks", "selective"] | MemoryBudget | bool = Field(
+        default="off", examples=["selective"]
+    )
     """Keep fewer activations and compute the others again in the backward pass. blocks (or true): only the input of each block
     is kept, which takes the least memory and about a third more time. selective: attention and most matrix products are kept,
     about half of the memory for little time. {memory_budget: 0.5}: the compiler chooses; with compile only. off is false."""
@@ -180,16 +182,18 @@ class Log(Section):
     every_steps: PositiveInt = 10
     """Steps between two lines of metrics.jsonl. A line's `loss` is the mean over the steps since the line before that were
     applied (`num_averaged_steps` of them: fewer in the first line of a resume), and `step_loss` that of its own step."""
-    trackers: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = Field(default=(), examples=[["tensorboard"]])
     """Experiment trackers by Accelerate's names (tensorboard, wandb, trackio, mlflow, ...)."""
     project: str = "accel_train"
     """Project name in the trackers."""
     progress: Auto | bool = "auto"
     """auto: a bar in a terminal or notebook, plain lines elsewhere."""
-    notify: tuple[NotifyTarget, ...] = ()
-    """Called when the run rolls back, stops or ends: URLs, to which a JSON object is posted, and commands, which get it on
-    standard input. `$NAME` alone is a URL from that variable."""
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    notify: tuple[NotifyTarget, ...] = Field(
+        default=(), examples=[["$SLACK_WEBHOOK", "mail -s training me@example.org"]]
+    )
+    """Who is told when the run rolls back, stops or ends. A URL, to which a JSON object is posted; or a command, as a text or a
+    list of words, which gets the object on standard input. `$NAME` alone is a URL from that environment variable."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[[20, 25]])
     """First and last step to profile, both included, counted from 1 as in metrics.jsonl: each process writes a trace (for
     ui.perfetto.dev) and a table of its ten costliest operations to `profile/`. Profiled steps are slower."""
 
@@ -225,7 +229,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
     log: Log = Log()
-    options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    options: dict[str, Any] = Field(default={}, examples=[{"my_setting": 3}])
     """Free settings for a custom task; the package's tasks take none."""
 
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)

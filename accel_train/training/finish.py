@@ -19,7 +19,7 @@ from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
-from accel_train.metrics.baselines import likely_causes, unbeaten_baseline
+from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
 from accel_train.observe.run_folder import EXAMPLES_FILE
@@ -198,13 +198,9 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
     note = run.observer.note
     if summary["sample"]:
         note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
-    numbers = {name.replace("_", " "): value for name, value in {**summary["eval"], **summary["baselines"]}.items()}
-    if numbers:
-        note("Evaluation on all held-out data, and what it takes without a model:")
-    width = max(map(len, numbers), default=0)
-    for name, value in numbers.items():
-        text = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-        note(f"  {name:{width}}{text:>14}")
+    if summary["eval"]:
+        note(f"Evaluation on all held-out data{', beside baselines' if summary['baselines'] else ''}:")
+        note(format_scores(summary["eval"], summary["baselines"]))
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
         note(augmented)
     if (defeat := summary["not_beaten"]) is not None:

@@ -3,7 +3,8 @@
 import math
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import count
 from typing import Any
 
 from accel_train.core.errors import RecipeError
@@ -11,6 +12,7 @@ from accel_train.core.format import did_you_mean
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
 from accel_train.metrics.baselines import is_lower_better
+from accel_train.parallel.dims import parallel_dims
 from accel_train.recipe.evaluate import Evaluate
 
 NUM_SAMPLES = 8
@@ -64,13 +66,26 @@ def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], dict[s
     max_samples = None if whole else plan.recipe.evaluate.max_samples
     alike = run.strategy.meets_in_forward
     reader = EvaluationReader(run.accelerator, plan.data, batch_size, plan.reading, max_samples, alike)
-    result = evaluate(reader, run.strategy.inner, chunk_size=progress.chunk_size, is_over=run.leaves_evaluation)
+    is_over = _reporting(run, reader, progress.chunk_size or batch_size)
+    result = evaluate(reader, run.strategy.inner, chunk_size=progress.chunk_size, is_over=is_over)
     if result.chunk_size < (progress.chunk_size or batch_size):
         progress.chunk_size = result.chunk_size
         message = f"evaluation ran out of memory; this process forwards {result.chunk_size} samples at once from now on"
         run.observer.on_event("out_of_memory", run.state.step, message)
     scores = plan.task.score(result.loss, result.totals, plan.data)
     return {"loss": result.loss, **scores.metrics, "num_targets": result.num_targets}, scores.details
+
+
+def _reporting(run: RunContext, reader: EvaluationReader, chunk_size: int) -> Callable[[], bool]:
+    """Return `run.leaves_evaluation`, which before each batch also tells the observer how many are done."""
+    total = max(1, -(-reader.num_samples // (chunk_size * parallel_dims(run.accelerator).size)))
+    done = count()
+
+    def leaves_evaluation() -> bool:
+        run.observer.on_evaluation_batch(run.state.step, min(next(done) / total, 1.0))
+        return run.leaves_evaluation()
+
+    return leaves_evaluation
 
 
 def is_better(value: float, best: float | None, section: Evaluate) -> bool:

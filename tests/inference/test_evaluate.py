@@ -10,7 +10,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from accel_train.cli.main import main
-from accel_train.inference.evaluate import format_metrics, short_name
+from accel_train.inference.evaluate import short_name
+from accel_train.metrics.baselines import format_scores
 from tests.support import runs as runs
 from tests.support.runs import answers
 
@@ -71,8 +72,8 @@ def test_on_its_own_data_a_run_prints_the_very_numbers_it_ended_with(
     left = Path(name, "evaluation.json").read_text()
     Path(name, "evaluation.json").unlink()
     assert main(["evaluate", name]) == 0
-    ended_with = json.loads(Path(name, "summary.json").read_text())["eval"]
-    assert capsys.readouterr().out.startswith(format_metrics(ended_with))
+    summary = json.loads(Path(name, "summary.json").read_text())
+    assert capsys.readouterr().out.startswith(format_scores(summary["eval"], summary["baselines"]))
     assert Path(name, "evaluation.json").read_text() == left
 
 

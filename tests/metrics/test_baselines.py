@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.metrics.baselines import Unbeaten, is_lower_better, likely_causes, unbeaten_baseline
+from accel_train.metrics.baselines import Unbeaten, format_scores, is_lower_better, likely_causes, unbeaten_baseline
 
 FACTS: dict[str, Any] = {
     "run_folder": "runs/a", "steps": 1200, "epochs": 3.0, "pretrained": False, "parameters": 124_000, "samples": 5000,
@@ -84,3 +84,15 @@ def test_who_has_pretrained_weights_is_not_told_to_take_some() -> None:
 def test_errors_are_better_when_they_are_smaller() -> None:
     assert all(map(is_lower_better, ("eval_loss", "hamming_loss", "rmse", "perplexity", "bits_per_byte")))
     assert not any(map(is_lower_better, ("accuracy", "f1_macro", "mean_iou", "r2")))
+
+
+def test_scores_are_a_table_with_a_column_for_each_baseline() -> None:
+    scores = {"loss": 0.25, "accuracy": 0.9, "f1_macro": 0.88, "num_targets": 12345}
+    baselines = {"majority_accuracy": 0.5, "tfidf_accuracy": 0.8, "tfidf_f1_macro": 0.75, "of_no_metric": 1.0}
+    assert format_scores(scores, baselines).splitlines() == [
+        "               this model  majority   tfidf",
+        "  loss             0.2500",
+        "  accuracy         0.9000    0.5000  0.8000",
+        "  f1 macro         0.8800            0.7500",
+        "  num targets      12,345",
+    ]

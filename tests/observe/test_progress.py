@@ -216,6 +216,60 @@ def test_durations_read_like_a_person_says_them(seconds: float, text: str) -> No
     assert format_seconds(seconds) == text
 
 
+def test_a_narrow_terminal_keeps_the_bar_the_loss_and_the_time_left() -> None:
+    shown = {}
+    for columns in (72, 60):
+        with open_terminal(columns) as terminal:
+            progress = Progress(True, total_steps=100_000, initial_step=10, stream=terminal.stream)
+            progress.begin()
+            progress.show(20_000, loss=2.34567, learning_rate=3e-4, tokens_per_second=1234567.8)
+            progress.advance(20_000)
+            progress.close()
+            shown[columns] = [line for line in terminal.text().split("\r") if "loss" in line][-1].rstrip("\n")
+        assert len(shown[columns]) <= columns
+        assert len(shown[columns].split("|")[1]) >= 10
+        assert shown[columns].endswith(" left")
+    assert "loss 2.346, 1.23M tok/s, " in shown[72]
+    assert "20000/100000, loss 2.346, 0" in shown[60]
+
+
+def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    stream = io.StringIO()
+    progress = Progress("auto", total_steps=1000, stream=stream)
+    for evaluation in range(2):
+        for done in range(40):
+            now += 1.0
+            progress.evaluating(50 * (evaluation + 1), done / 40)
+        progress.evaluated(50 * (evaluation + 1), "evaluation", {"loss": 2.0})
+    lines = stream.getvalue().splitlines()
+    told = [
+        "evaluating, 12% done after 5s",
+        "evaluating, 25% done after 10s",
+        "evaluating, 50% done after 20s",
+        "evaluation: loss 2.0000",
+    ]
+    assert lines == [f"step {step}: {text}" for step in (50, 100) for text in told]
+
+
+def test_a_bar_shows_how_far_an_evaluation_is_and_then_its_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.observe.progress.REFRESH_SECONDS", 0.0)
+    with open_terminal(100) as terminal:
+        progress = Progress(True, total_steps=200, stream=terminal.stream)
+        progress.begin()
+        progress.show(50, loss=2.34567, learning_rate=3e-4, tokens_per_second=12345.6)
+        progress.advance(50)
+        progress.evaluating(50, 0.25)
+        progress.evaluating(50, 0.5)
+        progress.evaluated(50, "evaluation", {"loss": 2.0})
+        progress.advance(51)
+        progress.close()
+        text = terminal.text()
+    assert "50/200, evaluating, 50%, " in text
+    assert "loss 2.346, lr 3.0e-04, 12.3k tok/s" in text.rpartition("evaluation: loss 2.0000")[2]
+
+
 def test_at_80_columns_the_bar_keeps_ten_characters_and_notes_break_between_words() -> None:
     with open_terminal(80) as terminal:
         progress = Progress(True, total_steps=100_000, initial_step=10, stream=terminal.stream)

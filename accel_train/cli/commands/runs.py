@@ -37,15 +37,15 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     with users_mistakes():
         data, folder = data_of(arguments), Path(arguments.run)
         with importing_for(folder):
-            from accel_train.inference.evaluate import format_measured, measure, open_for_evaluation, write_evaluation
+            from accel_train.inference import evaluate
         say(LOADING)
-        run = open_for_evaluation(folder, data, settings)
+        run = evaluate.open_for_evaluation(folder, data, settings)
         _print_notes(run)
-    measured = measure(run)
+    measured = evaluate.measure(run)
     result: results.EvaluateResult | None = None
     if run.accelerator.is_main_process:
-        print(format_measured(measured))
-        file = write_evaluation(run, measured, data)
+        print(evaluate.format_measured(measured, evaluate.baselines_of(folder, data)))
+        file = evaluate.write_evaluation(run, measured, data)
         print(file, file=sys.stderr)
         result = {
             "run": arguments.run,

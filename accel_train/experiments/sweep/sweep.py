@@ -240,7 +240,8 @@ class _Sweep:
         """Return the line of a run in sweep.json: finished where it was and its recipe is the same."""
         lines: dict[str, Mapping[str, Any]] = {run["name"]: run for run in self.earlier.get("runs", [])}
         earlier = lines.get(each.name, {})
-        digest = json_digest(each.recipe.model_dump(mode="json", exclude={"output_dir"}))
+        # Without defaults, so that a newer version with more settings finds its runs again.
+        digest = json_digest(each.recipe.model_dump(mode="json", exclude={"output_dir"}, exclude_defaults=True))
         is_same = earlier.get("recipe_digest") == digest
         if is_same and earlier.get("status") == FINISHED and (self.root / each.name / SUMMARY_FILE).is_file():
             return dict(earlier)
