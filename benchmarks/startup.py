@@ -7,10 +7,15 @@ packages the imports spend their time in.
 
 With `--trainer`: what accel_train.Trainer costs beside transformers.Trainer, made and trained for 20 steps of a tiny model with
 the same arguments (their default saves at the end), twice in a fresh process each, in turns.
+
+With `--commands`: for every command of accel-train how long its help takes, the error about a flag that it does not know, and
+its first line when it has something to do; and the CPU time of a plan.
 """
 
 import argparse
+import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -70,6 +75,31 @@ STAGES = {
 }
 """For each variant: its stages, and the text by which a line of its output ends one."""
 BAR = 1.10
+COMMANDS = {
+    "run": "run gpt_tiny --output_dir NEW",
+    "finetune": "finetune own.csv --output_dir NEW",
+    "plan": "plan gpt_tiny --data.cache_dir {cache}",
+    "evaluate": "evaluate {run} {text}",
+    "predict": "predict {run} {text} --out NEW.csv",
+    "export": "export {run} --out NEW",
+    "find-lr": "find-lr gpt_tiny --data.cache_dir {cache} --out NEW",
+    "rehearse": "rehearse gpt_tiny --output_dir NEW",
+    "sweep": "sweep gpt_tiny --seed 0,1 --output_dir NEW",
+    "generate": "generate {run}",
+    "report": "report {run} --out NEW.html",
+    "watch": "watch {run}",
+    "replay": "replay {run}/incidents/step-00000001",
+    "verify": "verify {run}",
+    "doctor": "doctor",
+    "recipes": "recipes",
+    "init": "init gpt_tiny NEW.yaml",
+    "explain": "explain optimizer.learning_rate",
+    "completion": "completion bash",
+}
+"""What is asked of each command to see its first line; NEW is a path that is not there yet."""
+_PLACES = {"run": "run", "cache": "cache", "text": "own.csv"}
+COMMAND_BARS = {"help": 0.5, "wrong flag": 0.5, "first line": 1.0, "CPU": 3.0}
+"""Seconds at most."""
 Times = dict[str, tuple[float, float]]
 """Wall and CPU seconds since the process was started, by stage."""
 
@@ -180,6 +210,76 @@ def trainer_table(found: Mapping[str, list[dict[str, float]]]) -> str:
     return markdown_table(["call", *found, "more, CPU s", "bar"], rows, text=("call", "bar"))
 
 
+def first_line(words: Sequence[str], folder: Path) -> float:
+    """Return the wall seconds to the first line of a command, which is not waited for.
+
+    Raises:
+        RuntimeError: it ended without a word.
+    """
+    command, since = [sys.executable, "-m", "accel_train", *words], time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=folder, env=child_environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as child:
+        assert child.stdout is not None
+        line, seconds = child.stdout.readline(), time.perf_counter() - since
+        child.kill()
+    if not line.strip():
+        raise RuntimeError(f"{' '.join(words)} printed nothing")
+    return seconds
+
+
+def whole(words: Sequence[str], folder: Path, exit_code: int) -> tuple[float, float]:
+    """Return the wall and the CPU seconds of a command that ends with this exit code.
+
+    Raises:
+        RuntimeError: it ended with another one.
+    """
+    since, before = time.perf_counter(), os.times()
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_train", *words], cwd=folder, env=child_environment(1), capture_output=True, text=True
+    )  # fmt: skip
+    if done.returncode != exit_code:
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
+    after = os.times()
+    cpu = after.children_user - before.children_user + after.children_system - before.children_system
+    return time.perf_counter() - since, cpu
+
+
+def measure_commands(rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Return wall seconds of each command by what was asked of it, and the CPU seconds of `plan`, an entry for each round."""
+    (folder / "own.csv").write_text("text,label\n" + "".join(f"text {row},{'ab'[row % 2]}\n" for row in range(40)))
+    command = demo(folder / "run", folder / "cache", 2, 1)
+    subprocess.run([*command, "--evaluate.sample_prompt", ""], cwd=REPOSITORY, check=True, capture_output=True)
+    words = {name: [part.format(**_PLACES) for part in shlex.split(text)] for name, text in COMMANDS.items()}
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in words}
+    whole(words["plan"], folder, 0)  # tokenises the data, as a first start does
+    for number in range(rounds):
+        for name, own in words.items():
+            new = [part.replace("NEW", f"new-{name}-{number}") for part in own]
+            times = {
+                "help": whole([name, "--help"], folder, 0)[0],
+                "wrong flag": whole([*new, "--no_such_flag", "1"], folder, 2)[0],
+                "first line": first_line(new, folder),
+            }
+            if name == "plan":
+                times["CPU"] = whole(new, folder, 0)[1]
+            for what, seconds in times.items():
+                found[name].setdefault(what, []).append(seconds)
+    return found
+
+
+def command_table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
+    """Medians over rounds, and which of them are over their bar."""
+    rows = []
+    for name, times in found.items():
+        medians = {what: statistics.median(seconds) for what, seconds in times.items()}
+        missed = [what for what, bar in COMMAND_BARS.items() if medians.get(what, 0.0) > bar]
+        cells = [f"{medians[what]:.2f}" if what in medians else "-" for what in COMMAND_BARS]
+        rows.append([name, *cells, f"MISSED: {', '.join(missed)}" if missed else "met"])
+    headers = [f"{what} s (<= {bar:g})" for what, bar in COMMAND_BARS.items()]
+    return markdown_table(["command", *headers, "bars"], rows, text=("command", "bars"))
+
+
 def import_seconds(command: Sequence[str]) -> dict[str, float]:
     """Return the seconds that importing each package takes by itself, as `-X importtime` measures them."""
     done = subprocess.run(
@@ -212,7 +312,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--trainer", action="store_true", help="20 steps with accel_train.Trainer and transformers'")
+    parser.add_argument("--commands", action="store_true", help="help, errors and first lines of every command")
     arguments = parser.parse_args()
+    if arguments.commands:
+        with tempfile.TemporaryDirectory() as folder:
+            times = measure_commands(arguments.rounds, Path(folder))
+        title = f"## How long each command takes to say something, wall s, 1 thread, {arguments.rounds} round(s)"
+        show([title, "", command_table(times), ""], {"rounds": times}, save=arguments.save, name="startup-commands")
+        return
     if arguments.trainer:
         with tempfile.TemporaryDirectory() as folder:
             calls = measure_trainers(arguments.rounds, Path(folder))

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from accel_train.cli.command import Command, Outcome
+from accel_train.cli.command import Command, Outcome, users_mistakes
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_json
 from accel_train.core.errors import UserError
@@ -119,6 +119,11 @@ def _dispatch(words: list[str]) -> Outcome:
         return Outcome()
     if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"WORLD_SIZE={size}: {arguments.command} takes one process; start it without a launcher")
+    if settings:
+        from accel_train.recipe.loader import check_flags
+
+        with users_mistakes():
+            check_flags(settings)
     with exits_are_errors():
         return command.run(arguments, settings)
 

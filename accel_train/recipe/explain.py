@@ -87,15 +87,15 @@ def explain(name: str, width: int = 80) -> str:
 
 
 def example_of(name: str) -> Any:
-    """Return a value that a setting takes: as a recipe of the package has it, else its field's, a choice of its type, its default."""
+    """Return a value that a setting takes: its field's, else as a recipe of the package has it, a choice of its type, its default."""
     info = recipe_names()[name]
+    if isinstance(info, FieldInfo) and info.examples:
+        return info.examples[0]
     default = None if isinstance(info, type) or info.is_required() else info.default
     for tree in _shipped_trees():
         value = look_up(tree, name)
         if value is not None and value != default and not isinstance(value, Mapping):
             return value
-    if isinstance(info, FieldInfo) and info.examples:
-        return info.examples[0]
     choices = [choice for choice in choices_of(name) if choice not in (default, "auto")]
     if not choices:
         return True if default is False else default
