@@ -30,7 +30,7 @@ def quantize_int8(model: nn.Module) -> tuple[str, ...]:
     names = matrices(model)
     if not names:
         raise ValueError(
-            f"{type(model).__name__} has no linear layer, so nothing would become int8; export it as it is"
+            f"--quantize int8: {type(model).__name__} has no linear layer whose weights could become int8; leave --quantize out"
         )
     _quantize(model, names)
     return names

@@ -4,6 +4,7 @@ Its parts are read from evaluation.json, which a custom task may have filled: wh
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,9 +84,15 @@ def _describe_examples(found: Mapping[str, Any]) -> Block:
         "title": "Predictions" if of_pixels else "Mistakes",
         "kind": "examples",
         "items": items,
+        "colours": [pair for pair in _list(found.get("colours")) if _is_colour(pair)],
         "hint": hint,
         "wide": True,
     }
+
+
+def _is_colour(pair: Any) -> bool:
+    is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+    return is_pair and re.fullmatch(r"#[0-9a-f]{6}", str(pair[1])) is not None
 
 
 def _list(found: Any) -> list[Any]:

@@ -51,7 +51,8 @@ def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
     wrong = sorted((each for each in found if each["wrong"]), key=lambda each: -each["confidence"])
     most = most if kind == "label" else -(-most // SHOWN_OF_MASKS)
     shown = [_shown(each, source.shown(each["index"]), source.label_names) for each in wrong[:most]]
-    return {"kind": kind, "tried": len(found), "wrong": sum(each["wrong"] for each in found), "examples": shown}
+    facts = {"kind": kind, "tried": len(found), "wrong": sum(each["wrong"] for each in found), "examples": shown}
+    return facts if kind == "label" else {**facts, "colours": _colours(wrong[:most], source.label_names)}
 
 
 def _of_labels(
@@ -92,11 +93,26 @@ def _shown(found: dict[str, Any], sample: Mapping[str, Any], names: tuple[str, .
     return {**shown, "text": text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."}
 
 
-def _coloured(mask: NDArray[Any]) -> Image.Image:
-    """Return a mask with a colour for each class, the same in all pictures."""
+def _colours(found: list[dict[str, Any]], names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the name and the colour (`#rrggbb`) of each class in these masks."""
+    numbers = sorted(
+        {number for each in found for mask in ("truth", "mask") for number in np.unique(each[mask]).tolist()}
+    )
+    hues = _hues()
+    return [
+        (names[number] if number < len(names) else "no class", f"#{hues[number].tobytes().hex()}") for number in numbers
+    ]
+
+
+def _hues() -> NDArray[np.uint8]:
+    """Return a colour for each number of a mask, the same in all pictures: (256, 3)."""
     hues = np.random.default_rng(7).integers(40, 230, (256, 3), dtype=np.uint8)
     hues[0], hues[_NO_CLASS] = 0, 255
-    return Image.fromarray(hues[mask.astype(np.uint8)])
+    return hues
+
+
+def _coloured(mask: NDArray[Any]) -> Image.Image:
+    return Image.fromarray(_hues()[mask.astype(np.uint8)])
 
 
 def _png(picture: Image.Image) -> str:

@@ -275,6 +275,15 @@ def test_black_and_white_masks_are_two_classes_to_the_pipeline(capsys: pytest.Ca
     assert {each["label"] for each in found} <= {"background", "object"}
 
 
+def test_masks_whose_first_class_is_0_are_asked_whether_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    write_scenes("photos")
+    hint = "where it means no class (ADE20K): --data.reduce_labels true"
+    assert main(["finetune", "photos", "--dry-run"]) == 0
+    assert hint in capsys.readouterr().out
+    assert main(["finetune", "photos", "--dry-run", "--data.reduce_labels", "true", "--output_dir", "runs/b"]) == 0
+    assert hint not in capsys.readouterr().out
+
+
 def numbers_far_apart() -> None:
     write_scenes("t")
     for path in Path("t/masks").glob("*.png"):

@@ -82,6 +82,11 @@ def test_pictures_of_masks_are_image_truth_and_prediction() -> None:
         pictures = [Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))) for image in each["images"]]
         assert len(pictures) == 3
         assert len(pictures[1].convert("RGB").getcolors(1000) or ()) > 1, "a truth of several classes"
+        drawn = {"#" + bytes(colour).hex() for _, colour in pictures[1].convert("RGB").getcolors(1000) or ()}
+        assert drawn <= {colour for _, colour in found["colours"]}, "the key has every colour of a truth"
+    assert {name for name, _ in found["colours"]} <= {"background", *"0123456789"}
+    page = Path("run/report.html").read_text()
+    assert all(f'<i style="background: {colour}"></i>{name}</span>' in page for name, colour in found["colours"])
     assert Path("run/report.html").read_text().count("<img") == 3 * len(found["examples"])
 
 

@@ -111,21 +111,22 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
     settings = {"data.train": Choice(pairs.train, "")}
     if pairs.eval is not None and "data.eval" not in asked.given:
         settings["data.eval"] = Choice(pairs.eval, "its name says that it is for evaluation")
+    classes, notes = _classes_of(asked, pool)
     return Found(
         "semantic-segmentation",
         pairs.why,
         pool.description,
         num_samples=len(pool.images),
-        settings={**settings, **_classes_of(asked, pool)},
-        notes=pool.notes,
+        settings={**settings, **classes},
+        notes=(*pool.notes, *notes),
         **sizes_of([Path(pool.images.where(index)) for index in range(len(pool.images))]),
     )
 
 
-def _classes_of(asked: Asked, pool: ImagePool) -> dict[str, Choice[Any]]:
-    """Return which numbers in the masks are classes, where they are not 0, 1, 2, ..."""
+def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], Sequence[str]]:
+    """Return which numbers in the masks are classes, where they are not 0, 1, 2, ...; and what is to be said of them."""
     if {"data.mask_values", "data.reduce_labels", "data.label_names"} & asked.given or pool.masks is None:
-        return {}
+        return {}, ()
     masks = pool.masks
     found = in_threads(
         lambda index: set(np.unique(mask_values(masks[index], masks.where(index))).tolist()),
@@ -137,14 +138,18 @@ def _classes_of(asked: Asked, pool: ImagePool) -> dict[str, Choice[Any]]:
         return {
             "data.mask_values": Choice(numbers, why),
             "data.label_names": Choice(["background", "object"], f"{numbers[0]} and {numbers[1]}"),
-        }
+        }, ()
     classes = [number for number in numbers if number != asked.data.ignore_index]
     if len(classes) > 1 and classes[-1] >= 4 * len(classes):
         raise ValueError(
             f"{asked.path}: masks hold the numbers {', '.join(map(str, numbers))}, too far apart to be classes in order; say which are, in "
             f"order: --data.mask_values '{numbers}'"
         )
-    return {}
+    if classes[:1] == [0] and len(classes) > 2:
+        return {}, (
+            "0 in a mask is a class like the others; where it means no class (ADE20K): --data.reduce_labels true",
+        )
+    return {}, ()
 
 
 def _refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
