@@ -1,4 +1,4 @@
-"""The tasks on words, questions and choices with a fault on demand: `options` nan_at or term_at: {step, rank}."""
+"""The five text tasks with a fault on demand: `options` nan_at or term_at: {step, rank}."""
 
 import math
 import os
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
+from accel_train.tasks.masked_lm import MaskedLM
 from accel_train.tasks.multiple_choice import MultipleChoice
 from accel_train.tasks.question_answering import QuestionAnswering
+from accel_train.tasks.seq2seq import Seq2Seq
 from accel_train.tasks.token_classification import TokenClassification
 
 
@@ -45,3 +47,11 @@ class FaultyQuestionAnswering(Faulty, QuestionAnswering):
 
 class FaultyMultipleChoice(Faulty, MultipleChoice):
     """Multiple choice."""
+
+
+class FaultySeq2Seq(Faulty, Seq2Seq):
+    """Sequence to sequence."""
+
+
+class FaultyMaskedLM(Faulty, MaskedLM):
+    """Masked language modelling."""
