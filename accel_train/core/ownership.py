@@ -142,7 +142,7 @@ def check_file(path: Path, home: Path, what: str) -> None:
         raise ValueError(f"{what} is a folder; give a file")
     if not _is_ours(target, home):
         raise ValueError(
-            f"{what} was not written by this program, or was changed since; move it away, or give another name"
+            f"{what} was not written by this run, or was changed since; move it away, or give another name"
         )
 
 

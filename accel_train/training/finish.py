@@ -19,7 +19,7 @@ from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
-from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline
+from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline, without_averages
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
 from accel_train.observe.run_folder import EXAMPLES_FILE
@@ -200,7 +200,8 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
         note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
     if summary["eval"]:
         note(f"Evaluation on all held-out data{', beside baselines' if summary['baselines'] else ''}:")
-        note(format_scores(summary["eval"], summary["baselines"]))
+        main = short_name(run.plan.recipe.evaluate.metric_for_best_model)
+        note(format_scores(without_averages(summary["eval"], main), summary["baselines"]))
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
         note(augmented)
     if (defeat := summary["not_beaten"]) is not None:

@@ -325,7 +325,7 @@ def test_a_file_of_ours_is_replaced_until_somebody_changes_it(tmp_path: Path) ->
         check_file(path, tmp_path / "run", "--out table.csv")
         write_file(path, content, tmp_path / "run")
     path.write_bytes(b"mine")
-    with pytest.raises(ValueError, match=r"--out table\.csv was not written by this program"):
+    with pytest.raises(ValueError, match=r"--out table\.csv was not written by this run"):
         check_file(path, tmp_path / "run", "--out table.csv")
     write_file(path, b"3", tmp_path / "run")  # it came while the command worked
     assert (path.read_bytes(), (tmp_path / "previous-1" / "table.csv").read_bytes()) == (b"3", b"mine")
