@@ -33,7 +33,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(4, 4, 128, 64, 12, 65, steps=160, warmup_steps=40, bar_ratio=1.02),
+    "tiny": Preset(4, 4, 128, 64, 12, 65, steps=160, warmup_steps=40, bar_ratio=1.0),
     "micro": Preset(4, 2, 16, 8, 2, 65, steps=1500, warmup_steps=300, bar_extra_us=60.0),
 }
 

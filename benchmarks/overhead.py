@@ -178,7 +178,7 @@ def bar_verdict(preset: Preset, variant: str, ratio: float, extra_us: float) -> 
     if variant != "accel_train":
         return "-"
     if preset.bar_ratio is not None:
-        return f"<= {preset.bar_ratio} {'met' if ratio <= preset.bar_ratio else 'MISSED'}"
+        return f"<= {preset.bar_ratio:.2f} {'met' if ratio <= preset.bar_ratio else 'MISSED'}"
     assert preset.bar_extra_us is not None
     return f"<= +{preset.bar_extra_us:.0f} us {'met' if extra_us <= preset.bar_extra_us else 'MISSED'}"
 

@@ -424,8 +424,8 @@ def test_children_in_turns_compute_one_at_a_time_and_a_failed_one_is_told_of(tmp
 
 
 def test_bars_are_judged_by_ratio_or_by_microseconds() -> None:
-    assert bar_verdict(PRESETS["tiny"], "accel_train", 1.019, 5000.0) == "<= 1.02 met"
-    assert bar_verdict(PRESETS["tiny"], "accel_train", 1.021, 1.0) == "<= 1.02 MISSED"
+    assert bar_verdict(PRESETS["tiny"], "accel_train", 0.999, 5000.0) == "<= 1.00 met"
+    assert bar_verdict(PRESETS["tiny"], "accel_train", 1.001, 1.0) == "<= 1.00 MISSED"
     assert bar_verdict(PRESETS["micro"], "accel_train", 1.5, 59.0) == "<= +60 us met"
     assert bar_verdict(PRESETS["micro"], "accel_train", 1.001, 61.0) == "<= +60 us MISSED"
     assert bar_verdict(PRESETS["micro"], "accelerate", 9.0, 999.0) == "-"
