@@ -1,5 +1,6 @@
 """N-grams of bytes and words: the same whatever stands beside a text, weighted as TF-IDF weights them, loaded without the package."""
 
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -92,11 +93,8 @@ def test_it_trains_past_its_baselines_and_its_folder_works_without_the_package(
         "8192",
     ]
     assert main(["run", "text_ngrams", *settings]) == 0
-    said = capsys.readouterr().out
-    scores = {
-        line.rsplit(maxsplit=1)[0].strip(): line.split()[-1] for line in said.splitlines() if line.startswith("  ")
-    }
-    assert float(scores["accuracy"]) > float(scores["tfidf accuracy"]) + 0.2
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["eval"]["accuracy"] > summary["baselines"]["tfidf_accuracy"] + 0.2
 
     register()
     loaded = NgramsForSequenceClassification.from_pretrained("run/model").eval()

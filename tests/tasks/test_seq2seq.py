@@ -358,6 +358,24 @@ def test_predictions_are_a_row_a_source_with_or_without_targets(trained: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["blocks", "model"])
+def test_a_compiled_model_generates_what_one_does_that_is_not(tmp_path: Path, compiled: str) -> None:
+    """Traced alone: what the compiler would make of the graphs is another matter."""
+    write_pairs(tmp_path / "pairs.csv")
+    found = []
+    for number, precision in enumerate(({}, {"compile": compiled, "compile_backend": "aot_eager"})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        data = {"train": str(tmp_path / "pairs.csv"), "eval_fraction": 0.3, "max_length": 16, "max_target_length": 24}
+        evaluate = {"every_steps": 2, "generation": {"max_samples": 5}}
+        sections = {"model": {"config": T5}, "schedule": {"max_steps": 2}, "precision": precision, "evaluate": evaluate}
+        run(write_recipe_file(folder, task="seq2seq", data=data, **sections))
+        found.append(json.loads((folder / "run" / "evaluation.json").read_text()))
+    assert found[0]["details"]["generation"] == found[1]["details"]["generation"]
+    assert found[1]["metrics"] == pytest.approx(found[0]["metrics"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_the_recipe_beats_a_copy_of_the_source_in_one_of_its_epochs(tmp_path: Path) -> None:
     recipe = REPOSITORY / "recipes/seq2seq.yaml"
     run(recipe, "--schedule.num_epochs", "1", "--output_dir", str(tmp_path / "run"))

@@ -26,6 +26,7 @@ class TextGenerator:
     def __init__(self, section: Generation, max_new_tokens: int, num_tokens: int) -> None:
         self.section, self.max_new_tokens, self.num_tokens = section, max_new_tokens, num_tokens
 
+    @torch.compiler.disable  # where all of the model is compiled, this is called within it
     def generate(self, model: nn.Module, inputs: Mapping[str, Tensor], wanted: Tensor | None = None) -> Tensor:
         """Return the ids of a text for each source, (N, max_new_tokens) int64, for the `wanted` (N,) bool alone; else -1.
 
