@@ -4,11 +4,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal, TextIO, TypeVar
+from typing import Literal, TextIO
 
-T = TypeVar("T")
 Colour = Literal["bold", "dim", "red", "green", "yellow"]
 _CODES: dict[Colour, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
 
@@ -71,18 +70,3 @@ def busy(text: str, *, every_seconds: float = 1.0) -> Iterator[None]:
             thread.join()
             with suppress(OSError, ValueError):
                 print(file=stream, flush=True)
-
-
-def counted(batches: Iterable[T], total: int, text: str) -> Iterator[T]:
-    """Yield the batches, with a bar on stderr, on rank 0; outside a terminal with a line before the first."""
-    stream = sys.stderr
-    if os.environ.get("RANK", "0") != "0" or stream is None:
-        yield from batches
-    elif is_terminal(stream) and width_of(stream):
-        from tqdm import tqdm
-
-        yield from tqdm(batches, text, total, leave=False, file=stream, dynamic_ncols=True, unit=" batches")
-    else:
-        with suppress(OSError, ValueError):  # its reader has closed it
-            print(f"{text} ...", file=stream, flush=True)
-        yield from batches

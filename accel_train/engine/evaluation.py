@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from accel_train.core.errors import DataError
-from accel_train.core.terminal import counted
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
@@ -56,8 +55,8 @@ class EvaluationReader:
     """Read that many samples, evenly spaced; None: all."""
     forwards_alike: bool = False
     """All processes forward as many batches as any of them: a forward waits for the others (FSDP2 gathers weights in each)."""
-    told: str = ""
-    """What a command says meanwhile, with a bar in a terminal: `evaluating`; empty: nothing."""
+    counted: Callable[[Iterator[MicroBatch], int], Iterator[MicroBatch]] | None = None
+    """Gets this process's batches and their number, and yields them: a bar. None: they are read in silence."""
 
     @property
     def num_samples(self) -> int:
@@ -74,7 +73,7 @@ class EvaluationReader:
             for batch in evaluation_batches(count, self.batch_size, dims.rank, dims.size)
             for start in range(0, len(batch), chunk)
         )
-        return counted(batches, -(-count // (chunk * dims.size)), self.told) if self.told else batches
+        return self.counted(batches, -(-count // (chunk * dims.size))) if self.counted else batches
 
     def batches_for_all(self) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the batches, and then as many that do not count (False) as the process with the most batches has more."""

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accel_train.core.json_io import json_text
 from accel_train.core.ownership import check_file, write_file
 from accel_train.engine.evaluation import EvaluationReader, evaluate
-from accel_train.inference.finished_run import TrainedRun, check_finished, open_run
+from accel_train.inference.finished_run import TrainedRun, check_finished, counted, open_run
 from accel_train.metrics.baselines import format_scores
 from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.task import Scores
@@ -35,7 +36,7 @@ def measure(run: TrainedRun) -> Scores:
     The metrics are the loss, the task's, and `num_targets`; they are the same on all processes.
     """
     size = run.sizes.per_device_eval_batch_size
-    reader = EvaluationReader(run.accelerator, run.data, size, run.reading, told="evaluating")
+    reader = EvaluationReader(run.accelerator, run.data, size, run.reading, counted=partial(counted, text="evaluating"))
     result = evaluate(reader, run.inner)
     found = run.task.score(result.loss, result.totals, run.data)
     return Scores({"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details)

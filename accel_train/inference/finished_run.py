@@ -2,18 +2,22 @@
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
+from tqdm import tqdm
 
 from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, read_recipe
 from accel_train.core.errors import DataError
+from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.sources import is_path, is_there, located
 from accel_train.data.tables import MissingColumn
@@ -28,6 +32,9 @@ from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.process_group import start_processes
 from accel_train.task import Task, TaskData, load_task, read_data
+
+T = TypeVar("T")
+
 
 _PROBLEM_TYPES = {
     "single_label_classification": "single_label",
@@ -259,3 +266,16 @@ def with_model(run: TrainedRun, model: nn.Module) -> TrainedRun:
     inner = TrainingModule(model.eval(), run.task).to(run.accelerator.device)
     run.accelerator.prepare_model(inner, evaluation_mode=True)
     return replace(run, inner=inner)
+
+
+def counted(batches: Iterable[T], total: int, text: str) -> Iterator[T]:
+    """Yield the batches, with a bar on stderr, on rank 0; outside a terminal with a line before the first."""
+    stream = sys.stderr
+    if os.environ.get("RANK", "0") != "0" or stream is None:
+        yield from batches
+    elif is_terminal(stream) and width_of(stream):
+        yield from tqdm(batches, text, total, leave=False, file=stream, dynamic_ncols=True, unit=" batches")
+    else:
+        with suppress(OSError, ValueError):  # its reader has closed it
+            print(f"{text} ...", file=stream, flush=True)
+        yield from batches

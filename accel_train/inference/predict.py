@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from accel_train.core.files import is_written_into, output_path
 from accel_train.core.ownership import check_file, check_folder, replacing, staging_of, write_file
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
-from accel_train.inference.finished_run import TrainedRun, open_run, recipe_of_trained
+from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 MAX_SCORE_COLUMNS = 20
@@ -102,7 +103,8 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
     rows: dict[str, list[Tensor]] = {}
     size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
     indices = evaluation_batches(len(run.data.eval), size, run.accelerator.process_index, processes)  # type: ignore[arg-type]
-    batches = EvaluationReader(run.accelerator, run.data, size, run.reading, told="predicting").batches()
+    shown = partial(counted, text="predicting")
+    batches = EvaluationReader(run.accelerator, run.data, size, run.reading, counted=shown).batches()
     with evaluation_mode(run.inner):
         for index, (batch, _) in zip(indices, batches, strict=True):
             found = dict(run.inner(batch, "predictions"))

@@ -1,19 +1,16 @@
 """Colours and the line of what is being done, in real terminals and outside of them."""
 
-import fcntl
 import io
 import os
 import pty
-import struct
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
 
-from accel_train.core.terminal import busy, counted, paint, use_colour
+from accel_train.core.terminal import busy, paint, use_colour
 
 
 @pytest.fixture(autouse=True)
@@ -88,21 +85,3 @@ def test_a_log_file_gets_one_line_before_the_wait_and_other_ranks_none(
     with busy("importing torch"):
         pass  # nothing has to take long for it to be printed, or not
     assert capsys.readouterr().err == ""
-
-
-def test_batches_are_counted_on_a_bar_in_a_terminal_and_told_of_once_elsewhere(
-    terminal: tuple[TextIO, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fcntl.ioctl(terminal[0].fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-    monkeypatch.setattr(sys, "stderr", terminal[0])
-    assert list(counted(iter("abcd"), 4, "evaluating")) == list("abcd")
-    shown = os.read(terminal[1], 10_000).decode()
-    assert "evaluating:   0%" in shown
-    assert "0/4" in shown
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
-    assert list(counted(iter("abcd"), 4, "evaluating")) == list("abcd")
-    assert log.getvalue() == "evaluating ...\n"
-    monkeypatch.setenv("RANK", "1")
-    assert list(counted(iter("abcd"), 4, "evaluating")) == list("abcd")
-    assert log.getvalue() == "evaluating ...\n"

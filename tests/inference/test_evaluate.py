@@ -1,7 +1,14 @@
 """`accel-train evaluate`: the numbers a run ended with, on other data too, on any number of processes."""
 
+import fcntl
+import io
 import json
+import os
+import pty
+import struct
 import subprocess
+import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from accel_train.cli.main import main
 from accel_train.inference.evaluate import short_name
+from accel_train.inference.finished_run import counted
 from accel_train.metrics.baselines import format_scores
 from tests.support import runs as runs
 from tests.support.runs import answers
@@ -234,3 +242,23 @@ def test_a_model_that_is_not_the_trained_one_is_refused(capsys: pytest.CaptureFi
 def test_other_data_names_its_file(data: str, name: str) -> None:
     assert short_name(data) == name
     assert short_name(__file__) == "test_evaluate"
+
+
+def test_batches_are_counted_on_a_bar_in_a_terminal_and_told_of_once_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    with os.fdopen(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert list(counted(iter("abcd"), 4, "evaluating")) == list("abcd")
+        shown = os.read(reader, 10_000).decode()
+    os.close(reader)
+    assert "evaluating:   0%" in shown
+    assert "0/4" in shown
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    assert list(counted(iter("abcd"), 4, "evaluating")) == list("abcd")
+    assert log.getvalue() == "evaluating ...\n"
+    monkeypatch.setenv("RANK", "1")
+    assert list(counted(iter("abcd"), 4, "evaluating")) == list("abcd")
+    assert log.getvalue() == "evaluating ...\n"
