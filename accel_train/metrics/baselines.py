@@ -63,7 +63,9 @@ def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any], own: 
 
 
 def _show(value: Any) -> str:
-    return "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4f}"
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
 
 
 def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> Unbeaten | None:

@@ -100,7 +100,8 @@ def _colours(found: list[dict[str, Any]], names: tuple[str, ...]) -> list[tuple[
     )
     hues = _hues()
     return [
-        (names[number] if number < len(names) else "no class", f"#{hues[number].tobytes().hex()}") for number in numbers
+        (names[number] if 0 <= number < len(names) else "no class", f"#{hues[number].tobytes().hex()}")
+        for number in numbers
     ]
 
 
