@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-SMALL_BYTES = 256
-"""What processes agree with, and the norms of gradients: not of the model."""
+SMALL_BYTES = 512
+"""Less than that is what processes agree with, and the norms of gradients: not of the model."""
 METHODS = {
     "all_gather_single": ("all-gather", 0),
     "_allgather_base": ("all-gather", 0),  # before torch 2.13
@@ -41,7 +41,7 @@ def count_collectives() -> Counter[str]:
 def _counted_result(original: Any, kind: str, counts: Counter[str]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if result.nbytes > SMALL_BYTES:
+        if result.nbytes >= SMALL_BYTES:
             counts[kind] += result.nbytes
         return result
 
@@ -52,7 +52,7 @@ def _counted(original: Any, kind: str, which: int, counts: Counter[str]) -> Any:
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = args[which] if isinstance(args[which], list) else [args[which]]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        if num_bytes > SMALL_BYTES:
+        if num_bytes >= SMALL_BYTES:
             counts[kind] += num_bytes
         return original(group, *args, **kwargs)
 
