@@ -314,23 +314,23 @@ def main() -> None:
     parser.add_argument("--trainer", action="store_true", help="20 steps with accel_train.Trainer and transformers'")
     parser.add_argument("--commands", action="store_true", help="help, errors and first lines of every command")
     arguments = parser.parse_args()
-    if arguments.commands:
-        with tempfile.TemporaryDirectory() as folder:
-            times = measure_commands(arguments.rounds, Path(folder))
-        title = f"## How long each command takes to say something, wall s, 1 thread, {arguments.rounds} round(s)"
-        show([title, "", command_table(times), ""], {"rounds": times}, save=arguments.save, name="startup-commands")
-        return
-    if arguments.trainer:
-        with tempfile.TemporaryDirectory() as folder:
-            calls = measure_trainers(arguments.rounds, Path(folder))
-        title = f"## A Trainer made and trained for 20 tiny steps, 1 thread, {arguments.rounds} round(s)"
-        show([title, "", trainer_table(calls), ""], {"rounds": calls}, save=arguments.save, name="startup-trainer")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(arguments.rounds, arguments.layers, Path(folder))
-        imports = import_seconds(demo(Path(folder) / "imports", Path(folder) / "cache", 2, arguments.layers))
-    record: dict[str, Any] = {"rounds": found, "imports": imports}
-    show(report(arguments, found, imports), record, save=arguments.save, name="startup")
+    found: Any
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        if arguments.commands:
+            name, title = "startup-commands", "How long each command takes to say something, wall s"
+            table = command_table(found := measure_commands(arguments.rounds, folder))
+        elif arguments.trainer:
+            name, title = "startup-trainer", "A Trainer made and trained for 20 tiny steps"
+            table = trainer_table(found := measure_trainers(arguments.rounds, folder))
+        else:
+            found = measure(arguments.rounds, arguments.layers, folder)
+            imports = import_seconds(demo(folder / "imports", folder / "cache", 2, arguments.layers))
+            record = {"rounds": found, "imports": imports}
+            show(report(arguments, found, imports), record, save=arguments.save, name="startup")
+            return
+    lines = [f"## {title}, 1 thread, {arguments.rounds} round(s)", "", table, ""]
+    show(lines, {"rounds": found}, save=arguments.save, name=name)
 
 
 if __name__ == "__main__":

@@ -120,10 +120,10 @@ def _dispatch(words: list[str]) -> Outcome:
     if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"WORLD_SIZE={size}: {arguments.command} takes one process; start it without a launcher")
     if settings:
-        from accel_train.recipe.loader import check_flags
+        from accel_train.recipe.loader import split_flags
 
         with users_mistakes():
-            check_flags(settings)
+            split_flags(settings)  # before torch is imported: the command reads them again, with its recipe
     with exits_are_errors():
         return command.run(arguments, settings)
 

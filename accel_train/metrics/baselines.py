@@ -51,7 +51,7 @@ def without_averages(scores: Mapping[str, Any], kept: str) -> dict[str, Any]:
 
 
 def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any], own: str = "this model") -> str:
-    """Return a table: a metric a row, the model's value, and each baseline's beside it."""
+    """Return a table: a row for each metric, a column for the model and for each baseline."""
     columns: dict[str, Mapping[str, Any]] = {own: scores, **by_baseline(baselines, scores)}
     cells = [[_show(values.get(metric)) for values in columns.values()] for metric in scores]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]

@@ -161,28 +161,22 @@ def _flatten(
             yield here, (value, origin(here))
 
 
-def check_flags(arguments: Sequence[str]) -> None:
-    """Check `--section.field VALUE` or `--section.field=VALUE` words, before anything that takes time.
-
-    Raises:
-        ValueError: one names no setting, has no value, or is no flag.
-    """
-    for _ in _flags(arguments):
-        pass
-
-
 def _read_arguments(arguments: Sequence[str], problems: list[str]) -> Layer:
     layer: Layer = {}
-    for flag, name, text in _flags(arguments):
+    for flag, name, text in split_flags(arguments):
         *section, field = name.split(".")
         tree, origin = {field: _flag_value(name, text)}, Origin("command line", flag)
         layer = _apply(layer, dict(_flatten(tree, tuple(section), lambda _, o=origin: o, problems)))  # type: ignore[misc]
     return layer
 
 
-def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield each flag, the setting that it names, and its value."""
-    rest = list(arguments)
+def split_flags(arguments: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Split `--section.field VALUE` or `--section.field=VALUE` words: each flag, the setting that it names, and its value as text.
+
+    Raises:
+        ValueError: one names no setting, has no value, or is no flag.
+    """
+    found, rest = [], list(arguments)
     while rest:
         flag, equals, text = rest.pop(0).partition("=")
         name = flag.removeprefix("--")
@@ -197,7 +191,8 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
                 rule = names.rule_of(name) if name in names.recipe_names() else "any YAML value"
                 raise ValueError(f"{flag} needs a value: {rule}")
             text = rest.pop(0)
-        yield flag, name, text
+        found.append((flag, name, text))
+    return found
 
 
 def _flag_value(name: str, text: str) -> Any:

@@ -191,7 +191,7 @@ class Log(Section):
     notify: tuple[NotifyTarget, ...] = Field(
         default=(), examples=[["$SLACK_WEBHOOK", "mail -s training me@example.org"]]
     )
-    """Who is told when the run rolls back, stops or ends. A URL, to which a JSON object is posted; or a command, as a text or a
+    """Who is notified when the run rolls back, stops or ends. A URL, to which a JSON object is posted; or a command, as a text or a
     list of words, which gets the object on standard input. `$NAME` alone is a URL from that environment variable."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[[20, 25]])
     """First and last step to profile, both included, counted from 1 as in metrics.jsonl: each process writes a trace (for

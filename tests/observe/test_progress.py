@@ -244,13 +244,13 @@ def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(monkeypatch: pyte
             progress.evaluating(50 * (evaluation + 1), done / 40)
         progress.evaluated(50 * (evaluation + 1), "evaluation", {"loss": 2.0})
     lines = stream.getvalue().splitlines()
-    told = [
+    shown = [
         "evaluating, 12% done after 5s",
         "evaluating, 25% done after 10s",
         "evaluating, 50% done after 20s",
         "evaluation: loss 2.0000",
     ]
-    assert lines == [f"step {step}: {text}" for step in (50, 100) for text in told]
+    assert lines == [f"step {step}: {text}" for step in (50, 100) for text in shown]
 
 
 def test_a_bar_shows_how_far_an_evaluation_is_and_then_its_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:

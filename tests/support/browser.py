@@ -76,7 +76,7 @@ class Tab:
         self("Emulation.setScriptExecutionDisabled", value=not script)
         self("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self._next().get("method") != "Page.loadEventFired":
-            pass
+            pass  # `_next` keeps what an earlier message says
         if script:
             self.settle()
 

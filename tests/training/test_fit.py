@@ -66,7 +66,7 @@ def test_a_module_is_trained_in_place_and_the_result_has_model_metrics_and_repor
 
 def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> None:
     class Killed(Exception):
-        pass
+        """Ends the first call in the middle of its training."""
 
     calls = 0
 
