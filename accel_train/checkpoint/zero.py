@@ -40,7 +40,7 @@ class Part:
         return flat.detach()[self.start : self.start + self.numel]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the same part of the whole tensor; shorter where the last process's part is padded."""
+        """Return the same part of the whole tensor."""
         return whole.flatten()[self.offset : self.offset + self.numel]
 
 
@@ -73,12 +73,16 @@ class ZeroShards:
         return Part(name, parameter, parameter.shape, flat, first - here, first - begin, numel)
 
     def _part_of_3(self, name: str, parameter: Any) -> Part:
+        room = parameter.partition_numel()  # the last processes' shares are padded to it
+        offset = room * dist.get_rank()
+        numel = max(min(offset + room, parameter.ds_numel) - offset, 0)
         if parameter.requires_grad:
-            group, start, numel = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            group, start, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
             flat = self._zero.fp32_partitioned_groups_flat[group]
         else:
-            flat, start, numel = parameter.ds_tensor, 0, parameter.partition_numel()
-        return Part(name, parameter, parameter.ds_shape, flat, start, numel * dist.get_rank(), numel)
+            flat, start = parameter.ds_tensor, 0
+        flat.detach()[start + numel : start + room].zero_()  # DeepSpeed leaves there what lay in memory: a NaN as well
+        return Part(name, parameter, parameter.ds_shape, flat, start, offset, numel)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this process's shards of weights and moments by name: the same names on all, a zero where it holds nothing."""
@@ -121,13 +125,11 @@ class ZeroShards:
 
     def _gather(self, part: Part, flat: Tensor) -> Tensor:
         """Return a full tensor on the main process: the parts do not overlap, and their sum as integers keeps every bit."""
-        num_elements = part.shape.numel()
-        room = part.numel * dist.get_world_size() if self._stage == 3 else num_elements  # stage 3 pads
-        whole = torch.zeros(room, dtype=flat.dtype, device=self.device)
+        whole = torch.zeros(part.shape.numel(), dtype=flat.dtype, device=self.device)
         whole[part.offset : part.offset + part.numel] = part.of(flat)
         assert whole.element_size() == 4, "weights and moments are fp32"
         dist.reduce(whole.view(torch.int32), 0)
-        return whole[:num_elements].reshape(part.shape).cpu() if dist.get_rank() == 0 else whole.new_empty(0)
+        return whole.reshape(part.shape).cpu() if dist.get_rank() == 0 else whole.new_empty(0)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the model's whole state by name."""
@@ -150,14 +152,12 @@ class ZeroShards:
 
     @staticmethod
     def _put(part: Part, flat: Tensor, whole: Tensor) -> None:
-        cut = part.cut(whole)
-        part.of(flat)[: len(cut)].copy_(cut)
+        part.of(flat).copy_(part.cut(whole))
 
     def _put_in_3(self, part: Part, whole: Tensor) -> None:
         """Write what a forward uses: this process's shard, and small weights in full, which stay gathered between steps."""
         parameter: Any = part.parameter
-        cut = part.cut(whole)
-        parameter.ds_tensor.detach()[: len(cut)].copy_(cut)
+        parameter.ds_tensor.detach()[: part.numel].copy_(part.cut(whole))
         if parameter.data.shape == part.shape:
             parameter.data.copy_(whole)
 

@@ -119,6 +119,22 @@ def test_nan_on_one_process_is_skipped_on_both_to_the_bit(tmp_path: Path, stage:
     assert [event["step"] for event in events(run, "skip")] == [4]
 
 
+def test_a_bias_of_one_number_over_two_processes_is_saved_whatever_lay_in_its_padding(tmp_path: Path) -> None:
+    """Deterministic, torch fills all memory that it is not asked to clear with NaN, DeepSpeed's padding with it."""
+    run = sit(
+        tmp_path,
+        2,
+        zero(3),
+        task="tests.support.tasks.number_faults:FaultyRegression",
+        precision={"deterministic": True},
+        schedule={"max_steps": 2},
+        checkpoint={"every_steps": 1, "keep": 3},
+        options={"num_samples": 64},
+    )
+    assert events(run, "checkpoint_refused") == []
+    assert tensors(run, 2, "model")["head.bias"].shape == (1,)
+
+
 @pytest.mark.slow
 def test_stopped_and_gone_on_under_other_layouts_the_losses_are_those_of_one_process(
     tmp_path: Path, undisturbed: Path
