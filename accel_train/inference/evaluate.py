@@ -30,13 +30,13 @@ def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] 
     return run
 
 
-def measure(run: TrainedRun) -> Scores:
+def measure(run: TrainedRun, text: str = "evaluating") -> Scores:
     """Evaluate on all of the data, as the run itself does at its end: with the same weights, the same numbers.
 
-    The metrics are the loss, the task's, and `num_targets`; they are the same on all processes.
+    The metrics are the loss, the task's, and `num_targets`; they are the same on all processes. `text` names the work while it lasts.
     """
     size = run.sizes.per_device_eval_batch_size
-    reader = EvaluationReader(run.accelerator, run.data, size, run.reading, counted=partial(counted, text="evaluating"))
+    reader = EvaluationReader(run.accelerator, run.data, size, run.reading, counted=partial(counted, text=text))
     result = evaluate(reader, run.inner)
     found = run.task.score(result.loss, result.totals, run.data)
     return Scores({"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details)

@@ -17,7 +17,7 @@ Style = Literal["bar", "notebook", "lines", "off"]
 REFRESH_SECONDS = 0.5
 """A bar is drawn at most this often: a redraw costs about 0.1 ms, and a slow terminal much more."""
 
-LINE_SECONDS = 5.0
+LINE_SECONDS = 2.0
 """Without a bar the first line on how far an evaluation is; the next ones come after twice as long each."""
 
 WIDE = 80

@@ -368,4 +368,8 @@ def test_what_torchao_says_at_its_import_does_not_reach_the_screen() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.splitlines() == ["run: importing torch and transformers ...", *["evaluating ..."] * 2]
+    assert done.stderr.splitlines() == [
+        "run: importing torch and transformers ...",
+        "evaluating the model as it is ...",
+        "evaluating it in int8 ...",
+    ]

@@ -245,9 +245,11 @@ def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(monkeypatch: pyte
         progress.evaluated(50 * (evaluation + 1), "evaluation", {"loss": 2.0})
     lines = stream.getvalue().splitlines()
     shown = [
-        "evaluating, 12% done after 5s",
-        "evaluating, 25% done after 10s",
-        "evaluating, 50% done after 20s",
+        "evaluating, 5% done after 2s",
+        "evaluating, 10% done after 4s",
+        "evaluating, 20% done after 8s",
+        "evaluating, 40% done after 16s",
+        "evaluating, 80% done after 32s",
         "evaluation: loss 2.0000",
     ]
     assert lines == [f"step {step}: {text}" for step in (50, 100) for text in shown]
