@@ -1,7 +1,6 @@
 """The model beside what takes no training of its own: which baselines it does not beat."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -40,14 +39,6 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
             name = key.removesuffix(f"_{metric}").replace("_", " ")
             by_name.setdefault(name, {})[metric] = value
     return by_name
-
-
-def without_averages(scores: Mapping[str, Any], kept: str) -> dict[str, Any]:
-    """Return the metrics without averages of precision, recall and F1 beside the macro F1, which stands for them; `kept` stays."""
-    averaged = re.compile(r"(precision|recall|f1)_(macro|micro|weighted|samples)")
-    stands = ("f1_macro", kept)
-    is_left_out = {name for name in scores if averaged.fullmatch(name) and name not in stands}
-    return {name: value for name, value in scores.items() if "f1_macro" not in scores or name not in is_left_out}
 
 
 def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any], own: str = "this model") -> str:

@@ -47,6 +47,7 @@ class Progress:
         setting: `Recipe.log.progress`.
         initial_step: steps done in earlier launches; the time left is estimated from this launch alone.
         targets: unit of the rate: tokens, images, ...
+        metric: of the evaluation, the one that lines show whatever else they leave out.
         stream: none: standard output.
     """
 
@@ -57,12 +58,14 @@ class Progress:
         total_steps: int,
         initial_step: int = 0,
         targets: str = "tokens",
+        metric: str = "",
         stream: TextIO | None = None,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._speed_unit = "tok/s" if targets == "tokens" else f"{targets}/s"
         self.style = choose_style(setting, self._stream)
         self._total_steps, self._initial_step = total_steps, initial_step
+        self._metric = metric
         self._begin = time.monotonic()
         self._bar: Any = None
         self._loss = self._beside_bar = ""
@@ -124,7 +127,7 @@ class Progress:
         if self._bar is not None:
             self._guarded(lambda: self._bar.set_postfix_str(self._beside_bar, refresh=False))
         if self.style != "notebook" or self._bar is None:
-            return self.note(f"step {step}: {kind}: {describe_metrics(metrics)}")
+            return self.note(f"step {step}: {kind}: {describe_metrics(metrics, self._metric)}")
         numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in _floats(metrics).items()}
         last = " (last)" if kind != "evaluation" else ""
         row = {
@@ -208,9 +211,17 @@ def _discard_stdout() -> None:
         return
 
 
-def describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """Return `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`."""
-    numbers = [f"{name} {value:.4f}" for name, value in _floats(metrics).items()]
+def without_averages(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
+    """Return the metrics without averages of precision, recall and F1 beside the macro F1, which stands for them; `kept` stays."""
+    averaged = re.compile(r"(precision|recall|f1)_(macro|micro|weighted|samples)")
+    stands = ("f1_macro", kept)
+    is_left_out = {name for name in scores if averaged.fullmatch(name) and name not in stands}
+    return {name: value for name, value in scores.items() if "f1_macro" not in scores or name not in is_left_out}
+
+
+def describe_metrics(metrics: Mapping[str, Any], kept: str = "") -> str:
+    """Return `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`, without the averages that the macro F1 stands for."""
+    numbers = [f"{name} {value:.4f}" for name, value in _floats(without_averages(metrics, kept)).items()]
     seconds = f" ({format_seconds(metrics['seconds'])})" if "seconds" in metrics else ""
     return ", ".join(numbers) + seconds
 

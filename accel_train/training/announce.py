@@ -29,6 +29,7 @@ from accel_train.runtime.doctor import device_name, launch_facts
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import TARGET_UNITS
+from accel_train.training.model_selection import short_name
 
 
 def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> RunObserver:
@@ -39,7 +40,13 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
     targets = TARGET_UNITS.get(recipe.task, "targets")
     return RunObserver(
         folder,
-        Progress(recipe.log.progress, total_steps=plan.max_steps, initial_step=state.step, targets=targets),
+        Progress(
+            recipe.log.progress,
+            total_steps=plan.max_steps,
+            initial_step=state.step,
+            targets=targets,
+            metric=short_name(recipe.evaluate.metric_for_best_model),
+        ),
         Trackers(
             accelerator,
             recipe.log.trackers,

@@ -19,9 +19,10 @@ from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
-from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline, without_averages
+from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
+from accel_train.observe.progress import without_averages
 from accel_train.observe.run_folder import EXAMPLES_FILE
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts

@@ -3,14 +3,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.metrics.baselines import (
-    Unbeaten,
-    format_scores,
-    is_lower_better,
-    likely_causes,
-    unbeaten_baseline,
-    without_averages,
-)
+from accel_train.metrics.baselines import Unbeaten, format_scores, is_lower_better, likely_causes, unbeaten_baseline
 
 FACTS: dict[str, Any] = {
     "run_folder": "runs/a", "steps": 1200, "epochs": 3.0, "pretrained": False, "parameters": 124_000, "samples": 5000,
@@ -91,14 +84,6 @@ def test_who_has_pretrained_weights_is_not_told_to_take_some() -> None:
 def test_errors_are_better_when_they_are_smaller() -> None:
     assert all(map(is_lower_better, ("eval_loss", "hamming_loss", "rmse", "perplexity", "bits_per_byte")))
     assert not any(map(is_lower_better, ("accuracy", "f1_macro", "mean_iou", "r2")))
-
-
-def test_of_the_averages_of_precision_recall_and_f1_the_macro_f1_stands_for_all_but_the_one_that_decides() -> None:
-    names = [f"{score}_{kind}" for score in ("precision", "recall", "f1") for kind in ("macro", "micro", "weighted")]
-    scores = {"accuracy": 0.9, **dict.fromkeys(names, 0.8)}
-    assert [*without_averages(scores, "accuracy")] == ["accuracy", "f1_macro"]
-    assert [*without_averages(scores, "f1_weighted")] == ["accuracy", "f1_macro", "f1_weighted"]
-    assert without_averages({"f1_micro": 0.5}, "loss") == {"f1_micro": 0.5}
 
 
 def test_scores_are_a_table_with_a_column_for_each_baseline() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import accel_train
 from accel_train.core.format import format_seconds
-from accel_train.observe.progress import Progress, choose_style
+from accel_train.observe.progress import Progress, choose_style, describe_metrics, without_averages
 
 
 class Terminal:
@@ -292,3 +292,12 @@ def test_at_80_columns_the_bar_keeps_ten_characters_and_notes_break_between_word
     assert len(drawn) <= 80
     assert "20000/100000, loss 2.346, lr 3.0e-04, 1.23M tok/s" in drawn
     assert len(drawn.split("|")[1]) >= 10
+
+
+def test_of_the_averages_of_precision_recall_and_f1_the_macro_f1_stands_for_all_but_the_one_that_decides() -> None:
+    names = [f"{score}_{kind}" for score in ("precision", "recall", "f1") for kind in ("macro", "micro", "weighted")]
+    scores = {"accuracy": 0.9, **dict.fromkeys(names, 0.8)}
+    assert [*without_averages(scores, "accuracy")] == ["accuracy", "f1_macro"]
+    assert [*without_averages(scores, "f1_weighted")] == ["accuracy", "f1_macro", "f1_weighted"]
+    assert without_averages({"f1_micro": 0.5}, "loss") == {"f1_micro": 0.5}
+    assert describe_metrics(scores) == "accuracy 0.9000, f1_macro 0.8000"
