@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 OF_AN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
+CACHES = ["past_key_values", "cache"]
+"""What a model returns for generation: its name before transformers 5.24, and since."""
 ASKS_NOTHING = (DefaultFlowCallback, PrinterCallback, ProgressCallback, *INTEGRATION_TO_CALLBACK.values())
 
 
@@ -140,7 +142,7 @@ def prediction_step(
         trainer.can_return_loss if inputs.get("return_loss") is None else inputs["return_loss"]
     )
     if ignore_keys is None:
-        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", CACHES)
     loss = labels = None
     if has_labels or gives_loss:
         labels = nested_detach(tuple(inputs.get(name) for name in names))
