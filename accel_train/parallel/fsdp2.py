@@ -24,6 +24,7 @@ from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.training_module import TrainingModule
 from accel_train.parallel.dims import check_divides, parallel_dims
+from accel_train.parallel.gradient_watch import Fsdp2Gradients
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strategy
 from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
 from accel_train.recipe.parallel import Parallel
@@ -42,6 +43,8 @@ class Fsdp2(Strategy):
     builds_empty = True
     _saving_group: dist.ProcessGroup
     """Process group of the threads that save: their collectives must not mix with the training's."""
+    _gradients: Fsdp2Gradients | None = None
+    """None where nothing is sharded: layers are split alone, and neighbours lack the same gradients."""
     _weights: Mapping[str, Tensor] | None = None
     """Full weights of the model that was built empty, on the main process."""
 
@@ -134,7 +137,26 @@ class Fsdp2(Strategy):
         self.module = inner
         self.take(inner, make_optimizer)
         self._saving_group = dist.new_group(backend="gloo")
+        if self.accelerator.is_fsdp2:
+            self._gradients, self.waits_for_all_parameters = Fsdp2Gradients(inner), True
+            self.looks_for_unused = find_unused
         return wrapped
+
+    def begin_step(self) -> None:
+        """Forget what was noted of the step before."""
+        if self._gradients is not None:
+            self._gradients.begin_step()
+
+    def without_gradient(self) -> list[str]:
+        """Return the trained parameters that had no gradient in some micro-batch of this process."""
+        return super().without_gradient() if self._gradients is None else sorted(self._gradients.lacking)
+
+    def end_incomplete_reduction(self) -> list[str] | None:
+        """* Settle which parameters took part nowhere, where each step looks; else return those without a gradient here, None if none lacks."""
+        if self._gradients is None or not self.looks_for_unused:
+            return self.without_gradient() or None
+        self._gradients.settle(self.accelerator.device)
+        return None
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Reduce the gradients of each micro-batch: whole ones would not fit."""

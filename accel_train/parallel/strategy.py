@@ -65,7 +65,7 @@ class Strategy(ABC):
     builds_empty = False
     """`build` returns a model without weights, for `wrap` to fill: it cannot forward before that."""
     waits_for_all_parameters = False
-    """The reduction of a step ends only when every trained parameter has a gradient, or is known to have none."""
+    """Processes that lack gradients of different parameters have to know of it: the reduction would not end, or would mix them."""
     looks_for_unused = False
     """Each step looks for parameters that take no part in the loss."""
     notes_forward_order = False
@@ -148,10 +148,15 @@ class Strategy(ABC):
     # One step
 
     def look_for_unused(self) -> None:
-        """* Look for parameters that take no part in the loss, in each step from now on; nothing to do where no reduction waits."""
+        """* Look for parameters that take no part in the loss, in each step from now on."""
+        self.looks_for_unused = True
+
+    def without_gradient(self) -> list[str]:
+        """Return the trained parameters that have got no gradient of this process in the step."""
+        return [name for name, each in self.inner.model.named_parameters() if each.requires_grad and each.grad is None]
 
     def end_incomplete_reduction(self) -> list[str] | None:
-        """* End a reduction that lacks gradients of this process, with NaN; return the parameters without one, None if none lacks."""
+        """* End a reduction that lacks gradients of this process; return the parameters without one where no step looks for them, else None."""
         return None
 
     def begin_step(self) -> None:

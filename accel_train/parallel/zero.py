@@ -24,6 +24,7 @@ from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.update import Update
+from accel_train.parallel.gradient_watch import ZeroGradients
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Strategy
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import norms_of, set_gradient_norm
@@ -45,8 +46,10 @@ class Zero(Strategy):
     syncs_buffers = False
     num_copies = 1
     keeps_gradients = False
+    waits_for_all_parameters = True
     notes_forward_order = True
     parts: ZeroShards
+    _gradients: ZeroGradients
     _engine: Any
 
     @classmethod
@@ -85,7 +88,20 @@ class Zero(Strategy):
         self._engine.set_gradient_accumulation_boundary(True)
         self.module, zero = self._engine, self._engine.optimizer
         self.parts = ZeroShards(zero, inner.model, self.optimizer, self._stage, self.accelerator.device)
+        self._gradients = ZeroGradients(inner.model)
         return None
+
+    def begin_step(self) -> None:
+        """Forget what was noted of the step before."""
+        self._gradients.begin_step()
+
+    def without_gradient(self) -> list[str]:
+        """Return the trained parameters that had no gradient in some micro-batch of this process."""
+        return sorted(self._gradients.lacking)
+
+    def end_incomplete_reduction(self) -> list[str] | None:
+        """* Return the parameters that lacked a gradient of this process: DeepSpeed has mixed those of others into theirs; None if none lacks."""
+        return self.without_gradient() or None
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
@@ -93,6 +109,7 @@ class Zero(Strategy):
         self._engine.set_gradient_accumulation_boundary(is_last)
         try:
             yield
+            self._gradients.end_backward()
         finally:
             self._engine.set_gradient_accumulation_boundary(True)
 

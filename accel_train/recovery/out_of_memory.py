@@ -5,8 +5,7 @@ processes (FSDP2, ZeRO, tensor and sequence parallelism), the run ends with exit
 micro-batches. Nothing here recovers inside an `except`: there the error's traceback keeps the activations alive.
 """
 
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -26,7 +25,7 @@ from accel_train.engine.run import RunContext
 from accel_train.engine.save import LAST_WAIT_SECONDS
 from accel_train.engine.step import MicroBatch
 from accel_train.recovery.memory_snapshot import write_memory_snapshot
-from accel_train.recovery.unused_parameters import UnusedParameters, check_first_step, check_later_step, gradients_seen
+from accel_train.recovery.unused_parameters import UnusedParameters, check_first_step, check_later_step
 from accel_train.runtime.memory import is_out_of_memory
 
 CAREFUL_STEPS = 2
@@ -76,8 +75,6 @@ class MemoryCare:
         self._run, self._sizes = run, NewSizes(run.plan.order)
         self._is_alone = run.accelerator.num_processes == 1
         self._reduces_later = False
-        self._watch = ExitStack()
-        self._seen: Collection[str] | None = None
 
     def reduces_at_once(self, step: int) -> bool:
         """Return whether gradients are reduced with the last backward of this 0-based step; called before its first forward."""
@@ -85,8 +82,6 @@ class MemoryCare:
         self._reduces_later = is_new and not self._is_alone and strategy.is_replicated
         if not self._reduces_later:
             strategy.begin_step()
-        if self._is_first and not strategy.keeps_gradients:
-            self._seen = self._watch.enter_context(gradients_seen(strategy.inner.model))
         return not self._reduces_later
 
     @property
@@ -104,7 +99,6 @@ class MemoryCare:
             RecipeError: a parameter took no part, and no step looks for such ones.
         """
         run, strategy = self._run, self._run.strategy
-        self._watch.close()
         if loss_sum is None:
             if strategy.meets_in_forward:
                 end_for_smaller_micro_batches(run, shortage)
@@ -118,10 +112,10 @@ class MemoryCare:
             strategy.reduce_now(micro_batches[-1][0], is_first=self._is_first)
         elif loss_sum is None:
             return (None, RanOutOfMemory([0], shortage)) if self._is_alone else (_contribute_nan(run, shortage), None)
+        if self._is_first and not self._reduces_later:
+            check_first_step(run)
         if strategy.waits_for_all_parameters:
             check_later_step(run)
-        elif self._is_first:
-            check_first_step(run, self._seen)
         return loss_sum, None
 
 

@@ -86,6 +86,26 @@ def end_failed_backward(module: DistributedDataParallel) -> None:
     reducer._reset_state()
 
 
+def before_reduction(module: Any, look: Callable[[list[tuple[Any, Any]]], None]) -> None:
+    """Call `look` before FSDP2 reduces the gradients of a module's group, with its trained weights, each as it is sharded and as it is
+    gathered (None before its first forward); `FSDPParamGroup.post_backward`, torch 2.13.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one before torch 2.13
+    for group in groups:
+        if group is not None:
+            group.post_backward = _looking(group, group.post_backward, look)
+
+
+def _looking(group: Any, reduce: Callable[..., None], look: Callable[[list[tuple[Any, Any]]], None]) -> Any:
+    def look_and_reduce(*unused: Any) -> None:
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        look([(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in trained])
+        reduce(*unused)
+
+    return look_and_reduce
+
+
 def flatten_mesh(tensor: Any) -> None:
     """Let a reduction over all dimensions of a DTensor's mesh be one collective; `DeviceMesh._flatten`, torch 2.13."""
     tensor.device_mesh._flatten()

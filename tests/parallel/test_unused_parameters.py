@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from accel_train.checkpoint.sharded import CheckpointReader
 from tests.support.processes import run_forked
@@ -41,7 +40,8 @@ def train(tmp_path: Path) -> Train:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / "step-00000005" / "model.safetensors")
+    stored = CheckpointReader(run / "checkpoints" / "step-00000005", "model")
+    return {name: stored.read(name) for name in stored.shapes}
 
 
 def assert_same(run: Path, other: Path) -> None:
@@ -55,6 +55,7 @@ def assert_same(run: Path, other: Path) -> None:
     ("processes", "parallel"),
     [
         (2, {}),
+        (2, {"strategy": "fsdp2"}),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, {"find_unused_parameters": True}), (3, {}))),
     ],
 )
@@ -71,19 +72,28 @@ def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
     for run in (one, several):
         [told] = events(run, "unused_parameters")
         assert told["parameters"][0] == "spare"
-        assert "a walk through the graph" in told["message"]
+        looks = "one more collective" if parallel.get("strategy") else "a walk through the graph"
+        assert run is one or looks in told["message"]
         assert told["message"].endswith("Frozen, it costs nothing: model.freeze: ['spare']") or branch
 
 
-@pytest.mark.slow
-def test_fsdp2_leaves_unused_parameters_as_one_process_does(train: Train) -> None:
-    one, two = train("one", 1, {"never": True}), train("two", 2, {"never": True}, parallel={"strategy": "fsdp2"})
-    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
-    assert CheckpointReader(two / "checkpoints" / "step-00000005", "model").shapes["spare"] == (3, 3)
-    left = {"spare": torch.zeros(3, 3)}
-    CheckpointReader(two / "checkpoints" / "step-00000005", "model").read_into(left)
-    assert left["spare"].eq(1).all(), "not decayed"
-    assert [event["parameters"] for event in events(two, "unused_parameters")] == [["spare"]]
+def test_fsdp2_refuses_a_module_that_only_some_processes_compute(train: Train, tmp_path: Path) -> None:
+    train("drops", 2, {"layers": 3, "drops": True}, 2, parallel={"strategy": "fsdp2"})
+    said = (tmp_path / "drops" / "stderr").read_text()
+    assert "the module with layers.0.weight takes part in the loss on some processes and not on others" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_zero_refuses_a_parameter_that_takes_no_part_in_a_later_step(train: Train, tmp_path: Path, stage: int) -> None:
+    parallel = {"strategy": "deepspeed", "zero_stage": stage}
+    train("later", 2, {"leaves": {"call": 6, "rank": -1}}, 2, parallel=parallel)
+    said = (tmp_path / "later" / "stderr").read_text()
+    assert (
+        "step 3: head.bias takes no part in the loss, as in other steps; DeepSpeed would apply weight decay all the same"
+        in said
+    )
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +62,22 @@ def test_compiling_is_seen_from_its_begin_to_its_end():
             torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(3))
         torch.compile(lambda x: x.cos() - 1, backend="eager")(torch.ones(3))
     assert seen == ["begin", "end"]
+
+
+def test_gradients_of_a_group_are_seen_and_completed_before_fsdp2_reduces_them(alone):
+    layer = nn.Linear(2, 2)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    expected, seen = [id(each) for each in layer.parameters()], []
+
+    def look(weights):
+        seen.extend((id(sharded), gathered.grad is None) for sharded, gathered in weights)
+        weights[0][1].grad = torch.ones(2, 2)
+
+    with otherwise("FSDPParamGroup.post_backward has changed: look where torch collects the gradients that it reduces"):
+        private.before_reduction(layer, look)
+        layer(torch.ones(1, 2)).sum().mul(0).backward()
+        assert seen == [(each, False) for each in expected]
+        assert layer.weight.grad.to_local().eq(1).all()
 
 
 def test_fake_tensors_have_a_shape_and_no_storage():

@@ -16,23 +16,30 @@ RANK = int(os.environ.get("RANK", "0"))
 class Plain(nn.Module):
     """Features to one number; without dropout and batch norm, any number of processes computes the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(NUM_FEATURES, 16), nn.Linear(16, 1)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(num_layers))
+        self.left_out = num_layers
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(torch.tanh(self.embed(x))).squeeze(-1)
+        x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            x = x if number == self.left_out else layer(torch.tanh(x))
+        result: Tensor = self.head(torch.tanh(x)).squeeze(-1)
         return result
 
 
 class Unused(FaultyRegression):
     """`options`: never (bool): `spare` is never used; branch: `first` or `second` is, by the first sample of a micro-batch;
     leaves: {call, rank}: the head's bias takes no part in the forward of that number, and those after it; on
-    all processes with rank -1."""
+    all processes with rank -1; layers: that many, which FSDP2 gathers one at a time; drops: process r computes all but layer r."""
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        model = Plain()
         self.options, self.calls = recipe.options, 0
+        model = Plain(int(self.options.get("layers", 0)))
+        if self.options.get("drops"):
+            model.left_out = RANK
         if self.options.get("never"):
             model.register_parameter("spare", nn.Parameter(torch.ones(3, 3)))
         if self.options.get("branch"):
