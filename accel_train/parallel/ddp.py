@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.core.state import Choice
 from accel_train.model.batch_norm import is_batch_norm
+from accel_train.model.isolation import Buffers
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.muon import Muon
 from accel_train.parallel.dims import processes_on_machine
@@ -85,8 +86,9 @@ class Ddp(Strategy):
 
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
         """* Wrap the training module in DDP, with an optimizer over its whole weights."""
-        # Batch-norm statistics are kept the same on all processes; other buffers do not change, and need no broadcast.
-        self.accelerator.ddp_handler.broadcast_buffers = any(map(is_batch_norm, inner.modules()))
+        # DDP keeps batch-norm statistics the same on all processes; else few buffers change, and `RunningStatistics` finds those.
+        self.syncs_buffers = any(map(is_batch_norm, inner.modules()))
+        self.accelerator.ddp_handler.broadcast_buffers = self.syncs_buffers
         self.accelerator.ddp_handler.find_unused_parameters = find_unused
         # Accelerate hands it to DDP by this name, which torch is about to rename.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
@@ -154,12 +156,10 @@ class Ddp(Strategy):
         self._reduce(batch)
 
     def _reduce(self, batch: Mapping[str, Tensor]) -> None:
-        kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        kept = Buffers(self.module)
         loss_sum = self.module(batch)
         loss_sum.backward(torch.zeros_like(loss_sum))
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
+        kept.put_back()
 
     def _settle_buckets(self, batch: Mapping[str, Tensor]) -> None:
         """Let DDP lay out its buckets anew, as it does after its first backward pass, before there is a gradient to reduce.

@@ -281,7 +281,9 @@ def _fill(
         for name, buffer in inner.named_buffers():
             if accelerator.is_main_process:
                 buffer.copy_(named[name])
-            dist.broadcast(buffer, 0)
+            values = buffer.contiguous()
+            dist.broadcast(values.view(-1).view(torch.uint8), 0)  # bytes: backends know few types
+            buffer.copy_(values)
     buffers = {name for name, _ in inner.named_buffers()}
     set_model_state_dict(
         inner,

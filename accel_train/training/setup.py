@@ -156,7 +156,7 @@ def build_run(
         facts=facts,
         strategy=strategy,
         schedule=schedule_of(plan),
-        statistics=RunningStatistics(inner, shared=not strategy.syncs_buffers),
+        statistics=RunningStatistics(inner, shared=not strategy.syncs_buffers and accelerator.num_processes > 1),
         state=state,
         sizes=plan.sizes,
         guard=make_guard(plan, state),
