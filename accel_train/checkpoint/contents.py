@@ -169,13 +169,16 @@ def restore_weights(folder: Path, model: nn.Module, average: Average | None) -> 
 
 
 def restore_average(folder: Path, average: Average | None) -> None:
-    """Read the averaged weights of a checkpoint, if it has some and the run keeps an average.
+    """Read the averaged weights of a checkpoint into a run that keeps an average, which begins with the weights if it has none.
 
     Raises:
         ValueError: they are of other parameters.
     """
     stored = CheckpointReader(folder, "average")
-    if average is None or not stored.shapes:
+    if average is None:
+        return
+    if not stored.shapes:
+        average.begin_anew()
         return
     if stored.shapes.keys() != set(average.names):
         raise ValueError("the checkpoint's averaged weights do not fit this model")

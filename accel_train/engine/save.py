@@ -26,6 +26,8 @@ from accel_train.runtime.process_group import on_main
 
 SLOW_SECONDS = 1.0
 """A longer wait for the checkpoint before is an event."""
+ALIKE = {"adam", "adamw"}
+"""Optimizers that keep the same state."""
 LAST_WAIT_SECONDS = 5.0
 """A run that fails waits that long for the checkpoint being written."""
 
@@ -89,17 +91,21 @@ def _trainer(run: RunContext) -> dict[str, Any]:
     }
 
 
-def restore(strategy: Strategy, folder: Path) -> TrainState:
+def restore(strategy: Strategy, folder: Path, optimizer_name: str) -> TrainState:
     """Read a verified checkpoint into the model, the optimizer and the loss scale; return the counters.
+
+    The state of another optimizer (by a change that the user has accepted) is of no use: this one's stays as it is.
 
     Raises:
         ValueError: it was made for another model.
         CheckpointError: it holds something else than this version writes.
     """
-    state, scaler = read_state(folder), read_trainer(folder)["scaler"]
+    state, trainer = read_state(folder), read_trainer(folder)
+    scaler, stored_name = trainer["scaler"], trainer["identity"].get("optimizer.name", optimizer_name)
     strategy.check_stored(folder)
     strategy.restore_weights(folder)
-    strategy.restore_optimizer(folder)
+    if stored_name == optimizer_name or {stored_name, optimizer_name} <= ALIKE:
+        strategy.restore_optimizer(folder)
     if strategy.accelerator.scaler is not None and scaler is not None:
         strategy.accelerator.scaler.load_state_dict(scaler)
     return state

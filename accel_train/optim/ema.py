@@ -22,6 +22,10 @@ class Average(ABC):
         """Take in the weights after a step; `skipped` (0-dim, 1.0 where it was) stays on the device."""
 
     @abstractmethod
+    def begin_anew(self) -> None:
+        """Begin with the weights as they are: those of a checkpoint that has no average."""
+
+    @abstractmethod
     def in_place(self) -> AbstractContextManager[None]:
         """Inside, the model has the average for its weights."""
 
@@ -60,6 +64,12 @@ class WeightAverage(Average):
             return
         # 0 for a skipped step: x + 0 (w - x) is x, for finite weights
         move_towards(self.averages, weights, (1 - skipped) * (1 - self.decay_at(step)))
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Begin with the weights as they are."""
+        for average, parameter in zip(self.averages, self.parameters, strict=True):
+            average.copy_(local_part(parameter.detach()))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

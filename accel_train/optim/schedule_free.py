@@ -64,6 +64,9 @@ class ScheduleFreeAverage(Average):
     def update(self, step: int, skipped: Tensor) -> None:
         """Do nothing: the optimizer's own step keeps what the average follows from."""
 
+    def begin_anew(self) -> None:
+        """Do nothing: it follows from the optimizer's state."""
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the average for its weights; after it, every bit of those it had."""

@@ -62,7 +62,8 @@ def roll_back(run: RunContext, request: RollBack) -> None:
             run.observer.on_event("stop", request.at_step, str(error))
             raise
         before = run.state
-        state = restore(run.strategy, run.plan.output_dir / "checkpoints" / name)
+        folder = run.plan.output_dir / "checkpoints" / name
+        state = restore(run.strategy, folder, run.plan.recipe.optimizer.name)
     run.strategy.drop_gradients()  # of the step that has no update
     apply_rollbacks(state, [*before.rollbacks, rollback])
     state.train_seconds = before.train_seconds

@@ -15,6 +15,7 @@ from accel_train.core.hardware import peak_flops
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.engine.run import RunContext
+from accel_train.engine.save import ALIKE
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, RunObserver
@@ -143,5 +144,8 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         observer.on_event("settings_changed", step, f"{change}, from step {step + 1} on{forgotten}", **redact(facts))
     if point.changes:
         changes = [str(change) for change in point.changes]
-        message = f"changed since, and accepted: {'; '.join(changes)}"
+        names = [{change.was, change.now} for change in point.changes if change.name == "optimizer.name"]
+        is_other = any(not each <= ALIKE for each in names)
+        anew = "; the optimizer begins anew" if is_other else ""
+        message = f"changed since, and accepted: {'; '.join(changes)}{anew}"
         observer.on_event("changes_accepted", step, message, changes=changes)

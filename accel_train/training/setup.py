@@ -284,7 +284,7 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
     """Restore the checkpoint of the resume point, if there is one; return its counters and which settings have changed since."""
     point, state, changes = plan.resume_point, TrainState(), list[Change]()
     if point.path is not None:
-        state = restore(strategy, point.path)
+        state = restore(strategy, point.path, plan.recipe.optimizer.name)
         if state.step < plan.max_steps:
             changes = setting_changes(read_trainer(point.path), settings)
         if any(change.name in OF_BEST for change in changes):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,7 +19,7 @@ from accel_train.checkpoint.resume import set_aside
 from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.checkpoint.store import facts_of
 from accel_train.cli.main import main
-from tests.support.runs import answers, events, losses, metrics, recipe_dict, write_corpus
+from tests.support.runs import answers, checkpoint, events, losses, metrics, recipe_dict, write_corpus
 
 RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
 
@@ -123,6 +124,21 @@ def test_accepted_changes_go_on_and_are_an_event(copied: Path) -> None:
     assert event["changes"][1].endswith("now 2 (--seed)")
     assert main(["run", str(copied / "recipe.yaml"), *flags[1:]]) == 0, "the run is now that of the changed recipe"
     assert len(events(copied / "run", "changes_accepted")) == 1
+
+
+def test_another_optimizer_begins_anew_and_an_average_with_the_weights_of_the_checkpoint(copied: Path) -> None:
+    recipe, flags = str(copied / "recipe.yaml"), ("--accept-changes", "--schedule.max_steps")
+    last = copied / "run/checkpoints/step-00000004/model.safetensors"
+    weights = load_file(last)
+    assert main(["run", recipe, *flags, "5", "--optimizer.name", "sgd", "--optimizer.ema_decay", "0.99"]) == 0
+    averages = load_file(copied / "run/checkpoints/step-00000005/average.safetensors")
+    for name, average in averages.items():
+        torch.testing.assert_close(average, weights[name], rtol=0, atol=2e-3)
+    assert main(["run", recipe, *flags, "6"]) == 0, "state of SGD is none of AdamW's"
+    told = [event["message"] for event in events(copied / "run", "changes_accepted")]
+    assert all(message.endswith("; the optimizer begins anew") for message in told)
+    steps = {float(value) for name, value in checkpoint(copied / "run", 6).items() if "step." in name}
+    assert steps == {1.0}
 
 
 def test_a_changed_setting_of_the_training_is_a_line_and_an_event_and_the_run_is_resumed(

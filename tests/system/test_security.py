@@ -136,9 +136,9 @@ def test_gadget_in_a_checkpoint_with_a_forged_manifest_is_refused_and_not_run(
             for what, content in dangerous(canary):
                 forge(folder, name, content)
                 assert check(folder).problem is None, "the forger did his work badly"
-                assert refuses(restore, other.strategy, folder), what
+                assert refuses(restore, other.strategy, folder, "adamw"), what
             forge(folder, name, before)
-        restore(other.strategy, folder)
+        restore(other.strategy, folder, "adamw")
 
 
 def read_model_folder(run: Path) -> None:
