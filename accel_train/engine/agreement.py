@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_train.core.state import StepResult
 from accel_train.guard.guard import Limits
-from accel_train.optim.update import Update
+from accel_train.optim.update import Update, number_on_host
 from accel_train.parallel.dims import parallel_dims
 
 
@@ -193,8 +193,3 @@ class Agreement:
             stop_requested=result.stop_requested or bool(now.stop),
             save_failed=result.save_failed or bool(now.save_failed),
         )
-
-
-def number_on_host(tensor: Tensor) -> float:
-    """Return the value of a 0-dim CPU tensor; numpy has no bf16."""
-    return float((tensor if tensor.dtype == torch.float32 else tensor.double()).numpy())

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from accel_train.engine.agreement import Agreement, number_on_host
+from accel_train.engine.agreement import Agreement
+from accel_train.optim.update import number_on_host
 from accel_train.parallel.strategy import Strategy
 
 MicroBatch = tuple[Mapping[str, Tensor], int]

@@ -82,11 +82,16 @@ def _on_host(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor | None, 
 
     Here the norm is there to be seen: tensors of one number cost 10 us a sum, and None saves the kernel a pass.
     """
-    norm = float(grad_norm.numpy())
+    norm = number_on_host(grad_norm)
     is_skipped = not norm <= limits.skip  # NaN is less than nothing, Inf than no limit
     skipped = _flag(is_skipped)
     factor = max((norm + 1e-6) / limits.clip, 1.0) if limits.clip else 1.0
     return skipped, skipped if is_skipped else None, _number(factor) if factor > 1.0 else None
+
+
+def number_on_host(tensor: Tensor) -> float:
+    """Return the value of a 0-dim CPU tensor; numpy has no bf16."""
+    return float((tensor if tensor.dtype == torch.float32 else tensor.double()).numpy())
 
 
 @cache

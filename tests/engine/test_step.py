@@ -184,8 +184,11 @@ def test_update_is_that_of_clip_grad_norm_and_step(accelerator: Accelerator, max
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
 
 
-def test_a_model_of_64_bits_is_clipped_and_its_bad_step_skipped(accelerator: Accelerator) -> None:
-    torch.set_default_dtype(torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_64_or_16_bits_is_clipped_and_its_bad_step_skipped(
+    accelerator: Accelerator, dtype: torch.dtype
+) -> None:
+    torch.set_default_dtype(dtype)
     try:
         model = a_model()
         optimizer = build_optimizer(model, Optimizer(learning_rate=0.01), CPU)
@@ -193,7 +196,7 @@ def test_a_model_of_64_bits_is_clipped_and_its_bad_step_skipped(accelerator: Acc
             before = [parameter.detach().clone() for parameter in model.parameters()]
             (model(torch.randn(8, 4)).square().sum() * factor).backward()
             norm, skipped, _ = update_within(Limits(1e-3), optimizer, list(model.parameters()), None)
-            assert norm.dtype == torch.float64
+            assert norm.dtype == dtype
             assert skipped.item() == is_skipped
             assert torch.equal(before[0], model[0].weight) == bool(is_skipped)
     finally:
