@@ -1,6 +1,7 @@
 """Fields of csv and tsv files, with or without a header, and lines of a label and a text; the delimiter is found."""
 
 import csv
+import re
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -16,6 +17,8 @@ LINE_COLUMNS = ("label", "text")
 """The columns of `data.lines`."""
 FASTTEXT_PREFIX = "__label__"
 _LINES_LOOKED_AT = 20
+_DELIMITER_LINE = re.compile(r"sep=(.)\s*")
+"""Excel's own first line of a file, which names the delimiter."""
 
 
 class Record(NamedTuple):
@@ -39,9 +42,9 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
 
     def read() -> Iterator[str]:
         nonlocal num_bytes
-        for line, line_bytes in read_lines(path, data):
+        for number, (line, line_bytes) in enumerate(read_lines(path, data)):
             num_bytes += line_bytes
-            yield line
+            yield "\n" if number == 0 and _DELIMITER_LINE.fullmatch(line) else line
 
     reader = csv.reader(read(), delimiter=delimiter_of(path, data), strict=True)
     header: list[str] | None = None
@@ -50,7 +53,7 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
         for row in _with_long_fields(reader):
             if header is None:
                 is_row = data.header == "none"
-                if is_row and not row:
+                if not row:
                     number = reader.line_num + 1
                     continue
                 header = [str(column) for column in range(1, len(row) + 1)] if is_row else row
@@ -95,6 +98,8 @@ def delimiter_of(path: Path, data: Data) -> str:
     if path.suffix.lower() == ".tsv":
         return "\t"
     lines = [line for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
+    if lines and (named := _DELIMITER_LINE.fullmatch(lines[0])):
+        return named[1]
     found = [each for each in DELIMITERS if _divides(lines, each)]
     found.sort(
         key=lambda each: all(part.startswith(" ") for line in lines for part in line.split(each)[1:])

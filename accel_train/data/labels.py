@@ -32,6 +32,10 @@ class LabelScheme:
     reason: str
     first_id: int = 0
     """The number of the first class, where labels are ids (`data.label_ids_from`)."""
+    id_names: tuple[str, ...] = ()
+    """The classes in the order of the ids in the column, where that is another order than `names`."""
+    notes: tuple[str, ...] = ()
+    """What ids in the column are taken for, as a sentence to the user."""
 
     def encode(self, values: Sequence[Any], where: Callable[[int], str]) -> NDArray[Any]:
         """Return the labels of rows: (N,) int64 ids, (N, C) fp32 zeros and ones, or (N,) fp32 numbers.
@@ -63,6 +67,10 @@ class LabelScheme:
         if self.problem_type == "multi_label":
             if not isinstance(value, list | tuple):
                 raise _fault(value, "is not a list of labels", "write [] for none, or set model.problem_type")
+            if len(value) > 2 and len({*map(str, value)}) <= 2 and {*map(str, value)} <= {"0", "1"}:
+                raise _fault(
+                    value, "is a row of zeros and ones", "write the labels that a text has, as a list of their names"
+                )
             return np.isin(np.arange(len(self.names)), [self._class_id(label) for label in value])
         number = _as_number(value)
         if number is None or not math.isfinite(number):
@@ -80,10 +88,10 @@ class LabelScheme:
             listed = ", ".join(self.names[:12]) + (" ..." if len(self.names) > 12 else "")
             remedy = did_you_mean(name, self.names, remedy, show=repr)
             raise _fault(value, f"is none of the labels ({listed})", remedy)
-        number, count, first = _as_number(value), len(self.names), self.first_id
+        number, count, first = _as_number(value), len(self.id_names or self.names), self.first_id
         if number is None or not first <= number < first + count:
             raise _fault(value, f"is no id of the {count} classes, {first} to {first + count - 1}", remedy)
-        return int(number) - first
+        return self._ids[self.id_names[int(number) - first]] if self.id_names else int(number) - first
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -135,9 +143,18 @@ def label_scheme(
     if given is not None:
         if len(set(given)) != len(given):
             raise ValueError(f"data.label_names names a class twice: {', '.join(given)}; each has one id")
-        # Where every label is one of the names, they are names; else integers are ids. One rule for the whole column.
-        are_ids = label_names is None or (not found <= set(given) and all(map(_is_integer, found)))
-        scheme = LabelScheme(kind, tuple(given), column, are_ids, reason, first_id)
+        # A data set's own names say what its ids are. Else, where every label is one of the names, they are names, and integers
+        # are ids, unless names are integers as well. One rule for the whole column.
+        order, notes = tuple(given), []
+        are_ids = feature_names is not None and set(feature_names) <= set(given)
+        if are_ids:
+            order = tuple(feature_names or ())
+        elif all(map(_is_integer, found)) and not found <= set(given) and not all(map(_is_integer, given)):
+            are_ids = True
+            ids = ", ".join(f"{number} is {name}" for number, name in enumerate(order[:12], start=first_id))
+            notes = [f"column {column!r}: numbers are taken for ids: {ids}{' ...' if len(order) > 12 else ''}"]
+        others = order if order != tuple(given) else ()
+        scheme = LabelScheme(kind, tuple(given), column, are_ids, reason, first_id, others, tuple(notes))
     else:
         ordered = sorted(found, key=int) if all(map(_is_integer, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):

@@ -86,6 +86,25 @@ def column_names(source: Source, data: Data) -> list[str]:
     return names
 
 
+def shared_keys(path: Path, data: Data) -> tuple[list[str], dict[str, str]]:
+    """Return the keys that all rows of a jsonl file have, and of each other key the file and line of a row without it.
+
+    Raises:
+        ValueError: a row cannot be read; the message names file and line.
+    """
+    keys: dict[str, None] = {}
+    lacking: dict[str, str] = {}
+    first = None
+    for row, where, _ in _json_objects(path, data, "text"):
+        first = first or where
+        for key in keys.keys() - row.keys():
+            lacking.setdefault(key, where)
+        for key in row.keys() - keys.keys() if keys else ():
+            lacking.setdefault(key, first)
+        keys |= dict.fromkeys(row)
+    return [key for key in keys if key not in lacking], lacking
+
+
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:
     """Return the names of the classes whose ids a column holds, where a data set knows them (`datasets.ClassLabel`)."""
     if source.dataset is None:
@@ -131,12 +150,9 @@ def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
-        if line.strip():
-            where = f"{path}:{number}"
-            row = _json_object(line, where, columns[0])
-            check_columns(where, list(row), columns, data)
-            yield Row(tuple(row[column] for column in columns), where, num_bytes)
+    for row, where, num_bytes in _json_objects(path, data, columns[0]):
+        check_columns(where, list(row), columns, data)
+        yield Row(tuple(row[column] for column in columns), where, num_bytes)
 
 
 def _parquet_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
@@ -215,6 +231,14 @@ def setting_of(column: str, data: Data) -> str:
     """Return the settings that name a column, as in a recipe."""
     columns = {name: value if isinstance(value, tuple) else (value,) for name, value in data if "_column" in name}
     return " or ".join(f"data.{name}" for name, named in columns.items() if column in named) or "the recipe"
+
+
+def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Each object of a jsonl file, its file and line, and its bytes; without blank lines."""
+    for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield _json_object(line, where, example_column), where, num_bytes
 
 
 def _json_object(line: str, where: str, example_column: str) -> dict[str, Any]:

@@ -41,6 +41,8 @@ _PROBLEM_TYPES = {
     "multi_label_classification": "multi_label",
     "regression": "regression",
 }
+_OF_TRAINING = ("in data.train too", "no training ", "trained on")
+"""Parts of notes that say nothing of data that a trained model is shown."""
 
 
 class DataNotFound(ValueError):
@@ -191,11 +193,11 @@ def _load(
 ) -> tuple[Recipe, Task, TaskData, tuple[str, ...]]:
     """Return the data (of other data as much as can be read), and notes on what was left out."""
     notes: list[str] = []
-    unlabelled: ValueError | None = None
     while True:
         task = load_task(recipe.task)
         try:
-            return recipe, task, read_data(task, recipe, progress=progress), tuple(notes)
+            found = read_data(task, recipe, progress=progress)
+            return recipe, task, found, (*notes, *(_notes_on(found) if is_other else ()))
         except DataError:
             raise
         except ValueError as error:
@@ -205,14 +207,24 @@ def _load(
                 notes.append(f"rows are named by file and number, because there are no ids: {error}")
             elif is_other and labels_optional and section.label_column is not None:
                 none = dict.fromkeys(("label_column", *LABEL_COLUMNS.values()))
-                left, unlabelled = section.model_copy(update=none), error
-                notes.append(f"true labels are left out, because they cannot be read: {error}")
+                left = section.model_copy(update=none)
+                notes.append(f"true labels are left out, because they cannot be read: {_of_other(error, 'DATA')}")
             else:
-                failure = unlabelled or error
-                if is_other:  # the task knows it as data.train, which nobody has set
-                    failure = ValueError(str(failure).replace("data.train", "DATA" if labels_optional else "--data"))
-                raise failure from None
+                if is_other:
+                    raise ValueError(_of_other(error, "DATA" if labels_optional else "--data")) from None
+                raise error from None
             recipe = recipe.model_copy(update={"data": left})
+
+
+def _of_other(said: object, name: str) -> str:
+    """Return a sentence on other data by its own name: the task knows it as data.train, which nobody has set."""
+    return str(said).replace("data.train", name)
+
+
+def _notes_on(data: TaskData) -> list[str]:
+    """Return the notes on other data, which the task took for data to train on, in words for data to read."""
+    notes = [note for note in data.facts.get("notes", ()) if not any(part in note for part in _OF_TRAINING)]
+    return [_of_other(note.replace("training ", ""), "DATA") for note in notes]
 
 
 def check_weights(model: nn.Module, folder: Path, task: str) -> None:

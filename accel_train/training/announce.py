@@ -29,7 +29,7 @@ from accel_train.recipe.writer import format_recipe
 from accel_train.runtime.doctor import device_name, launch_facts
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import TARGET_UNITS
+from accel_train.task import TARGET_UNITS, TaskData
 from accel_train.training.model_selection import short_name
 
 
@@ -107,6 +107,15 @@ def device_peak(device: torch.device, choices: Mapping[str, Choice[Any]]) -> tup
     return peak, Choice("reported", f"of {peak / 1e12:g} TFLOP/s, the dense peak of {name}")
 
 
+def _of_data(data: TaskData) -> list[str]:
+    """Return how many samples there are, and the notes on them."""
+    facts = data.facts
+    sizes = []
+    if {"num_train", "num_eval"} <= facts.keys():
+        sizes = [f"{facts['num_train']:,} samples to train on, {facts['num_eval']:,} held out"]
+    return [*sizes, *facts.get("notes", ())]
+
+
 def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Change]) -> None:
     """Print every decision with its reason, write the resolved recipe, and record the start or the resume."""
     plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
@@ -118,6 +127,8 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
     num_parameters = whole_numel(run.strategy.parameters)
     where = f"{run.accelerator.num_processes} x {run.accelerator.device.type}"
     observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
+    for note in _of_data(plan.data):
+        observer.note(f"{'data'.ljust(width)}  {note}")
     if not folder.lock.value:
         observer.note(f"output_dir is not locked: {folder.lock.reason}")
     for status in point.broken:

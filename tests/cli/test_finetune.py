@@ -1,6 +1,7 @@
 """`finetune`: from data of the user's own to a model that transformers opens, by one command; and what is wrong with such data."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,14 @@ def recipe_of(path: str) -> Any:
 
 def test_a_csv_becomes_a_text_classifier(capsys: pytest.CaptureFixture[str]) -> None:
     write_reviews()
+    with Path("reviews.csv").open("a") as file:
+        file.write("60,,good\n61,,bad\n")
     assert main(["finetune", "reviews.csv", "--model.config.num_buckets", "4096", *QUICK]) == 0
     printed = capsys.readouterr().out
+    sizes = re.search(r"^data +(\d+) samples to train on, (\d+) held out$", printed, flags=re.MULTILINE)
+    assert sizes is not None
+    assert sum(map(int, sizes.groups())) == 62
+    assert " training texts are empty (reviews.csv:62 is the first), and trained on as they are" in printed
     assert 'pipeline("text-classification", model="runs/reviews/model", trust_remote_code=True)("a text")' in printed
     assert "data.text_columns: [review] (the only column of texts: 6 words on average)" in printed
     assert "data.label_column: stars (its name)" in printed
@@ -297,6 +304,17 @@ def columns(header: str, row: Callable[[int], str]) -> Callable[[], None]:
     )[1]
 
 
+def jsonl(row: Callable[[int], dict[str, Any]]) -> Callable[[], None]:
+    return lambda: (Path("t.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in range(40))), None)[1]
+
+
+def parts_in_place_of_classes() -> None:
+    write_digits("t")
+    for name, part in (("digit-0", "Training"), ("digit-1", "Testing")):
+        Path("t", part).mkdir()
+        Path("t", name).rename(Path("t", part, name))
+
+
 def image_outside_a_class() -> None:
     write_digits("t")
     next(Path("t").rglob("*.png")).rename("t/loose.png")
@@ -398,6 +416,32 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         (),
         "t.csv:9, column 'label': there is no label; fill it in, or drop the row",
     ),
+    "a row of jsonl without a label": (
+        jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"label": "xy"[n % 2]} if n != 4 else {})),
+        "t.jsonl",
+        (),
+        "t.jsonl:5 has no 'label', which other rows have; fill it in, drop the row, or name another column: --label COLUMN",
+    ),
+    "a first row of jsonl without a label": (
+        jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"mood": "xy"[n % 2]} if n else {})),
+        "t.jsonl",
+        (),
+        "t.jsonl: no column looks like a label beside text (there is no other column; not in all rows: mood); name it: --label COLUMN; or "
+        "--task causal-lm --text text for a language model of the texts",
+    ),
+    "labels as rows of zeros and ones": (
+        jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
+        "t.jsonl",
+        (),
+        "t.jsonl:1, column 'labels': [0, 1, 0] is a row of zeros and ones; write the labels that a text has, as a list of their names",
+    ),
+    "folders of training and test images in place of classes": (
+        parts_in_place_of_classes,
+        "t",
+        (),
+        "t: Testing, Training are no classes, but parts of the data, by their names; say which is trained on: accel-train finetune "
+        "t/Training --data.eval t/Testing",
+    ),
     "an empty text file": (
         lambda: Path("t.txt").touch(),
         "t.txt",
@@ -419,6 +463,18 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "(.csv, .tsv, .jsonl, .parquet), lines of a label and a text, or images",
     ),
 }  # fmt: skip
+
+
+def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_listed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [f"{WORDS[n % 4]} {n};{'good' if n % 2 else 'bad'}{' ' * (n == 7)};;" for n in range(60)]
+    Path("t.csv").write_text("\n".join(["sep=;", "text;label;;", *rows]) + "\n")
+    assert main(["finetune", "t.csv", "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "t.csv: 60 rows, columns text, label" in said
+    assert "  3 classes: bad 30, good 29, 'good ' 1" in said
+    assert any("f1_macro (1 of 60 are 'good ': accuracy would hardly count it)" in line for line in said)
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -181,6 +181,25 @@ def test_with_given_names_a_column_holds_either_names_or_ids() -> None:
     assert (brought.names, brought.encode([1], str).tolist()) == (("neg", "pos"), [1])
 
 
+def test_numbers_are_no_ids_where_classes_are_called_by_other_numbers() -> None:
+    with pytest.raises(ValueError, match=r'"1" is none of the labels \(0, 2, 5\)'):
+        scheme_of("0", "1", "2", label_names=("0", "2", "5")).encode(["1"], lambda _: "rows.csv:9")
+
+
+def test_ids_without_names_of_their_own_are_taken_in_the_order_of_the_names_and_this_is_said() -> None:
+    names = ("cat", "dog")
+    assert scheme_of("dog", "cat", label_names=names).notes == ()
+    assert scheme_of(0, 1, label_names=names).notes == (
+        "column 'label': numbers are taken for ids: 0 is cat, 1 is dog",
+    )
+
+
+def test_ids_of_a_data_set_mean_what_it_calls_them_whatever_the_order_of_a_trained_model() -> None:
+    scheme = scheme_of(0, 1, label_names=("cat", "dog"), feature_names=("dog", "cat"))
+    assert scheme.encode([0, 1], str).tolist() == [1, 0]
+    assert scheme.notes == ()
+
+
 @pytest.mark.parametrize(
     ("values", "settings", "said"),
     [

@@ -113,6 +113,25 @@ def test_what_has_no_labels_is_predicted_as_if_it_had(capsys: pytest.CaptureFixt
     assert without == with_labels
 
 
+def test_what_is_said_of_other_data_is_what_keeps_it_from_being_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here the labels are missing, which is no fault, and a text is none."""
+    Path("bare.jsonl").write_text('{"id": "a", "text": "step batch"}\n{"id": "b", "text": null}\n')
+    assert main(["predict", "texts", "bare.jsonl", "--out", "null.csv"]) == 2
+    assert "error: bare.jsonl:2: column 'text' holds null, not a string" in capsys.readouterr().err
+
+
+def test_ids_in_other_data_are_said_to_be_taken_for_the_classes_in_their_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [(row["id"], row["text"], sorted(TOPICS).index(row["label"])) for row in read_csv("texts.csv")]
+    Path("ids.csv").write_text("id,text,label\n" + "".join(f"{name},{text},{label}\n" for name, text, label in rows))
+    assert main(["predict", "texts", "ids.csv", "--out", "ids-predicted.csv"]) == 0
+    said = capsys.readouterr().err
+    assert "column 'label': numbers are taken for ids: 0 is loop, 1 is machine, 2 is number\n" in said
+    truth = {row["id"]: row["label"] for row in read_csv("texts.csv")}
+    assert all(row["true_label"] == truth[row["id"]] for row in read_csv("ids-predicted.csv"))
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_the_end_of_the_name_says_how_the_table_is_written(suffix: str) -> None:
     out = f"table.{suffix}"

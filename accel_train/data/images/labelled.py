@@ -143,7 +143,7 @@ def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None)
     if eval_names not in (None, train_names):  # the same: a trained model is shown other data, nothing is trained
         other = _numbered(read_pools(eval_names, data, "data.eval", masks=False), scheme)
     sets = divide_pools(pool, other, data)
-    return sets.named(scheme.names, (*notes, *_untrained_classes(sets, scheme.names, data)))
+    return sets.named(scheme.names, (*notes, *scheme.notes, *_untrained_classes(sets, scheme.names, data)))
 
 
 def _numbered(pool: ImagePool, scheme: LabelScheme) -> ImagePool:

@@ -101,7 +101,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         first_id=data.label_ids_from,
     )
     train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
-    notes += split_notes
+    notes += [*scheme.notes, *split_notes]
     if eval_sources:
         evaluation = read_text_rows(eval_sources, data, key="data.eval")
         notes += repeated_texts(train, evaluation) if data.label_column is not None else []
@@ -118,6 +118,12 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         description=describe(sources, eval_sources),
         notes=notes,
     )
+    empty = next((row.where for row in train if not any(map(str.strip, row.texts))), None)
+    if empty is not None:
+        count = sum(not any(map(str.strip, row.texts)) for row in train)
+        notes.append(
+            f"{count:,} of {len(train):,} training texts are empty ({empty} is the first), and trained on as they are"
+        )
     missing = [name for name, count in texts.num_train_of_label.items() if count == 0]
     if missing and data.label_column is not None:
         notes.append(f"no training text has the label {', '.join(missing)}: it cannot be learned")

@@ -84,7 +84,7 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
         known_names=known_names,
     )
     train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
-    notes += split_notes
+    notes += [*scheme.notes, *split_notes]
     if eval_sources:
         evaluation = read_sentences(eval_sources, data, key="data.eval")
         notes += repeated_texts(train, evaluation) if data.tags_column is not None else []

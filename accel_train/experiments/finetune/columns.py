@@ -14,7 +14,7 @@ from accel_train.data.encoding import guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import label_name
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import MissingColumn, column_names, read_rows
+from accel_train.data.tables import column_names, read_rows, shared_keys
 from accel_train.recipe.data import Data
 
 _MOST_CLASSES = 1000
@@ -75,8 +75,8 @@ class Column(NamedTuple):
     @property
     def is_chat(self) -> bool:
         """Return whether the cells are lists of messages."""
-        first = self.cells[0]
-        return isinstance(first, list) and bool(first) and all(isinstance(each, dict) for each in first)
+        first = next(filter(None, self.cells), None)
+        return isinstance(first, list) and all(isinstance(each, dict) for each in first)
 
     @property
     def is_image(self) -> bool:
@@ -98,6 +98,8 @@ class Table:
     settings: Mapping[str, Choice[Any]]
     """Settings without which it cannot be read."""
     notes: Sequence[str]
+    partial: Mapping[str, str]
+    """File and line of a row without it, for each column that only some rows have."""
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
@@ -136,19 +138,16 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     settings = readings(path, data, given)
     data = with_settings(data, settings)
     (source,) = resolve_sources(str(path), data, key=str(path))
-    names = column_names(source, data)
-    while True:
-        if not names:
-            raise ValueError(f"{path}: no column is in every row; write the same keys on each line")
-        try:
-            rows = list(read_rows(source, names, data))
-            break
-        except MissingColumn as error:  # of a line of jsonl
-            names.remove(error.column)
+    names, partial = shared_keys(path, data) if file_kind(path) == "jsonl" else (column_names(source, data), {})
+    names = [name for name in names if name]  # spreadsheets end rows with columns that have no name
+    if not names:
+        raise ValueError(f"{path}: no column is in every row; write the same keys on each line")
+    rows = list(read_rows(source, names, data))
     if not rows:
         raise ValueError(f"{path} holds no rows; name a table that has some")
     columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
-    return Table(path, columns, [row.where for row in rows], settings, source.notes)
+    notes = [f"column {name!r} is left out: {where} has none" for name, where in partial.items()]
+    return Table(path, columns, [row.where for row in rows], settings, [*source.notes, *notes], partial)
 
 
 def source_of(path: Path) -> Source:
@@ -170,7 +169,7 @@ def _missing_header(path: Path, data: Data) -> str | None:
             return f"the first row holds the number {field}, which is no name of a column"
         if len(field.split()) > _WORDS_OF_A_NAME:
             return f"the first row holds a text of {len(field.split())} words, which is no name of a column"
-        if any(row[number] == field for row in rows[1:]) and len(rows[0]) > 1:
+        if field and any(row[number] == field for row in rows[1:]) and len(rows[0]) > 1:
             return f"{field!r} of the first row comes again in later rows, so it is no name of a column"
     return None
 

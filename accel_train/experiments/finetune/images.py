@@ -23,6 +23,7 @@ _NUM_LOOKED_AT = 200
 _MASKS_LOOKED_AT = 2_000
 _TRAIN = re.compile("train(?:ing|[0-9]+)?")
 _EVAL = re.compile("(?:val|valid|validation|dev)(?:[0-9]+)?")
+_PARTS = re.compile(r"(?:.*[^a-z])?(?:train(?:ing)?|val(?:id|idation)?|dev|test(?:ing)?)(?:[^a-z].*)?")
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 
@@ -47,6 +48,12 @@ def recognise_classes(asked: Asked, folder: Path) -> Found:
     counts = Counter(map(str, pool.labels))
     if len(counts) < 2:
         raise ValueError(f"{root} has the one class folder {next(iter(counts), 'none')!r}, and a classifier needs two")
+    if all(_PARTS.fullmatch(name.lower()) for name in counts):
+        first, *others = sorted(counts, key=lambda name: "train" not in name.lower())
+        raise ValueError(
+            f"{root}: {', '.join(sorted(counts))} are no classes, but parts of the data, by their names; say which is trained on: "
+            f"accel-train finetune {root / first} --data.eval {root / others[0]}"
+        )
     return Found(
         "image-classification",
         f"images in {len(counts)} folders, one for each class",

@@ -63,6 +63,11 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
     others = [column for column in table.columns.values() if column.name not in used]
     if asked.label is not None:
         return table[asked.label], "as --label says"
+    for name, where in table.partial.items():
+        if name.lower() in _LABEL_NAMES:
+            raise ValueError(
+                f"{where} has no {name!r}, which other rows have; fill it in, drop the row, or name another column: --label COLUMN"
+            )
     for names in (("label",), _LABEL_NAMES):
         named = [column for column in others if column.name.lower() in names]
         if len(named) == 1:
@@ -81,6 +86,7 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
     if len(decimal) == 1:
         return decimal[0], "the only column of decimal numbers"
     there = f"there are {', '.join(column.name for column in others)}" if others else "there is no other column"
+    there += f"; not in all rows: {', '.join(table.partial)}" if table.partial else ""
     raise ValueError(
         f"{table.path}: no column looks like a label beside {', '.join(used)} ({there}); name it: --label COLUMN; or --task causal-lm "
         f"--text {used[0]} for a language model of the texts"

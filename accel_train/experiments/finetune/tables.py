@@ -46,6 +46,10 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
 def _check_flags(asked: Asked, table: Table) -> None:
     for flag, names in (("--text", asked.text), ("--label", (asked.label,) if asked.label else ())):
         for name in names:
+            if name in table.partial:
+                raise ValueError(
+                    f"{flag} {name}: {table.partial[name]} has no such column; fill it in, or drop the row"
+                )
             if name not in table:
                 meant = did_you_mean(name, table.columns, show=repr)
                 raise ValueError(f"{flag} {name}: {table.path} has no such column; {meant} There are {table.names}")
@@ -61,7 +65,7 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
         names = [column.name for column in named]
         raise ValueError(f"{' and '.join(names)} hold messages; choose one: --data.messages_column {names[0]}")
     (column,) = named
-    keys = set(column.cells[0][0])
+    keys = set(next(filter(None, column.cells))[0])
     if "role" not in keys or "content" not in keys:
         raise ValueError(
             f"column {column.name!r} holds messages with the keys {', '.join(sorted(keys))}; write each as "
@@ -94,7 +98,7 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
         name
         for name, column in table.columns.items()
         if name not in pair and (column.is_text or (name in _FURTHER_INPUTS and any(column.cells)))
-    ]
+    ] + [name for name in table.partial if name in _FURTHER_INPUTS]
     if others and not is_given:
         raise ValueError(
             f"{table.path}: {' and '.join(pair)} look like prompt and completion, and {', '.join(others)} would not be read; "
@@ -135,7 +139,7 @@ def _images(asked: Asked, table: Table) -> dict[str, Any] | None:
 def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
     """One column of texts and no label: a language model."""
     texts = [column for column in table.columns.values() if column.is_strings]
-    is_alone = len(table.columns) == len(texts) == 1 and not asked.label
+    is_alone = len(table.columns) == len(texts) == 1 and not asked.label and not table.partial
     if asked.task != "causal-lm" and not (asked.task is None and is_alone):
         return None
     column, why = _text_of(asked, table, None)

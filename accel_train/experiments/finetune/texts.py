@@ -85,7 +85,7 @@ def _labelled_lines(asked: Asked, path: Path) -> Found | None:
     labels, texts = zip(*(record.fields for record in records))
     columns = {"label": Column("label", labels), "text": Column("text", texts)}
     label = recognise_label(
-        asked, Table(path, columns, [f"{path}:{record.line}" for record in records], {}, ()), "text"
+        asked, Table(path, columns, [f"{path}:{record.line}" for record in records], {}, (), {}), "text"
     )
     sizes = sorted(map(len, texts))
     return Found(

@@ -62,6 +62,9 @@ def metric_for(found: Found) -> Choice[str]:
     most, count = max(counts.items(), key=lambda item: item[1])
     if count > 1.5 * total / len(counts):
         return Choice("f1_macro", f"{count / total:.0%} are {most!r}: accuracy would count it too much")
+    least, count = min(counts.items(), key=lambda item: item[1])
+    if count < total / len(counts) / 3:
+        return Choice("f1_macro", f"{count:,} of {total:,} are {least!r}: accuracy would hardly count it")
     return Choice("accuracy", "the classes are of like size")
 
 
