@@ -42,6 +42,18 @@ def guess_encoding(path: Path) -> tuple[str, str] | None:
     return None
 
 
+def in_its_encoding(data: Data) -> tuple[Data, list[str]]:
+    """Return how a trained model's other data is read where it is UTF-8 and the run's own was not, and a note on it.
+
+    In Latin-1 and Windows' every byte is a letter, so that reading would not fail.
+    """
+    path = Path(str(data.train)).expanduser()
+    if data.encoding == "auto" or not path.is_file() or guess_encoding(path) is not None:
+        return data, []
+    note = f"{path} is read as UTF-8, which it is, and not as {data.encoding}, as the run's own data"
+    return data.model_copy(update={"encoding": "auto"}), [note]
+
+
 def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int = 0, encoding: str = "utf-8") -> str:
     """Return bytes as text; `offset` bytes and `line` lines of the source lie before `raw`.
 

@@ -19,6 +19,7 @@ from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, 
 from accel_train.core.errors import DataError
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
+from accel_train.data.encoding import in_its_encoding
 from accel_train.data.sources import is_path, is_there, located
 from accel_train.data.tables import MissingColumn
 from accel_train.engine.loader import Reading, choose_reading
@@ -193,6 +194,9 @@ def _load(
 ) -> tuple[Recipe, Task, TaskData, tuple[str, ...]]:
     """Return the data (of other data as much as can be read), and notes on what was left out."""
     notes: list[str] = []
+    if is_other and recipe.origin("data.encoding").kind != "command line":
+        section, notes = in_its_encoding(recipe.data)
+        recipe = recipe.model_copy(update={"data": section})
     while True:
         task = load_task(recipe.task)
         try:
@@ -224,7 +228,7 @@ def _of_other(said: object, name: str) -> str:
 def _notes_on(data: TaskData) -> list[str]:
     """Return the notes on other data, which the task took for data to train on, in words for data to read."""
     notes = [note for note in data.facts.get("notes", ()) if not any(part in note for part in _OF_TRAINING)]
-    return [_of_other(note.replace("training ", ""), "DATA") for note in notes]
+    return [_of_other(note.replace("training ", ""), "DATA") for note in dict.fromkeys(notes)]
 
 
 def check_weights(model: nn.Module, folder: Path, task: str) -> None:

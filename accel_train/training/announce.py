@@ -119,7 +119,9 @@ def _of_data(data: TaskData) -> list[str]:
 def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Change]) -> None:
     """Print every decision with its reason, write the resolved recipe, and record the start or the resume."""
     plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
-    folder.write_text(RECIPE_FILE, format_recipe(plan.recipe, plan.choices))
+    has_finished = step >= plan.max_steps
+    if not (has_finished and setting_changes):  # it would say what no step was trained with
+        folder.write_text(RECIPE_FILE, format_recipe(plan.recipe, plan.choices))
     width = max(map(len, plan.choices))
     for name, choice in plan.choices.items():
         value = f"{choice.value:g}" if isinstance(choice.value, float) else str(choice.value)
@@ -149,7 +151,12 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
         observer.on_event("resume", step, message, **facts)
-    for change in setting_changes:
+    if has_finished and setting_changes:
+        kept = "; ".join(map(str, setting_changes))
+        observer.note(
+            f"the run has finished, and is not trained again: it keeps what was ({kept}); give another output_dir to train anew"
+        )
+    for change in () if has_finished else setting_changes:
         forgotten = "; what was best until then no longer counts" if change.name in OF_BEST else ""
         facts = {"setting": change.name, "was": change.was, "now": change.now}
         observer.on_event("settings_changed", step, f"{change}, from step {step + 1} on{forgotten}", **redact(facts))

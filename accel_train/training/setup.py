@@ -285,9 +285,8 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
     point, state, changes = plan.resume_point, TrainState(), list[Change]()
     if point.path is not None:
         state = restore(strategy, point.path, plan.recipe.optimizer.name)
-        if state.step < plan.max_steps:
-            changes = setting_changes(read_trainer(point.path), settings)
-        if any(change.name in OF_BEST for change in changes):
+        changes = setting_changes(read_trainer(point.path), settings)
+        if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
             state.best_metric, state.best_step, state.evaluations_without_improvement = None, None, 0
     apply_rollbacks(state, point.rollbacks)
     return state, changes

@@ -163,6 +163,19 @@ def test_a_changed_setting_of_the_training_is_a_line_and_an_event_and_the_run_is
     assert len(events(copied / "run", "settings_changed")) == 3, "the checkpoint is now of the changed settings"
 
 
+def test_a_finished_run_with_a_changed_setting_says_that_it_is_not_trained_and_keeps_its_recipe(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (copied / "run" / "recipe.resolved.yaml").read_text()
+    assert main(["run", str(copied / "recipe.yaml"), "--optimizer.learning_rate", "0.001"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "the run has finished, and is not trained again: it keeps what was (optimizer.learning_rate was 0.003" in said
+    )
+    assert (copied / "run" / "recipe.resolved.yaml").read_text() == before
+    assert events(copied / "run", "settings_changed") == []
+
+
 def test_a_checkpoint_without_settings_says_nothing_of_them(copied: Path) -> None:
     (folder,) = (copied / "run" / "checkpoints").iterdir()
     trainer = json.loads((folder / "trainer.json").read_text())

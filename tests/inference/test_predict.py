@@ -14,8 +14,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from accel_train.cli.main import main
+from accel_train.data.encoding import in_its_encoding
 from accel_train.inference import predict as predicting
 from accel_train.inference.predict import label_columns, write_table
+from accel_train.recipe.data import Data
 from tests.support import runs as runs
 from tests.support.runs import QUIET, SCENES
 
@@ -118,6 +120,17 @@ def test_what_is_said_of_other_data_is_what_keeps_it_from_being_read(capsys: pyt
     Path("bare.jsonl").write_text('{"id": "a", "text": "step batch"}\n{"id": "b", "text": null}\n')
     assert main(["predict", "texts", "bare.jsonl", "--out", "null.csv"]) == 2
     assert "error: bare.jsonl:2: column 'text' holds null, not a string" in capsys.readouterr().err
+
+
+def test_other_data_in_utf_8_is_read_as_such_whatever_the_encoding_of_the_runs_own(tmp_path: Path) -> None:
+    path = tmp_path / "new.csv"
+    data = Data(train=str(path), encoding="cp1252")
+    path.write_text("text\ncafé\n", encoding="cp1252")
+    assert in_its_encoding(data) == (data, [])
+    path.write_text("text\ncafé\n", encoding="utf-8")
+    found, (note,) = in_its_encoding(data)
+    assert found.encoding == "auto"
+    assert "is read as UTF-8, which it is, and not as cp1252" in note
 
 
 def test_ids_in_other_data_are_said_to_be_taken_for_the_classes_in_their_order(

@@ -11,6 +11,9 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, pipelin
 
 from accel_train.cli.main import main
 from accel_train.data.builtin.stdlib_tags import tagged_words
+from accel_train.data.sources import resolve_sources
+from accel_train.data.text.words import read_sentences
+from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
 from accel_train.tasks.token_classification import TokenClassification, word_logits
@@ -147,6 +150,17 @@ def test_smoothing_and_weights_count_in_training_and_not_in_evaluation(tmp_path:
     losses = nn.functional.cross_entropy(logits, labels, label_smoothing=0.2, reduction="none")
     weights = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.25])[labels]
     torch.testing.assert_close(task.loss_sum(model.train(), batch), (losses * weights).sum())
+
+
+def test_comments_and_numbers_of_words_in_conll_are_no_words_and_a_word_ends_at_a_plain_blank(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("# id 7\tdomain=en\nParis _ _ B-LOC\nis _ _ O\n\n")
+    assert 'a.conll:2: "Paris _ _ B-LOC" has 4 columns, and line 1 has 2' in refusal(path)
+    path.write_text("".join(f"{number}\tword\tO\n" for number in range(1, 5)))
+    assert "a.conll:1: the first column numbers the words" in refusal(path)
+    path.write_text("10\u00a0000 B-NUM\neuros O\n\n" * 9 + "and O\n")
+    (source,) = resolve_sources(str(path), data := Data(train=str(path)), key="data.train")
+    assert read_sentences([source], data, key="data.train")[0].words == ("10\u00a0000", "euros")
 
 
 def test_plain_tags_are_scored_as_classes_and_the_baseline_knows_each_words_tag(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from accel_train.data.encoding import decode
+from accel_train.data.encoding import BOM, decode
 from accel_train.data.sources import Source, describe, file_kind, resolve_both
 from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.labelled import hold_out, repeated_texts
@@ -109,7 +109,7 @@ def _table_questions(source: Source, data: Data) -> Iterator[Question]:
 def _squad_questions(path: Path, data: Data) -> Iterator[Question]:
     """The questions of a file in the form of SQuAD's own: articles with paragraphs with `qas`."""
     try:
-        articles = json.loads(decode(path.read_bytes(), data, path))["data"]
+        articles = json.loads(decode(path.read_bytes().removeprefix(BOM), data, path))["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
         found = [(paragraph["context"], question) for paragraph in paragraphs for question in paragraph["qas"]]
         rows = [(context, each["question"], str(each["id"]), each.get("answers")) for context, each in found]
@@ -127,6 +127,10 @@ def _squad_questions(path: Path, data: Data) -> Iterator[Question]:
 
 def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
     """Return the answers of a cell: {text: [...], answer_start: [...]}, a list of {text, answer_start}, or either as JSON (csv)."""
+    if cell is None:
+        raise ValueError(
+            f"{where}: there are no answers; fill them in (an empty list: the context has none), or drop the row"
+        )
     fault = (
         f"{where}: the answers {show_cell(cell)} are not {{text: [...], answer_start: [...]}} (empty lists: no answer)"
     )
@@ -137,7 +141,7 @@ def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
                 {"text": text, "answer_start": start}
                 for text, start in zip(found["text"], found["answer_start"], strict=True)
             ]
-        answers = tuple(Answer(each["text"], int(each["answer_start"])) for each in found or ())
+        answers = tuple(Answer(each["text"], int(each["answer_start"])) for each in found)
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{fault}; repair or drop the row") from None
     for answer in answers:

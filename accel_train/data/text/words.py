@@ -1,6 +1,7 @@
 """Sentences with a tag for each word: rows of tables and CoNLL files, as samples of token ids, and batches of them."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -149,10 +150,15 @@ def _conll_sentences(path: Path, data: Data) -> Iterator[Sentence]:
     """The sentences of a file with a word a line, its tag in the last column, and blank lines between sentences."""
     words: list[str] = []
     tags: list[str] = []
+    first: tuple[int, int] | None = None  # the line of the first word, and its columns
     for number, (line, _) in enumerate(chain(read_lines(path, data), [("", 0)]), start=1):
-        fields = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+        fields = line.rstrip("\r\n").split("\t") if "\t" in line else re.split(" +", line.strip(" \r\n"))
         if not line.strip() or fields[0] == "-DOCSTART-":
             where = f"{path}:{number - len(words)}"
+            if len(words) > 2 and words == [str(place) for place in range(1, len(words) + 1)]:
+                raise ValueError(
+                    f"{where}: the first column numbers the words (CoNLL-U); take it out, so that words come first"
+                )
             yield Sentence(tuple(words), tuple(tags), where, where)
             words, tags = [], []
             continue
@@ -160,6 +166,12 @@ def _conll_sentences(path: Path, data: Data) -> Iterator[Sentence]:
             raise ValueError(
                 f"{path}:{number}: {show_cell(line.strip())} has no tag; write a word, a tab (or a blank) and its tag on each line, "
                 "and a blank line between sentences"
+            )
+        first = first or (number, len(fields))
+        if len(fields) != first[1]:
+            raise ValueError(
+                f"{path}:{number}: {show_cell(line.strip())} has {len(fields)} columns, and line {first[0]} has {first[1]}; "
+                "write as many for each word, and no comments"
             )
         words.append(fields[0])
         tags += [] if data.tags_column is None else [fields[-1]]
