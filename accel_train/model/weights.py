@@ -85,12 +85,29 @@ class ModelWeights(WeightGroup):
         return 1 - self.numel / held if held else 0.0
 
 
+def separate_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks, which FSDP2 gathers one at a time; none where one has a weight that is another module's as well."""
+    blocks = repeated_blocks(module)
+    kinds = tuple({type(block) for block in blocks})
+    owners: dict[int, set[int]] = {}
+    inside: set[int] = set()
+    for block in (part for part in module.modules() if isinstance(part, kinds)):
+        inside.update(map(id, block.modules()))
+        for parameter in block.parameters():
+            owners.setdefault(id(parameter), set()).add(id(block))
+    for part in module.modules():
+        if id(part) not in inside:
+            for parameter in part.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add(id(module))
+    return [] if any(len(each) > 1 for each in owners.values()) else blocks
+
+
 def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None = None) -> ModelWeights:
     """Return the groups of `fsdp2.shard_model`: each repeated block, and the rest. Tied weights count once.
 
     `shapes`, by the id of a parameter, are of what tensor parallelism leaves of it to FSDP2.
     """
-    kinds = tuple({type(block) for block in repeated_blocks(model)})
+    kinds = tuple({type(block) for block in separate_blocks(model)})
     seen: set[int] = set()
     parts = shapes or {}
 

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 from accelerate import Accelerator
+from torch import nn
 
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import divisors
@@ -73,6 +74,20 @@ def check_divides(setting: str, size: int, world_size: int, alternative: str = "
             f"parallel.{setting}={size} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; use "
             f"{fitting}{alternative or f', or run on {size} or {2 * size} processes'}"
         )
+
+
+def check_dimensions(model: nn.Module, strategy: str) -> None:
+    """Refuse weights that a strategy cannot divide, because they have no dimension.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"{name} is a weight without dimensions, and parallel.strategy {strategy} cannot shard it; make it a tensor of one number "
+                "(torch.ones(1)), or use parallel.strategy ddp"
+            )
 
 
 def processes_on_machine(world_size: int) -> int:

@@ -23,7 +23,8 @@ from accel_train.core.state import Choice
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.training_module import TrainingModule
-from accel_train.parallel.dims import check_divides, parallel_dims
+from accel_train.model.weights import separate_blocks
+from accel_train.parallel.dims import check_dimensions, check_divides, parallel_dims
 from accel_train.parallel.gradient_watch import Fsdp2Gradients
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strategy
 from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
@@ -132,14 +133,15 @@ class Fsdp2(Strategy):
 
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
         """* Split and shard the training module in place, and make the optimizer over its shards."""
+        check_dimensions(inner.model, self.name)
         wrapped = shard_model(self.accelerator, inner, self._weights)
         self._weights = None
         self.module = inner
         self.take(inner, make_optimizer)
         self._saving_group = dist.new_group(backend="gloo")
         if self.accelerator.is_fsdp2:
-            self._gradients, self.waits_for_all_parameters = Fsdp2Gradients(inner), True
-            self.looks_for_unused = find_unused
+            self._gradients = Fsdp2Gradients(inner)
+            self.waits_for_all_parameters, self.looks_for_unused = True, find_unused
         return wrapped
 
     def begin_step(self) -> None:
@@ -164,7 +166,9 @@ class Fsdp2(Strategy):
 
     def release_gathered(self) -> None:
         """Forget gathered weights, or the next forward would use them after the shards have changed."""
-        reshard(self.inner)
+        for each in self.inner.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
     def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
         """* Gather the weights a tensor at a time, and keep them on the main process."""
@@ -245,7 +249,7 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
 
 
 def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]:
-    blocks, plugin = repeated_blocks(inner), accelerator.state.fsdp_plugin
+    blocks, plugin = separate_blocks(inner), accelerator.state.fsdp_plugin
     kinds = sorted({type(block).__name__ for block in blocks})
     plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
     plugin.transformer_cls_names_to_wrap = kinds or None
@@ -264,7 +268,8 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
         # Gathering the whole of a weight at the end takes two, and is as meant.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not blocks:
-        return Choice("as a whole", f"the model repeats no block, so all its weights are gathered at once{in_fp32}")
+        why = "blocks share weights with other modules" if repeated_blocks(inner) else "the model repeats no block"
+        return Choice("as a whole", f"{why}, so all its weights are gathered at once{in_fp32}")
     said = f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole{in_fp32}"
     return Choice(", ".join(kinds), said)
 
@@ -290,10 +295,3 @@ def _fill(
         {name: tensor for name, tensor in named.items() if name not in buffers},
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
     )
-
-
-def reshard(module: nn.Module) -> None:
-    """Release gathered weights before weights change outside of a step, or the next forward would use the old ones."""
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()

@@ -24,6 +24,7 @@ from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.update import Update
+from accel_train.parallel.dims import check_dimensions
 from accel_train.parallel.gradient_watch import ZeroGradients
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Strategy
 from accel_train.recipe.parallel import Parallel
@@ -67,6 +68,7 @@ class Zero(Strategy):
 
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
         """* Wrap the training module in DeepSpeed's engine, which takes over the optimizer that was made of whole weights."""
+        check_dimensions(inner.model, self.name)
         self.take(inner, make_optimizer)
         deepspeed = import_deepspeed()
         if self.accelerator.mixed_precision != "no":

@@ -84,6 +84,21 @@ def test_fsdp2_refuses_a_module_that_only_some_processes_compute(train: Train, t
     assert "Traceback" not in said
 
 
+def test_blocks_that_share_a_weight_train_under_fsdp2_as_on_one_process(train: Train) -> None:
+    options = {"layers": 3, "shared": True}
+    assert_same(train("two", 2, options, parallel={"strategy": "fsdp2"}), train("one", 1, options))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed"])
+def test_a_weight_without_dimensions_is_refused_where_it_would_be_sharded(
+    train: Train, tmp_path: Path, strategy: str
+) -> None:
+    train("scalar", 2, {"scalar": True}, 2, parallel={"strategy": strategy})
+    said = (tmp_path / "scalar" / "stderr").read_text()
+    assert f"scale is a weight without dimensions, and parallel.strategy {strategy} cannot shard it" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_zero_refuses_a_parameter_that_takes_no_part_in_a_later_step(train: Train, tmp_path: Path, stage: int) -> None:
     parallel = {"strategy": "deepspeed", "zero_stage": stage}

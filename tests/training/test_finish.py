@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from accel_train.parallel.fsdp2 import reshard
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from tests.support.processes import run_forked
@@ -29,7 +29,9 @@ class PoisonTask(ProbeTask):
         if self.options["poison"] == "loss":
             counts["loss_sum"] = counts["loss_sum"] * torch.nan
         elif self.rank == RANK:
-            reshard(model)  # else what is changed is a gathered copy
+            for each in model.modules():
+                if isinstance(each, FSDPModule):
+                    each.reshard()  # else what is changed is a gathered copy
             weight = dict(model.named_parameters())["transformer.h.0.ln_1.weight"].detach()
             getattr(weight, "to_local", lambda: weight)()[0] = torch.nan
         return counts

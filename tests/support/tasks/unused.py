@@ -33,7 +33,8 @@ class Plain(nn.Module):
 class Unused(FaultyRegression):
     """`options`: never (bool): `spare` is never used; branch: `first` or `second` is, by the first sample of a micro-batch;
     leaves: {call, rank}: the head's bias takes no part in the forward of that number, and those after it; on
-    all processes with rank -1; layers: that many, which FSDP2 gathers one at a time; drops: process r computes all but layer r."""
+    all processes with rank -1; layers: that many, which FSDP2 gathers one at a time; drops: process r computes all but layer r; shared: the first two
+    layers have one weight; scalar: `scale` is a weight without dimensions."""
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         self.options, self.calls = recipe.options, 0
@@ -42,6 +43,10 @@ class Unused(FaultyRegression):
             model.left_out = RANK
         if self.options.get("never"):
             model.register_parameter("spare", nn.Parameter(torch.ones(3, 3)))
+        if self.options.get("scalar"):
+            model.register_parameter("scale", nn.Parameter(torch.ones(())))
+        if self.options.get("shared"):
+            model.layers[1].weight = model.layers[0].weight
         if self.options.get("branch"):
             model.add_module("first", nn.Linear(1, 1))
             model.add_module("second", nn.Linear(1, 1))
