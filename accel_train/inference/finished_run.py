@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from accel_train.data.encoding import in_its_encoding
 from accel_train.data.sources import is_path, is_there, located
 from accel_train.data.tables import MissingColumn
 from accel_train.engine.loader import Reading, choose_reading
+from accel_train.inference.data_notes import changes_of, notes_on, of_other
 from accel_train.model.compile import compile_module
 from accel_train.model.pretrained import check_weight_files
 from accel_train.model.training_module import TrainingModule
@@ -42,8 +44,6 @@ _PROBLEM_TYPES = {
     "multi_label_classification": "multi_label",
     "regression": "regression",
 }
-_OF_TRAINING = ("in data.train too", "no training ", "trained on")
-"""Parts of notes that say nothing of data that a trained model is shown."""
 
 
 class DataNotFound(ValueError):
@@ -97,6 +97,8 @@ def open_run(
     recipe, task, task_data, notes = _load(
         recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
     )
+    if data is None and not settings:
+        notes = (*notes, *changes_of(summary.get("data"), task_data.facts, folder))
     torch.manual_seed(recipe.seed)
     model = task.build_model(recipe, task_data)
     check_weights(model, folder / "model", recipe.task)
@@ -171,7 +173,7 @@ def _check_data_is_there(folder: Path, data: Data) -> None:
     also = f" and from {started_in}, where the run was started" if started_in not in (None, os.getcwd()) else ""
     raise DataNotFound(
         f"{gone}, the data of {folder}, is not there (seen from {os.getcwd()}{also}); "
-        f"name the data: accel-train evaluate {folder} DATA, accel-train predict {folder} DATA"
+        f"name the data: accel-train evaluate {quote(str(folder))} DATA, accel-train predict {quote(str(folder))} DATA"
     )
 
 
@@ -184,7 +186,7 @@ def check_finished(folder: Path) -> None:
     recipe = check_run_folder(folder)
     if not (folder / "model" / "config.json").is_file():
         raise ValueError(
-            f"{folder} has no trained model yet (no model/config.json); accel-train run {recipe} resumes it"
+            f"{folder} has no trained model yet (no model/config.json); accel-train run {quote(str(recipe))} resumes it"
         )
     check_weight_files(folder / "model")
 
@@ -201,7 +203,7 @@ def _load(
         task = load_task(recipe.task)
         try:
             found = read_data(task, recipe, progress=progress)
-            return recipe, task, found, (*notes, *(_notes_on(found) if is_other else ()))
+            return recipe, task, found, (*notes, *(notes_on(found) if is_other else ()))
         except DataError:
             raise
         except ValueError as error:
@@ -212,23 +214,12 @@ def _load(
             elif is_other and labels_optional and section.label_column is not None:
                 none = dict.fromkeys(("label_column", *LABEL_COLUMNS.values()))
                 left = section.model_copy(update=none)
-                notes.append(f"true labels are left out, because they cannot be read: {_of_other(error, 'DATA')}")
+                notes.append(f"true labels are left out, because they cannot be read: {of_other(error, 'DATA')}")
             else:
                 if is_other:
-                    raise ValueError(_of_other(error, "DATA" if labels_optional else "--data")) from None
+                    raise ValueError(of_other(error, "DATA" if labels_optional else "--data")) from None
                 raise error from None
             recipe = recipe.model_copy(update={"data": left})
-
-
-def _of_other(said: object, name: str) -> str:
-    """Return a sentence on other data by its own name: the task knows it as data.train, which nobody has set."""
-    return str(said).replace("data.train", name)
-
-
-def _notes_on(data: TaskData) -> list[str]:
-    """Return the notes on other data, which the task took for data to train on, in words for data to read."""
-    notes = [note for note in data.facts.get("notes", ()) if not any(part in note for part in _OF_TRAINING)]
-    return [_of_other(note.replace("training ", ""), "DATA") for note in dict.fromkeys(notes)]
 
 
 def check_weights(model: nn.Module, folder: Path, task: str) -> None:

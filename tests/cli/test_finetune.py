@@ -477,6 +477,15 @@ def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_
     assert any("f1_macro (1 of 60 are 'good ': accuracy would hardly count it)" in line for line in said)
 
 
+def test_commands_that_are_shown_can_be_pasted_where_a_name_has_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews("my reviews.csv")
+    assert main(["finetune", "my reviews.csv", "--dry-run"]) == 0
+    assert "`accel-train run 'runs/my reviews.yaml'`" in capsys.readouterr().out
+    assert "#   accel-train run 'runs/my reviews.yaml'" in Path("runs/my reviews.yaml").read_text().splitlines()
+    assert main(["finetune", "my reviews.csv", "--dry-run", "--seed", "2"]) == 2
+    assert "accel-train run 'runs/my reviews.yaml'; or write another" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_data_are_one_line_that_shows_the_flag(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     write, path, flags, said = WRONG[what]

@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from accel_train.cli.main import main
+from accel_train.inference.data_notes import changes_of
 from accel_train.inference.evaluate import short_name
 from accel_train.inference.finished_run import counted
 from accel_train.metrics.baselines import format_scores
@@ -262,3 +263,13 @@ def test_batches_are_counted_on_a_bar_in_a_terminal_and_told_of_once_elsewhere(m
     monkeypatch.setenv("RANK", "1")
     assert list(counted(iter("abcd"), 4, "evaluating")) == list("abcd")
     assert log.getvalue() == "evaluating ...\n"
+
+
+def test_data_that_has_changed_since_the_training_is_said_and_with_other_classes_refused(tmp_path: Path) -> None:
+    trained = {"num_train": 8, "num_eval": 2, "label_names": ["cat", "dog"]}
+    assert changes_of(trained, trained, tmp_path) == []
+    assert changes_of({}, trained, tmp_path) == []
+    (note,) = changes_of(trained, trained | {"num_eval": 1}, tmp_path)
+    assert note.endswith("has changed: 8 samples and 1 held out, and it was trained with 8 and 2")
+    with pytest.raises(ValueError, match="its classes are ant, dog, and were cat, dog"):
+        changes_of(trained, trained | {"label_names": ["ant", "dog"]}, tmp_path)

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from accel_train.cli.command import Command, Outcome, users_mistakes
@@ -62,7 +63,9 @@ def _write_recipe(
     recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(path), arguments=settings)
     is_new = own.keep(path, recipe, own.format_recipe_file(recipe, found, chosen, path), is_first=is_first)
     lines = own.format_choices(found, chosen, recipe)
-    lines.append(f"recipe: {path} ({'written' if is_new else 'as it was'}; edit it, and `accel-train run {path}`)")
+    lines.append(
+        f"recipe: {path} ({'written' if is_new else 'as it was'}; edit it, and `accel-train run {quote(str(path))}`)"
+    )
     result: results.FinetuneResult = {
         "recipe": str(path),
         "recipe_is_new": is_new,

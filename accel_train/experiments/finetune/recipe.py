@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from accel_train.core.files import make_folders, write_atomically
@@ -55,7 +56,7 @@ def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path
     lines = [
         f"# {_printable(found.description)}",
         "#",
-        f"#   accel-train run {path}",
+        f"#   accel-train run {quote(str(path))}",
         "#",
         f"# Written by `accel-train finetune {_printable(str(found.settings['data.train'].value))}`; behind each value: why. It is yours to",
         "# edit. A run does not resume with other settings, so give an edited recipe another output_dir.",
@@ -101,7 +102,7 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
         if load_recipe(path) != recipe:
             raise ValueError(
                 f"{path} is there already, and not what finetune would write now (edited, other data or flags); train it as it is: "
-                f"accel-train run {path}; or write another: --output_dir DIR, or --recipe FILE"
+                f"accel-train run {quote(str(path))}; or write another: --output_dir DIR, or --recipe FILE"
             )
         return False
     make_folders(path.parent)
@@ -149,9 +150,11 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
         "semantic-segmentation": (f'pipeline("image-segmentation", model="{model}")("an_image.jpg")', "FOLDER"),
     }
     call, data = code[found.task]
-    command = f"accel-train predict {output_dir} {data} --out predictions.csv"
+    command = f"accel-train predict {quote(output_dir)} {data} --out predictions.csv"
     if found.task == "causal-lm":
-        command = f"accel-train generate {output_dir} --prompt '{'Hello' if found.is_chat else 'Once upon a time'}'"
+        command = (
+            f"accel-train generate {quote(output_dir)} --prompt '{'Hello' if found.is_chat else 'Once upon a time'}'"
+        )
     if found.is_chat:
         call = call.replace('"Once upon a time"', '[{"role": "user", "content": "Hello"}]')
     return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
