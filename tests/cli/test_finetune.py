@@ -477,6 +477,15 @@ def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_
     assert any("f1_macro (1 of 60 are 'good ': accuracy would hardly count it)" in line for line in said)
 
 
+def test_a_recipe_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    write_reviews()
+    assert main(["finetune", "reviews.csv", "--dry-run", "--output_dir", "reviews.csv/run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "error: reviews.csv/run.yaml cannot be written (Not a directory); name another place: --output_dir"
+    )
+
+
 def test_commands_that_are_shown_can_be_pasted_where_a_name_has_blanks(capsys: pytest.CaptureFixture[str]) -> None:
     write_reviews("my reviews.csv")
     assert main(["finetune", "my reviews.csv", "--dry-run"]) == 0

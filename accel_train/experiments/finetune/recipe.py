@@ -93,7 +93,7 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
     Where `is_first` is false, another process of the launch writes it, and this one waits.
 
     Raises:
-        ValueError: there is a file of that name with other settings.
+        ValueError: there is a file of that name with other settings, or it cannot be written there.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     while not is_first and not path.exists() and time.monotonic() < deadline:
@@ -105,8 +105,13 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
                 f"accel-train run {quote(str(path))}; or write another: --output_dir DIR, or --recipe FILE"
             )
         return False
-    make_folders(path.parent)
-    write_atomically(path, text.encode())
+    try:
+        make_folders(path.parent)
+        write_atomically(path, text.encode())
+    except (PermissionError, NotADirectoryError, FileExistsError, FileNotFoundError) as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}); name another place: --output_dir DIR, or --recipe FILE"
+        ) from error
     return True
 
 
