@@ -32,6 +32,7 @@ REMEDIES = {
     "_get_eval_sampler": "override get_eval_dataloader",
     "_maybe_log_save_evaluate": "use a callback (on_step_end, control.should_log, should_evaluate, should_save)",
     "_save_checkpoint": "use a callback (on_save); checkpoints are published whole or not at all",
+    "_prepare_inputs": "override training_step and prediction_step",
     "_save": "override save_model",
 }
 """By transformers' name of the method; for others a callback is the remedy."""
@@ -66,7 +67,10 @@ def check_overrides(kind: type, base: type) -> None:
     for cls in kind.__mro__[: kind.__mro__.index(base)]:
         for name in vars(cls):
             known = callable(getattr(transformers.Trainer, name, None)) and not name.startswith("__")
-            if known and not hasattr(base, name):
+            is_for_calls = name.startswith("_") and getattr(base, name, None) is getattr(
+                transformers.Trainer, name, None
+            )
+            if known and (is_for_calls or not hasattr(base, name)):
                 remedy = REMEDIES.get(name, "use a callback, or transformers.Trainer")
                 problems.append(f"{cls.__name__}.{name}: {remedy}")
     if problems:

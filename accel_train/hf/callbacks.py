@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from accel_train.checkpoint.contents import optimizer_tensors
 from accel_train.core.state import Requests, StepResult
 from accel_train.hf.arguments import Length
-from accel_train.hf.checkpoints import CheckpointNames, exportable, restore_callbacks
+from accel_train.hf.checkpoints import SCHEDULER_STATE, CheckpointNames, adapter_files, exportable, first_state
 from accel_train.hf.hub import push_checkpoint
 from accel_train.hf.inputs import num_input_tokens
 from accel_train.hf.search import report_to_search
-from accel_train.hf.step import signals_of_all, stop_in_last_epoch, sum_of_all, watch_updates
+from accel_train.hf.step import NextRates, RecipeRates, signals_of_all, stop_in_last_epoch, sum_of_all, watch_updates
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
     from accel_train.hf import Trainer
 
-TRAINER_STATE = "trainer_state.json"
-SCHEDULER_STATE = "scheduler.json"
 CLOCKS = ("runtime", "_per_second", "epoch")
 """Values that `Trainer.evaluate` returns next to metrics, by the end of its names."""
 
@@ -50,8 +50,7 @@ class Flow(Observer):
         self.scheduler: ReduceLROnPlateau | None = None
         """A schedule that follows the evaluations."""
         self.trainer, self.length, self.requests, self.ignore_keys = trainer, length, requests, ignore_keys
-        self.flops = 0.0
-        """Operations since this process started; over all processes after `end`."""
+        self._flops = self._flops_before = 0.0  # of this process since it started; of all, in the checkpoint
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
         self._is_best_loaded, self._is_optimizer_checked = False, False
@@ -75,19 +74,8 @@ class Flow(Observer):
         """
         trainer, args = self.trainer, self.trainer.args
         self.run, self.began = run, time.time()
-        state = TrainerState(stateful_callbacks=exportable(trainer))
         folder = self.stock_checkpoint or run.plan.resume_point.path
-        if folder is not None and (folder / TRAINER_STATE).exists():
-            state = TrainerState.load_from_json(str(folder / TRAINER_STATE))
-            if args.restore_callback_states_from_checkpoint:
-                for problem in restore_callbacks(trainer, state):
-                    run.observer.note(problem)
-            if self.scheduler is not None and (folder / SCHEDULER_STATE).exists():
-                self.scheduler.load_state_dict(json.loads((folder / SCHEDULER_STATE).read_text()))
-                for group, rate in zip(
-                    self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
-                ):
-                    group["lr"] = rate
+        state = first_state(trainer, folder, self.scheduler, run.observer.note)
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
         state.compute_steps(args, self.length.max_steps)
         state.train_batch_size = args.per_device_train_batch_size
@@ -95,13 +83,16 @@ class Flow(Observer):
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
-        self._epoch_ended_at = run.state.step
+        self._epoch_ended_at, self._flops_before = run.state.step, state.total_flos
         trainer.state = state
         self.names = CheckpointNames(run, trainer)
         self.names.link()  # the folder may hold those of a run that was killed, or archived
-        handler = trainer.callback_handler
+        handler, self.rates = trainer.callback_handler, NextRates(run)
+        if trainer.lr_scheduler is None:
+            trainer.lr_scheduler = RecipeRates(run.strategy.optimizer, args.learning_rate)
         handler.model, handler.optimizer = trainer.model, run.strategy.optimizer
         handler.lr_scheduler = trainer.lr_scheduler
+        self.rates.set(run.state.step)
         watch_updates(run.strategy.optimizer, handler.callbacks, self._call, self._hooks)
         self._call("on_train_begin")
         if self.requests is None:
@@ -125,8 +116,9 @@ class Flow(Observer):
         self._hooks.close()
 
     def on_step_begin(self, step: int) -> None:
-        """Call on_epoch_begin and on_step_begin, where the step before it has been seen by all callbacks, evaluation and save included."""
+        """Let overridden methods see the step; call on_epoch_begin and on_step_begin, where callbacks have seen all of the one before."""
         self._num_micro_batches = 0
+        self.trainer.state.global_step, self.trainer.state.epoch = step, self._epoch(step)
         if self.requests is not None and self.run is not None:
             self._begin_step_after(step)
 
@@ -152,6 +144,8 @@ class Flow(Observer):
         else:
             self._applied_sum += result.loss
             self._num_applied += 1
+        if self.requests is not None or result.step == self.length.max_steps:
+            self.rates.set(result.step)
         self._call("on_step_end")
         if trainer.control.should_log:
             self._log(result, learning_rate)
@@ -206,11 +200,14 @@ class Flow(Observer):
             logged = {name: value for line in lines for name, value in line.items() if name.startswith("eval_")}
             self._by_step |= {step: logged} if logged else {}
         if step not in self._by_step:
-            self._by_step[step] = trainer.evaluate(ignore_keys=self.ignore_keys)
+            found = [trainer.evaluate(ignore_keys=self.ignore_keys)]
+            if trainer.args.world_size > 1:
+                broadcast_object_list(found)  # what is best is decided alike, also where compute_metrics draws samples
+            self._by_step[step] = found[0]
             report_to_search(trainer, self._by_step[step])
             self.on_metrics(self._by_step[step])
-        found = {name.removeprefix("eval_"): value for name, value in self._by_step[step].items()}
-        metrics = {name: v for name, v in found.items() if isinstance(v, float | int) and not name.endswith(CLOCKS)}
+        named = {name.removeprefix("eval_"): value for name, value in self._by_step[step].items()}
+        metrics = {name: v for name, v in named.items() if isinstance(v, float | int) and not name.endswith(CLOCKS)}
         stop_in_last_epoch(trainer.control, self.length, state.global_step)
         if self.requests is not None and trainer.control.should_training_stop:  # EarlyStoppingCallback, in on_evaluate
             self.requests.stop |= state.global_step < self.length.max_steps
@@ -246,12 +243,15 @@ class Flow(Observer):
         if self.run is None:
             return nullcontext()
         self.names.note_best()
+        if account == "saving":
+            self._sum_flops()
         if self.trainer.is_world_process_zero():
             self.names.find_best()
             exported = TrainerState(stateful_callbacks=exportable(self.trainer))
             self.trainer.state.stateful_callbacks = exported.stateful_callbacks
             text = json.dumps(dataclasses.asdict(self.trainer.state), indent=2)
-            self.run.facts.description[TRAINER_STATE] = text.encode()
+            self.run.facts.description[TRAINER_STATE_NAME] = text.encode()
+            self.run.facts.description.update(adapter_files(self.trainer))
             if self.scheduler is not None:
                 self.run.facts.description[SCHEDULER_STATE] = json.dumps(self.scheduler.state_dict()).encode()
         return nullcontext()
@@ -269,7 +269,7 @@ class Flow(Observer):
         """Add the operations and tokens of a micro-batch, and call on_substep_end for the one before; a compiled graph counts none."""
         if torch.compiler.is_compiling() or not self.trainer.model.training:
             return
-        self.flops += self.trainer.floating_point_ops(inputs)
+        self._flops += self.trainer.floating_point_ops(inputs)
         if self._num_micro_batches and self.requests is not None:
             self._call("on_substep_end")
         self._num_micro_batches += 1
@@ -284,9 +284,14 @@ class Flow(Observer):
 
     def end(self) -> None:
         """Sum the operations over processes, after everything is written."""
-        self.flops = sum_of_all(self.trainer, self.flops)
+        self._sum_flops()
+        if self.trainer.state.global_step in self._by_step:
+            self.trainer.model.eval()  # as transformers leaves it where an evaluation was the last that happened
         self.names.note_best()
         self.names.find_best()
+
+    def _sum_flops(self) -> None:
+        self.trainer.state.total_flos = self._flops_before + sum_of_all(self.trainer, self._flops)
 
     def training_loss(self) -> tuple[float, int]:
         """Return the mean loss of the steps applied since this process started, and the number skipped."""

@@ -1,23 +1,30 @@
 """Checkpoints by transformers' names: `checkpoint-N` in the run folder leads to `checkpoints/step-N`."""
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import _is_peft_model
 from transformers.trainer_utils import get_last_checkpoint as newest_of_transformers
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
+from accel_train.hf.sharding import is_spread
 
 if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
     from accel_train.hf import Trainer
+
+SCHEDULER_STATE = "scheduler.json"
 
 
 def get_last_checkpoint(output_dir: str | Path) -> str | None:
@@ -156,6 +163,21 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     return str(path)
 
 
+def adapter_files(trainer: "Trainer") -> dict[str, bytes]:
+    """Return the weights of a PEFT model's adapter by file name: `PeftModel.from_pretrained` looks for them in a checkpoint.
+
+    None of a sharded model: `save_model` gathers them.
+    """
+    model: Any = trainer.model
+    if not _is_peft_model(model) or is_spread(trainer):
+        return {}
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    tensors = get_peft_model_state_dict(model, adapter_name=next(iter(model.peft_config)))
+    return {SAFETENSORS_WEIGHTS_NAME: save({name: each.detach().cpu().contiguous() for name, each in tensors.items()})}
+
+
 class CheckpointNames:
     """The names of a run's checkpoints, and what `trainer.state` says of the best one."""
 
@@ -192,6 +214,27 @@ class CheckpointNames:
         saved = {step_of(folder) for folder in checkpoint_folders(self.run.plan.output_dir / "checkpoints")}
         if state.best_global_step is not None and state.best_global_step in saved | {self.run.state.step}:
             state.best_model_checkpoint = self.folder(state.best_global_step)
+
+
+def first_state(
+    trainer: "Trainer", folder: Path | None, scheduler: ReduceLROnPlateau | None, note: Callable[[str], None]
+) -> TrainerState:
+    """Return a new state, or that of the checkpoint which is resumed; callbacks, and a schedule that follows evaluations, get theirs back.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if folder is None or not (folder / TRAINER_STATE_NAME).exists():
+        return TrainerState(stateful_callbacks=exportable(trainer))
+    state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+    if trainer.args.restore_callback_states_from_checkpoint:
+        for problem in restore_callbacks(trainer, state):
+            note(problem)
+    if scheduler is not None and (folder / SCHEDULER_STATE).exists():
+        scheduler.load_state_dict(json.loads((folder / SCHEDULER_STATE).read_text()))
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+    return state
 
 
 def exportable(trainer: "Trainer") -> list[Any]:

@@ -6,7 +6,7 @@ batch, and are padded with -100 where batches are of different widths, as in tra
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.utils import convert_to_fp32, send_to_device
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
@@ -32,6 +31,7 @@ from accel_train.hf.inputs import (
     in_batches,
     is_columns,
     is_stream,
+    loader_of_override,
     readable,
     reading_of,
 )
@@ -100,7 +100,8 @@ def run_evaluation(
     args, began = trainer.args, time.time()
     loader_method = "get_test_dataloader" if predicts else "get_eval_dataloader"
     has_own_loop = trainer.overrides("evaluation_loop")
-    loader: Any = getattr(trainer, loader_method)(data) if has_own_loop or trainer.overrides(loader_method) else None
+    is_own = has_own_loop or trainer.overrides(loader_method)
+    loader: Any = loader_of_override(trainer, loader_method, data) if is_own else None
     if loader is None and data is None:
         raise ValueError("evaluation needs an eval_dataset: give one to the Trainer or to evaluate()")
     loss_only = None if predicts or trainer.compute_metrics is not None else True
@@ -154,6 +155,8 @@ def _evaluate_batches(
             outputs, scores = _score_by_batch(trainer, own, keep=keep)
         else:
             outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
+    if not trainer.is_in_train:
+        trainer.model.eval()  # and it stays so, as in transformers: what follows is often inference
     predictions, labels, inputs = (
         joined([getattr(one, name) for one in outputs], args.eval_do_concat_batches)
         for name in ("predictions", "labels", "inputs")
@@ -191,10 +194,6 @@ def _own_batches(trainer: "Trainer", dataset: Any, loader: Any) -> Iterator[Micr
                     yield inputs, ONLY_FORWARDED
             return
         loader = in_batches(dataset, args.per_device_eval_batch_size, collator_of(trainer))
-    if world_size > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
-        raise ValueError(
-            "get_eval_dataloader returned a prepared loader; return the DataLoader itself, every process reads it"
-        )
     number, first = -1, None
     for number, batch in enumerate(loader):
         inputs, num_targets = counted(batch, trainer.signature)
@@ -257,14 +256,21 @@ def _score_by_batch(
 def _score(
     trainer: "Trainer", outputs: list[BatchOutputs], predictions: Any, labels: Any, inputs: Any, **options: bool
 ) -> dict[str, Any]:
-    """Call compute_metrics; for each sample the loss is the mean of its batch, as in transformers."""
+    """Call compute_metrics; for each sample the loss is the mean of its batch, as in transformers.
+
+    Raises:
+        ValueError: it returns no dict.
+    """
     losses = None
     if "loss" in trainer.args.include_for_metrics:
         means = np.asarray([one.loss for one in outputs], dtype=np.float32)
         losses = np.repeat(means, [one.num_samples for one in outputs])
     assert trainer.compute_metrics is not None
     given = EvalPrediction(predictions=predictions, label_ids=labels, inputs=inputs, losses=losses)
-    return trainer.compute_metrics(given, **options)
+    metrics = trainer.compute_metrics(given, **options)
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"compute_metrics returned {metrics!r}; it has to return a dict of numbers by name")
+    return dict(metrics)
 
 
 def in_turn(world_size: int, own: list[Any]) -> list[Any]:

@@ -1,8 +1,6 @@
 """The user's data sets become batches: columns, collators, and how many targets a batch holds."""
 
-import hashlib
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from datasets import Dataset as TableDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -177,11 +176,54 @@ def num_input_tokens(trainer: "Trainer", inputs: Mapping[str, Any]) -> Any:
     return main.numel()
 
 
+class TrainLoader(DataLoader[Any]):
+    """The loader that this Trainer makes: an override that returns it as it is trains on its data set as if there were no override."""
+
+    def __init__(self, source: Any, rows: Any, **options: Any) -> None:
+        super().__init__(rows, **options)
+        self.source = source
+        """The data set with all its columns."""
+        self._made_with = self.collate_fn
+
+    @property
+    def is_as_made(self) -> bool:
+        """Return whether the collator is still the Trainer's (torch forbids other changes)."""
+        return self.collate_fn is self._made_with
+
+
+class EpochOrder(Sampler[int]):
+    """The samples of an epoch, which `set_epoch` chooses, in their order."""
+
+    def __init__(self, order: Callable[[int], NDArray[np.int64]], length: int) -> None:
+        self._order, self._length, self._epoch = order, length, 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._order(self._epoch).tolist()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch."""
+        self._epoch = epoch
+
+
 def get_train_dataloader(trainer: "Trainer") -> DataLoader[Any]:
-    """Return the first epoch's micro-batches, to look at. Override it to train on your own loader, which is read in order."""
-    if trainer.train_dataset is None:
+    """Return an epoch's micro-batches, to look at. Override it to train on another loader, which is read in order."""
+    args, source = trainer.args, trainer.train_dataset
+    if source is None:
         raise ValueError("training needs a train_dataset")
-    return loader_over(trainer, trainer.train_dataset, trainer.args.per_device_train_batch_size, is_training=True)
+    rows = readable(trainer, source)
+    order = epoch_order(args, rows)
+    return TrainLoader(
+        source,
+        rows,
+        batch_size=args.per_device_train_batch_size,
+        sampler=order and EpochOrder(order, len(rows)),
+        collate_fn=collator_of(trainer),
+        num_workers=args.dataloader_num_workers,
+        drop_last=args.dataloader_drop_last,
+    )
 
 
 def get_eval_dataloader(trainer: "Trainer", eval_dataset: Any = None) -> DataLoader[Any]:
@@ -190,66 +232,35 @@ def get_eval_dataloader(trainer: "Trainer", eval_dataset: Any = None) -> DataLoa
     data = trainer.eval_dataset[data] if isinstance(data, str) else data
     if data is None:
         raise ValueError("evaluation needs an eval_dataset")
-    return loader_over(trainer, data, trainer.args.per_device_eval_batch_size)
+    return get_test_dataloader(trainer, data)
 
 
 def get_test_dataloader(trainer: "Trainer", test_dataset: Any) -> DataLoader[Any]:
     """Return the batches of predict, to look at. Override it as get_eval_dataloader."""
-    return loader_over(trainer, test_dataset, trainer.args.per_device_eval_batch_size)
-
-
-def loader_over(trainer: "Trainer", data: Any, batch_size: int, *, is_training: bool = False) -> DataLoader[Any]:
-    """Return a plain DataLoader with the batches of one process; in training those of the first epoch."""
-    args, rows = trainer.args, readable(trainer, data)
-    order = epoch_order(args, rows) if is_training else None
     return DataLoader(
-        rows,
-        batch_size=batch_size,
-        sampler=order and order(0).tolist(),
+        readable(trainer, test_dataset),
+        batch_size=trainer.args.per_device_eval_batch_size,
         collate_fn=collator_of(trainer),
-        num_workers=args.dataloader_num_workers,
-        drop_last=is_training and args.dataloader_drop_last,
+        num_workers=trainer.args.dataloader_num_workers,
     )
 
 
-def fingerprint(data: Any) -> str:
-    """Return a digest of the number of rows, and of 16 rows where the data set is plain values (no code makes them).
-
-    A resume needs the same data; rows that a `__getitem__` makes may differ each time, so they are not read.
-    """
-    digest = hashlib.sha256(type(data).__name__.encode())
-    if is_stream(data):
-        return digest.hexdigest()
-    digest.update(str(len(data)).encode())
-    rows = data.with_format(None) if isinstance(data, TableDataset) else data
-    if len(data) and isinstance(data, TableDataset | list | tuple | Columns):
-        for number in range(min(16, len(data))):
-            row = rows[number * len(data) // min(16, len(data))]
-            digest.update(json.dumps(row, default=_plain, sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
-    return dict(value) if isinstance(value, Mapping) else type(value).__name__
-
-
-def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
-    """Return the tokens of each training sample: the column of lengths, else counted in the model's main input.
+def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
+    """Return what an overridden `get_..._dataloader` does. Every process reads all of it and takes its share, so within it
+    `self.accelerator.prepare`, which would share it out once more, leaves a loader as it is.
 
     Raises:
-        ValueError: the samples have neither.
+        ValueError: another Accelerator has prepared it, for several processes.
     """
-    names = getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"]
-    column, input_name = trainer.args.length_column_name, names[0]
-    if isinstance(data, TableDataset) and column in data.column_names:
-        return np.asarray(data[column], dtype=np.int64)
-    if len(data) == 0 or not isinstance(data[0], Mapping) or input_name not in data[0]:
-        raise ValueError(
-            f"train_sampling_strategy=group_by_length needs samples with {input_name!r}, or a column {column!r} with lengths"
-        )
-    return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
+    accelerator: Any = trainer.accelerator
+    accelerator.prepare = lambda *loaders, **_: loaders[0] if len(loaders) == 1 else loaders
+    try:
+        loader = getattr(trainer, method)(*data)
+    finally:
+        del accelerator.prepare
+    if accelerator.num_processes > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
+        raise ValueError(f"{method} returned a prepared loader; return the DataLoader itself, every process reads it")
+    return loader
 
 
 def epoch_order(args: TrainingArguments, rows: Any) -> Callable[[int], NDArray[np.int64]] | None:

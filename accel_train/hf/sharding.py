@@ -63,6 +63,12 @@ def train_batch_size(args: TrainingArguments) -> int:
     return size // args.world_size
 
 
+def get_total_train_batch_size(trainer: "Trainer", args: TrainingArguments | None = None) -> int:
+    """Return the samples of a step over all processes."""
+    args = args or trainer.args
+    return train_batch_size(args) * args.world_size * args.gradient_accumulation_steps
+
+
 def _of_fsdp(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
     config: Any = args.fsdp_config or {}
     if int(config.get("version", 2)) != 2:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -17,6 +18,7 @@ from accel_train.hf.arguments import Length
 from accel_train.hf.inputs import targets_in
 
 if TYPE_CHECKING:
+    from accel_train.engine.run import RunContext
     from accel_train.hf import Trainer
 
 
@@ -190,6 +192,38 @@ def watch_updates(
 
     hooks.callback(optimizer.register_step_pre_hook(before).remove)
     hooks.callback(optimizer.register_step_post_hook(lambda *_: call("on_optimizer_step")).remove)
+
+
+class RecipeRates(LRScheduler):
+    """The recipe's schedule for callbacks to read, in place of a scheduler: the loop sets the rates, so nothing is stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, peak: float) -> None:
+        self.optimizer, self.base_lrs = optimizer, [peak for _ in optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the rate of each parameter group for the next step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+class NextRates:
+    """The learning rates of the step to come: set before callbacks see the one before, so that one they change holds for a step."""
+
+    def __init__(self, run: "RunContext") -> None:
+        self._run, self._schedule, self._step = run, run.schedule, -1
+        self._given: list[float] = []
+        run.schedule = self
+
+    def __call__(self, step: int) -> float | Sequence[float]:
+        in_use = self._in_use()
+        return in_use if step == self._step and in_use != self._given else self._schedule(step)
+
+    def set(self, step: int) -> None:
+        """Set the schedule's rates of a 0-based step."""
+        self._run.set_learning_rate(step)
+        self._step, self._given = step, self._in_use()
+
+    def _in_use(self) -> list[float]:
+        return [float(group["lr"]) for group in self._run.strategy.optimizer.param_groups]
 
 
 def may_ask(callbacks: list[TrainerCallback]) -> bool:

@@ -1,12 +1,16 @@
 """The user's model, data sets and collator as a task of the loop."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from datasets import Dataset as TableDataset
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,14 +22,14 @@ from accel_train.checkpoint.contents import model_tensors
 from accel_train.hf.arguments import Length
 from accel_train.hf.callbacks import Flow
 from accel_train.hf.inputs import (
+    Columns,
     collate_of,
     collator_of,
     counted,
-    fingerprint,
     in_batches,
     is_columns,
     is_stream,
-    lengths_of,
+    readable,
     targets_in,
 )
 from accel_train.hf.sharding import copy_whole, is_spread, train_batch_size, whole_model
@@ -42,19 +46,20 @@ class HFTask(Task):
     """A Trainer as a task: its data in order, its model, `compute_loss`; evaluations are those of `Flow.evaluate`."""
 
     def __init__(
-        self, trainer: "Trainer", flow: Flow, length: Length, rows: Any, loader: DataLoader[Any] | None
+        self, trainer: "Trainer", flow: Flow, length: Length, source: Any, loader: DataLoader[Any] | None
     ) -> None:
-        self.trainer, self.flow, self.length, self.rows = trainer, flow, length, rows
+        self.trainer, self.flow, self.length, self.source = trainer, flow, length, source
         self.loader = loader
         """The loader of an overridden get_train_dataloader."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Return the training data as rows in our order, or as a stream."""
-        trainer, args, dataset = self.trainer, self.trainer.args, self.rows
+        trainer, args = self.trainer, self.trainer.args
+        dataset: Any = readable(trainer, self.source) if self.loader is None else None
         streamed = self.loader is not None or is_stream(dataset)
         lengths: NDArray[Any] | None = None
         if args.train_sampling_strategy == "group_by_length" and not streamed:
-            lengths = lengths_of(trainer, dataset if is_columns(trainer.train_dataset) else trainer.train_dataset)
+            lengths = lengths_of(trainer, dataset if is_columns(self.source) else self.source)
         per_epoch = self.length.steps_per_epoch * self.length.global_batch_size
         return TaskData(
             train=Subset(dataset, range(per_epoch)) if streamed else dataset,  # only its length is read
@@ -96,7 +101,7 @@ class HFTask(Task):
     def _batches_of(self, epoch: int) -> Iterator[Any]:
         args = self.trainer.args
         torch.manual_seed(args.seed + epoch)  # a shuffle without its own generator is the same on all processes
-        source: Any = self.loader if self.loader is not None else self.trainer.train_dataset
+        source: Any = self.loader if self.loader is not None else self.source
         for settable in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
             if settable is not None and hasattr(settable, "set_epoch"):
                 settable.set_epoch(epoch)
@@ -144,6 +149,46 @@ class HFTask(Task):
     def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the weights, configuration and tokenizer."""
         save_pretrained(self.trainer, model, folder)
+
+
+def fingerprint(data: Any) -> str:
+    """Return a digest of the number of rows, and of 16 rows where the data set is plain values (no code makes them).
+
+    A resume needs the same data; rows that a `__getitem__` makes may differ each time, so they are not read.
+    """
+    digest = hashlib.sha256(type(data).__name__.encode())
+    if is_stream(data):
+        return digest.hexdigest()
+    digest.update(str(len(data)).encode())
+    rows = data.with_format(None) if isinstance(data, TableDataset) else data
+    if len(data) and isinstance(data, TableDataset | list | tuple | Columns):
+        for number in range(min(16, len(data))):
+            row = rows[number * len(data) // min(16, len(data))]
+            digest.update(json.dumps(row, default=_plain, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+    return dict(value) if isinstance(value, Mapping) else type(value).__name__
+
+
+def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
+    """Return the tokens of each training sample: the column of lengths, else counted in the model's main input.
+
+    Raises:
+        ValueError: the samples have neither.
+    """
+    names = getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"]
+    column, input_name = trainer.args.length_column_name, names[0]
+    if isinstance(data, TableDataset) and column in data.column_names:
+        return np.asarray(data[column], dtype=np.int64)
+    if len(data) == 0 or not isinstance(data[0], Mapping) or input_name not in data[0]:
+        raise ValueError(
+            f"train_sampling_strategy=group_by_length needs samples with {input_name!r}, or a column {column!r} with lengths"
+        )
+    return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
 
 
 def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:

@@ -40,12 +40,12 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import can_return_loss, logging
 
-from accel_train.hf import evaluation, hub, inputs, search, step, task, training
+from accel_train.hf import evaluation, hub, inputs, search, sharding, step, task, training
 from accel_train.hf.argument_table import has_recipe_optimizer
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides
 from accel_train.hf.checkpoints import get_last_checkpoint
 from accel_train.hf.inputs import Signature
-from accel_train.hf.sharding import load_whole, train_batch_size
+from accel_train.hf.sharding import load_whole
 from accel_train.hf.training import (
     check_optimizer,
     evaluation_accelerator,
@@ -91,7 +91,19 @@ class Trainer:
     create_scheduler = transformers.Trainer.create_scheduler
     get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
 
+    # For overrides to call: a subclass cannot replace them.
+    _get_collator_with_removed_columns = transformers.Trainer._get_collator_with_removed_columns
+    _get_eval_sampler = transformers.Trainer._get_eval_sampler
+    _get_learning_rate = transformers.Trainer._get_learning_rate
+    _get_train_sampler = transformers.Trainer._get_train_sampler
+    _prepare_input = transformers.Trainer._prepare_input
+    _prepare_inputs = transformers.Trainer._prepare_inputs
+    _remove_unused_columns = transformers.Trainer._remove_unused_columns
+    _set_signature_columns_if_needed = transformers.Trainer._set_signature_columns_if_needed
+    is_deepspeed_enabled = is_fsdp_enabled = False  # sharding is the loop's, without plugins to set up
+
     # Methods that other modules here define.
+    get_total_train_batch_size = sharding.get_total_train_batch_size
     call_model_init = search.call_model_init
     hyperparameter_search = search.hyperparameter_search
     create_optimizer = training.create_optimizer
@@ -210,6 +222,7 @@ class Trainer:
         match = self.match_transformers and self.compute_loss_func is None
         self.signature = Signature.of(model, self.args.label_names, match=match)
         self.label_names = list(self.signature.label_names)
+        self._signature_columns: list[str] | None = None
         self.can_return_loss = bool(can_return_loss(type(unwrap_peft_model(model))))
         config = getattr(model, "config", None)
         if config is not None:
@@ -220,11 +233,9 @@ class Trainer:
                 f"label_smoothing_factor={epsilon}: labels that are several at once cannot be smoothed; set it to 0"
             )
         self.label_smoother = LabelSmoother(epsilon=epsilon) if epsilon else None
-        inner: Any = model
-        is_known = isinstance(model, PreTrainedModel)
+        inner = unwrap_peft_model(model)
+        is_known = isinstance(inner, PreTrainedModel)
         self._num_flops_parameters = inner.num_parameters(exclude_embeddings=True) if is_known else 0
-
-    # Train
 
     def train(
         self,
@@ -251,7 +262,10 @@ class Trainer:
         if knows_tokens and isinstance(self.model, PreTrainedModel):
             align_special_tokens(self.model, self.processing_class)
         if self.optimizer is not self._trained_optimizer:  # create_optimizer() was called, or the attribute was set
-            is_made_anew = getattr(self, "_created_lr_scheduler", False)  # by create_scheduler, for a number of steps
+            # Of create_scheduler, for a number of steps, or of the recipe.
+            is_made_anew = getattr(self, "_created_lr_scheduler", False) or isinstance(
+                self.lr_scheduler, step.RecipeRates
+            )
             self.given_optimizers = (self.optimizer, None if is_made_anew else self.lr_scheduler)
         self.optimizer, self.lr_scheduler = self.given_optimizers
         self.is_in_train = True
@@ -266,7 +280,6 @@ class Trainer:
         metrics = speed_metrics(
             "train", began, num_samples=flow.length.num_samples_planned * share, num_steps=num_steps
         )
-        self.state.total_flos += flow.flops
         metrics |= {"total_flos": self.state.total_flos, "train_loss": loss}
         if num_skipped:
             metrics["train_skipped_steps"] = num_skipped
@@ -285,11 +298,6 @@ class Trainer:
     def end(self) -> None:
         """Finish the trackers and leave the process group; call it last."""
         self.accelerator.end_training()
-
-    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
-        """Return the samples of a step over all processes."""
-        args = args or self.args
-        return train_batch_size(args) * args.world_size * args.gradient_accumulation_steps
 
     @cached_property
     def accelerator(self) -> Accelerator:

@@ -1,7 +1,7 @@
 """One call of Trainer.train(): translate, prepare, run the loop, and leave the state that transformers' users expect."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from operator import length_hint
 from pathlib import Path
@@ -28,7 +28,7 @@ from accel_train.hf.argument_table import has_recipe_optimizer
 from accel_train.hf.arguments import length_of, schedule_of, to_recipe, with_decay_of
 from accel_train.hf.callbacks import Flow
 from accel_train.hf.checkpoints import load_stock_optimizer, load_stock_weights, resume_of, stock_checkpoint
-from accel_train.hf.inputs import epoch_order, is_stream, readable, reading_of
+from accel_train.hf.inputs import TrainLoader, epoch_order, loader_of_override, readable, reading_of
 from accel_train.hf.sharding import check_sharded
 from accel_train.hf.step import may_ask
 from accel_train.hf.task import HFTask
@@ -58,15 +58,20 @@ def run_training(
         ValueError: something cannot be honoured.
     """
     args = trainer.args
-    loader = trainer.get_train_dataloader() if trainer.overrides("get_train_dataloader") else None
-    if loader is None and trainer.train_dataset is None:
+    method = "get_train_dataloader"
+    loader = loader_of_override(trainer, method) if trainer.overrides(method) else None
+    source = trainer.train_dataset
+    if isinstance(loader, TrainLoader) and loader.is_as_made:
+        source, loader = loader.source, None
+    if loader is None and source is None:
         raise ValueError("training needs a train_dataset")
-    rows = readable(trainer, trainer.train_dataset) if loader is None else None
-    num_samples = None if rows is None or is_stream(rows) else len(rows)
+    rows = readable(trainer, source) if loader is None else None
+    num_samples = len(rows) if isinstance(rows, Sized) else None
     num_batches = length_hint(loader) or None  # 0 without a loader, and for one over a data set without a length
     length = length_of(args, num_samples, num_batches, args.world_size)
     counts_tokens = args.include_num_input_tokens_seen not in ("no", False)
-    by_callbacks = may_ask(trainer.callback_handler.callbacks) or args.eval_delay > 0 or counts_tokens
+    asks = may_ask(trainer.callback_handler.callbacks) or trainer.overrides("log")  # which may sum up what steps left
+    by_callbacks = asks or args.eval_delay > 0 or counts_tokens
     requests = Requests() if by_callbacks else None
     recipe = to_recipe(
         args,
@@ -75,7 +80,7 @@ def run_training(
         resume=resume_of(args, resume_from_checkpoint),
         by_callbacks=by_callbacks,
         has_eval=trainer.eval_dataset is not None,
-        train_name=f"{type(trainer.train_dataset if loader is None else loader).__name__} of the program",
+        train_name=f"{type(source if loader is None else loader).__name__} of the program",
     )
     decayed = trainer.get_decay_parameter_names(trainer.model)
     recipe = trainer.recipe = with_decay_of(recipe, trainer.model, decayed)
@@ -85,7 +90,7 @@ def run_training(
     check_sharded(trainer, with_launch_environment(recipe), stock)
     if stock is not None:
         load_stock_weights(trainer.model, stock)
-    run = prepare_run(recipe, HFTask(trainer, flow, length, rows, loader), extensions)
+    run = prepare_run(recipe, HFTask(trainer, flow, length, source, loader), extensions)
     trainer.accelerator, trainer.strategy = run.accelerator, run.strategy
     try:
         if stock is not None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel_train.hf import Trainer
 from accel_train.hf.checkpoints import load_stock_weights
-from tests.support.hf_models import Plain, arguments, bert, difference, history, plain_rows, rows
+from tests.support.hf_models import Plain, arguments, bert, both, difference, history, plain_rows, rows
 
 CLOSE = 1e-5
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "weight_decay": 0.1, "logging_steps": 1}
@@ -131,3 +131,29 @@ def test_what_a_collator_draws_is_the_same_after_a_resume_and_with_workers(tmp_p
     again = Trainer(Plain(seed=3), args, **setup)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert difference(whole.model, again.model) == 0
+
+
+def adapted() -> Any:
+    """A model with an adapter whose weights are not zero."""
+    import peft
+
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
+    model = bert()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_a_checkpoint_of_an_adapted_model_is_loaded_by_peft_and_operations_are_counted_on_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    import peft
+
+    args = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    theirs, ours, *_ = both(tmp_path, adapted, args=args, train_dataset=rows(24))
+    loaded = peft.PeftModel.from_pretrained(bert(), str(tmp_path / "ours/checkpoint-4"))
+    assert difference(loaded, ours.model) == 0.0
+    resumed = Trainer(adapted(), arguments(tmp_path / "ours", **args), train_dataset=rows(24))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
+    assert difference(resumed.model, ours.model) == 0.0
+    assert theirs.state.total_flos == ours.state.total_flos == resumed.state.total_flos > 0

@@ -25,5 +25,6 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     for name in one:
         assert flat(two[name]) == pytest.approx(flat(one[name]), abs=2e-5, rel=1e-4), name
     assert one["own"]["eval_count"] == 13
+    assert one["prepared"][0] == 6
     assert one["stopped_at"] == 2
     assert one["batches"] == [3, 3, 3, 3, 1]

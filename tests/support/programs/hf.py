@@ -26,8 +26,14 @@ class StopsOnOne(TrainerCallback):
 
 
 class OwnLoader(Trainer):
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        return DataLoader(self.eval_dataset, batch_size=3, collate_fn=self.data_collator)
+    """Prepares its loaders, as those of transformers have to be."""
+
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(self.train_dataset, self.args.per_device_train_batch_size, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.accelerator.prepare(DataLoader(self.eval_dataset, batch_size=3, collate_fn=self.data_collator))
 
 
 def main(folder: Path) -> None:
@@ -48,6 +54,14 @@ def main(folder: Path) -> None:
     own = OwnLoader(Plain(), arguments(folder / "own"), eval_dataset=plain_rows(13), compute_metrics=metrics).evaluate()
     stream = Trainer(Plain(), arguments(folder / "stream", **common), train_dataset=Stream())
     stream.train()
+    epochs = {**common, "max_steps": -1, "num_train_epochs": 2}
+    prepared = OwnLoader(Plain(), arguments(folder / "prepared", **epochs), train_dataset=plain_rows(24))
+    best = {"save_strategy": "best", "metric_for_best_model": "own", "greater_is_better": True}
+    rank_args = arguments(folder / "ranks", **common, eval_strategy="steps", eval_steps=2, **best)
+    sign = -1 if rank_args.process_index else 1  # as metrics that draw samples, each process finds another number
+    score = {"compute_metrics": lambda found: {"own": sign * ranks.state.global_step}}
+    ranks = Trainer(Plain(), rank_args, train_dataset=plain_rows(40), eval_dataset=plain_rows(8), **score)
+    ranks.train()
     stopped = Trainer(
         Plain(), arguments(folder / "stop", **common), train_dataset=plain_rows(40), callbacks=[StopsOnOne()]
     )
@@ -64,6 +78,8 @@ def main(folder: Path) -> None:
         "weights": [parameter.flatten().tolist() for parameter in trainer.model.parameters()],
         "own": {name: own[name] for name in ("eval_loss", "eval_count")},
         "stream": [parameter.flatten().tolist() for parameter in stream.model.parameters()],
+        "prepared": [prepared.train().global_step, [each.tolist() for each in prepared.model.parameters()]],
+        "best": ranks.state.best_metric,
         "stopped_at": stopped.train().global_step,
         "batches": list(sizes),
     }
