@@ -237,7 +237,7 @@ def test_incident_holds_what_a_stranger_needs(broken_run: Path) -> None:
     record = read_incident(folder)
     assert [step for step, _ in record["last_losses"]] == [1, 2, 3]
     assert record["learning_rate"] > 0
-    assert record["environment"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["environment"]["torch"])
     text = (folder / "incident.md").read_text()
     sample = record["processes"][0]["samples"][0]
     for said in (f"sample {sample} on process 0", "`blocks.1.act` (GELU)", "What to do", "replay", f"row {sample} of"):
