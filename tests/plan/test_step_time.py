@@ -56,12 +56,13 @@ class Net(nn.Module):
 # --- how the model is cut -------------------------------------------------------------------------------------------
 
 
-def test_weights_are_grouped_by_block_and_tied_ones_count_once() -> None:
+def test_weights_are_grouped_by_block_and_as_a_whole_where_blocks_share_some_which_count_once() -> None:
     model = Net()
+    weights = group_weights(model)
+    assert (weights.root.numel, [block.numel for block in weights.blocks]) == (70, [100, 100, 100])
     model.blocks[1].weight = model.blocks[0].weight
     weights = group_weights(model)
-    assert weights.root.numel == 70
-    assert [block.numel for block in weights.blocks] == [100, 10, 100]
+    assert (weights.root.numel, weights.blocks) == (280, ())
     assert weights.numel == sum(parameter.numel() for parameter in model.parameters())
 
 
