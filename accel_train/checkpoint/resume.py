@@ -32,6 +32,7 @@ from accel_train.core.state import Rollback
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import who_lacks
 from accel_train.runtime.process_group import on_main
+from accel_train.runtime.signals import StopRequest
 
 _FINISHED = ("summary.json", "model")
 """Files that only the end of a run leaves."""
@@ -67,7 +68,8 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
             raise CheckpointError(f"the checkpoints of {recipe.output_dir} cannot be read: {error}") from error
         finally:
             if not is_alone:
-                broadcast_object_list([None, None])  # nothing is left to hash
+                with StopRequest.held():
+                    broadcast_object_list([None, None])  # nothing is left to hash
 
     if not accelerator.is_main_process:
         _help(recipe)
@@ -92,8 +94,9 @@ def _path_here(recipe: Recipe, path: Path) -> Path:
 def _digests_together(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
     """Return `digests_of` the files, on process 0: each process reads a share of them."""
     shares = shares_of({name: (folder / name).stat().st_size for name in names}, dist.get_world_size())
-    broadcast_object_list([folder, shares])
-    found = _digest_share(folder, shares)
+    with StopRequest.held():
+        broadcast_object_list([folder, shares])
+        found = _digest_share(folder, shares)
     # What another process could not read is for this one to judge, as the others' disks are not the checkpoint's.
     return found | digests_of(folder, [name for name in names if isinstance(found[name], OSError)])
 

@@ -25,6 +25,8 @@ class StopRequest:
     main thread (some notebooks) signals cannot be caught, and the flag stays false. It can be opened several times.
     """
 
+    _is_held = _came_while_held = False
+
     def __init__(self) -> None:
         self.requested = False
         self.insisted = False  # Ctrl-C came twice
@@ -62,7 +64,25 @@ class StopRequest:
             # write(2) alone is safe here: the interrupted code may hold a lock of the buffered streams.
             with suppress(OSError):
                 os.write(2, b"\nstopping: saving at the end of this step; press Ctrl-C again to stop at once\n")
-        if self.is_preparing:
+        if self.is_preparing and StopRequest._is_held:
+            StopRequest._came_while_held = True
+        elif self.is_preparing:
+            raise Preempted(BEFORE_THE_FIRST_STEP)
+
+    @staticmethod
+    @contextmanager
+    def held() -> Iterator[None]:
+        """Inside, a signal waits for the end: what a process sent next, out of the middle of a collective, would not fit the others'.
+
+        Raises:
+            Preempted: a signal came.
+        """
+        StopRequest._is_held, StopRequest._came_while_held = True, False
+        try:
+            yield
+        finally:
+            StopRequest._is_held = False
+        if StopRequest._came_while_held:
             raise Preempted(BEFORE_THE_FIRST_STEP)
 
     @contextmanager

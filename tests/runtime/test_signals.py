@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.core.errors import ExitedEarly
+from accel_train.core.errors import ExitedEarly, Preempted
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.signals import StopRequest
 from accel_train.training.train import train
@@ -367,3 +367,18 @@ def test_signal_reaches_a_process_that_waits_for_the_others_to_join(corpus: Path
             _, said = process.communicate(timeout=20)
     assert process.returncode == 75
     assert "asked to stop before the first step" in said
+
+
+def test_a_signal_in_collectives_that_belong_together_waits_for_their_end_while_a_run_is_prepared() -> None:
+    done = []
+
+    def prepare() -> None:
+        with StopRequest() as stop, stop.preparing():
+            with StopRequest.held():
+                os.kill(os.getpid(), signal.SIGTERM)
+                done.append("the whole of it")
+            done.append("what comes next")
+
+    with pytest.raises(Preempted):
+        prepare()
+    assert done == ["the whole of it"]
