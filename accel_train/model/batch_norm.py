@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_train.model.tensors import is_writable
 from accel_train.runtime.private import copy_all
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -35,7 +36,7 @@ class RunningStatistics:
             if _can_keep_statistics(part):
                 self._add(found)
             else:
-                self._others += [each for each in found if each.is_writable]
+                self._others += [each for each in found if is_writable(each.now)]
 
     def _add(self, buffers: list["_Buffer"]) -> None:
         for each in buffers:
@@ -100,12 +101,6 @@ class _Buffer:
     def now(self) -> Tensor:
         buffer: Tensor = getattr(self.part, self.name)  # get_buffer takes twice as long, for each several times a step
         return buffer
-
-    @property
-    def is_writable(self) -> bool:
-        """Elements of an expanded buffer (an index) share memory."""
-        now = self.now
-        return all(stride or size < 2 for stride, size in zip(now.stride(), now.shape, strict=True))
 
     def differs_from(self, copy: Tensor) -> bool:
         """Return whether a bit has changed; False where it is of another type or shape now, as a cache is that grows."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_train.model.batch_norm import is_batch_norm
+from accel_train.model.tensors import is_writable
 
 
 class RandomState:
@@ -35,8 +36,7 @@ class Buffers:
             (part, name, buffer, buffer.clone())
             for part in module.modules()
             for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
-            # Elements of an expanded buffer (an index) share memory, and it cannot be written to.
-            if all(stride or size < 2 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+            if is_writable(buffer)
         ]
 
     def put_back(self) -> None:

@@ -78,6 +78,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def is_writable(tensor: Tensor) -> bool:
+    """Return whether each element has memory of its own: those of an expanded tensor (an index) share it."""
+    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def names_not_finite(tensors: Mapping[str, Tensor], *, across_ranks: bool = False) -> list[str]:
     """Return the names of floating-point tensors that hold a NaN or Inf.
 
