@@ -2,9 +2,15 @@
 
 They use a connection of their own, from threads that no collective can block. The keys:
 
-    status/RANK   status of a process, which publishes it every second
-    failure       the first failure of the run; later ones read it, so that all processes name the same cause
-    stop          some process was asked to stop
+    status/RANK        status of a process, which publishes it every second
+    machine/NAME       number of processes that have joined on a machine
+    machine/NAME/I     rank of the I-th of them, from 1
+    joined             number of processes that have joined
+    all_joined         set by the last process that joins
+    failure            the first failure of the run; later ones read it, so that all processes name the same cause
+    stop               some process was asked to stop
+
+A process reads the statuses of its own machine and of rank 0. So a start costs O(world size) calls in all, and not its square.
 """
 
 import itertools
@@ -85,6 +91,9 @@ class HeartbeatStore:
         self._store, self._is_lost, self._publishing = store, False, threading.Lock()
         self._status = ProcessStatus(os.getpid(), socket.gethostname(), namespace)
         self._known = {rank: self._status}
+        self._machine = f"machine/{self._status.host}/{namespace}"
+        # Members of this machine that this process has read, and whether all processes of the run have joined.
+        self._num_met, self._is_complete = 0, False
         self._processes: dict[int, Any] = {}
         self.known_failure: Failure | None = None  # the first one of the run
         self.last_contact = time.monotonic()
@@ -107,24 +116,49 @@ class HeartbeatStore:
         return self._known[rank]
 
     def statuses(self) -> Statuses:
-        """Return the last status of each process."""
-        return {rank: status for rank in range(self.world_size) if (status := self.status(rank)) is not None}
+        """Return the last status of each process, read in one call once all have joined."""
+        if not self._is_complete:
+            return {rank: status for rank in range(self.world_size) if (status := self.status(rank)) is not None}
+        values = self._call("multi_get", [f"status/{rank}" for rank in range(self.world_size)])
+        self._known.update((rank, ProcessStatus(**json.loads(value))) for rank, value in enumerate(values))
+        return dict(self._known)
 
     def meet(self) -> None:
-        """Publish the first status and wait for those of the others, so that one which dies soon is known; at most `STORE_SECONDS`."""
+        """Join, and wait at most `STORE_SECONDS` for the others, so that a process that dies soon is known."""
         self.exchange()
         with suppress(Exception):  # a peer that has died already; torch has several kinds for it
-            self._call("wait", [f"status/{rank}" for rank in range(self.world_size)], timedelta(seconds=STORE_SECONDS))
-            self.statuses()
+            self._call("wait", ["all_joined"], timedelta(seconds=STORE_SECONDS))
+            self._meet_machine()
+
+    def _join(self) -> None:
+        index = self._call("add", self._machine, 1)
+        self._call("set", f"{self._machine}/{index}", str(self.rank))
+        if self._call("add", "joined", 1) == self.world_size:
+            self._call("set", "all_joined", "1")
+
+    def _meet_machine(self) -> None:
+        """Read who has joined on this machine, and rank 0, for their machine and process number, which stay."""
+        self._is_complete = self._call("check", ["all_joined"])
+        for index in range(self._num_met + 1, self._call("add", self._machine, 0) + 1):
+            # A process that has counted itself may not have written its rank yet.
+            if not self._call("check", [f"{self._machine}/{index}"]):
+                self._is_complete = False
+                break
+            if (rank := int(self._call("get", f"{self._machine}/{index}"))) != self.rank:
+                self.status(rank)
+            self._num_met = index
+        if 0 not in self._known:
+            self.status(0)
 
     def exchange(self, *, is_stopping: bool = False, **changes: Any) -> bool:
         """Publish a heartbeat with changes of the status, and read the run's failure; return whether some process `is_stopping`."""
         with self._publishing:
             self._status = replace(self._status, heartbeat=self._status.heartbeat + 1, **changes)
             self._call("set", f"status/{self.rank}", json.dumps(asdict(self._status)))
-        for rank in range(self.world_size):
-            if rank not in self._known:  # for its machine and process number, which stay
-                self.status(rank)
+            if self._status.heartbeat == 1:
+                self._join()
+        if not self._is_complete:
+            self._meet_machine()
         if self._call("check", ["failure"]):
             self.known_failure = Failure(**json.loads(self._call("get", "failure")))
         if is_stopping:

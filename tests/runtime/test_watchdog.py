@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,49 @@ def test_a_process_that_dies_within_the_first_second_was_known_to_its_peers_befo
     assert [f"(process {os.getpid()} on " in second.describe(rank) for rank in range(3)] == [True, True, True]
     late.join()
     assert "process" not in first.describe(2)
+
+
+class CountedStore:
+    """A store that counts the calls of all processes."""
+
+    def __init__(self) -> None:
+        self.store, self.num_calls = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            self.num_calls += 1
+            return getattr(self.store, name)(*arguments)
+
+        return call
+
+
+def join(ranks: int, per_machine: int) -> tuple[CountedStore, list[HeartbeatStore]]:
+    store = CountedStore()
+    heartbeats = [HeartbeatStore(store, rank, ranks) for rank in range(ranks)]
+    for rank, each in enumerate(heartbeats):
+        host = f"host{rank // per_machine}"
+        each._status, each._machine = replace(each._status, host=host), f"machine/{host}"
+        each.exchange()
+    for each in heartbeats:
+        each.meet()
+    return store, heartbeats
+
+
+def test_calls_of_the_store_at_a_start_grow_with_the_processes_and_not_with_their_square() -> None:
+    few, many = join(64, 8)[0].num_calls, join(512, 8)[0].num_calls
+    assert many < 1.1 * 8 * few
+    assert many < 80 * 512
+
+
+def test_a_process_knows_its_machine_and_rank_0_and_reads_all_in_one_call_when_it_looks_for_a_hang() -> None:
+    store, heartbeats = join(12, 4)
+    last = heartbeats[11]
+    assert set(last._known) == {0, 8, 9, 10, 11}
+    before = store.num_calls
+    assert set(last.statuses()) == set(range(12))
+    assert store.num_calls == before + 1
+    last.exchange()
+    assert store.num_calls == before + 4
 
 
 @pytest.mark.parametrize(
