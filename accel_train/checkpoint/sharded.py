@@ -8,6 +8,7 @@ checkpoint of one file is read into parts: every process reads the bytes that it
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,13 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
@@ -49,11 +51,45 @@ DTYPES = {
 """By safetensors' names."""
 
 
+@dataclass
+class KnownPlan:
+    """Which tensors this process writes, as all processes agreed at an earlier save of tensors of this layout."""
+
+    layout: object = None
+    plan: SavePlan | None = None
+
+
+class _Planner(DefaultSavePlanner):
+    """Repeats a known plan, or makes one with the other processes."""
+
+    def __init__(self, known: SavePlan | None) -> None:
+        super().__init__()
+        self.agreed = known
+        self._is_known = known is not None
+
+    def create_local_plan(self) -> SavePlan:
+        return super().create_local_plan() if self.agreed is None else self.agreed
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return (all_plans, Metadata({})) if self._is_known else super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.agreed = super().finish_plan(new_plan)
+        return self.agreed
+
+
+class _KnownPlanWriter(HuggingFaceStorageWriter):
+    """Keeps the file number of a known plan, which one process alone would number from 1."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+
 class ShardWriter:
     """Copies, in host memory, of what this process holds of some tensors; all processes make one at once, and write it at once."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, known: KnownPlan) -> None:
+        self._group, self._known = group, known
         spread = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         whole = {name: tensor for name, tensor in tensors.items() if name not in spread}
         self._spread: dict[str, Any] = BlockingAsyncStager().stage(spread)
@@ -108,8 +144,7 @@ class ShardWriter:
     def _write_part(self, folder: Path) -> dict[str, FileFacts]:
         error: str | None = None
         try:
-            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            save(self._spread, storage_writer=writer, process_group=self._group)
+            self._save_spread(folder)
         except CheckpointException as problem:
             error = "; ".join(f"process {rank}: {failure[0]}" for rank, failure in problem.failures.items())
         facts: dict[str, FileFacts] = {}
@@ -118,12 +153,33 @@ class ShardWriter:
                 facts = {path.name: facts_of(path) for path in folder.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
             except OSError as problem:
                 error = f"process {dist.get_rank()}: {problem}"
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (facts, error), group=self._group)
-        errors = [said for _, said in gathered if said is not None]
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((facts, error), gathered, dst=0, group=self._group)
+        # The main process alone needs the facts of all files, and broadcasts what failed.
+        errors = [said for _, said in gathered or [(None, error)] if said is not None]
         if errors:
             raise CheckpointError(errors[0])
-        return {name: each for found, _ in gathered for name, each in found.items()}
+        return {name: each for found, _ in gathered or () for name, each in found.items()}
+
+    def _save_spread(self, folder: Path) -> None:
+        """Write this process's parts; plans are exchanged only at the first save of tensors of this layout."""
+        known = self._known
+        layout = [(name, each.shape, each.dtype, each.placements) for name, each in self._spread.items()]
+        is_known = torch.tensor(int(layout == known.layout))
+        dist.all_reduce(is_known, dist.ReduceOp.MIN, group=self._group)
+        planner = _Planner(known.plan if is_known else None)
+        writer = (_KnownPlanWriter if is_known else HuggingFaceStorageWriter)(str(folder), save_distributed=True)
+        with warnings.catch_warnings():
+            # What is known is written without a word to the others.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(
+                self._spread,
+                storage_writer=writer,
+                planner=planner,
+                process_group=self._group,
+                no_dist=bool(is_known),
+            )
+        known.layout, known.plan = layout, planner.agreed
 
 
 class CheckpointReader:

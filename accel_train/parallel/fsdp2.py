@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
-from accel_train.checkpoint.sharded import ShardWriter
+from accel_train.checkpoint.sharded import KnownPlan, ShardWriter
 from accel_train.core.state import Choice
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
@@ -43,6 +43,7 @@ class Fsdp2(Strategy):
     is_replicated = has_whole_weights = syncs_buffers = False
     builds_empty = True
     _saving_group: dist.ProcessGroup
+    _known_plan: KnownPlan
     """Process group of the threads that save: their collectives must not mix with the training's."""
     _gradients: Fsdp2Gradients | None = None
     """None where nothing is sharded: layers are split alone, and neighbours lack the same gradients."""
@@ -139,6 +140,7 @@ class Fsdp2(Strategy):
         self.module = inner
         self.take(inner, make_optimizer)
         self._saving_group = dist.new_group(backend="gloo")
+        self._known_plan = KnownPlan()
         if self.accelerator.is_fsdp2:
             self._gradients = Fsdp2Gradients(inner)
             self.waits_for_all_parameters, self.looks_for_unused = True, find_unused
@@ -187,7 +189,7 @@ class Fsdp2(Strategy):
         tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(self.optimizer).items()}
         if self.average is not None:
             tensors |= {f"average/{name}": tensor for name, tensor in self.average.tensors().items()}
-        return Snapshot({}, ShardWriter(tensors, self._saving_group))
+        return Snapshot({}, ShardWriter(tensors, self._saving_group, self._known_plan))
 
 
 def _choose_groups(section: Parallel, world_size: int) -> Choice[int]:
