@@ -14,11 +14,12 @@ from accel_train.model.kernels.documents import same_document_mask
 from tests.support.runs import TINY_MODEL, write_base, write_corpus, write_recipe_file
 
 FIELD_01_SIZES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }  # fmt: skip
 FIELD_01_DELTA = {
-    "model_type": "qwen3_5_text", **FIELD_01_SIZES, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "model_type": "qwen3_5_text", **FIELD_01_SIZES, "head_dim": 8, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }  # fmt: skip
 FIELD_01_CONV = {"model_type": "lfm2", **FIELD_01_SIZES, "layer_types": ["conv", "full_attention"] * 2}
 FIELD_01_MAMBA = {
@@ -29,7 +30,7 @@ FIELD_01_LAYERS = [(FIELD_01_DELTA, "GatedDeltaNet"), (FIELD_01_CONV, "ShortConv
 
 
 def difference_of_packed_document(fields: dict[str, Any]) -> float:
-    """Logits of a document behind another under the dense mask, against the same document alone; by transformers alone."""
+    """Compare the logits of a packed document under the dense mask with the same document alone."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         **{**fields, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}

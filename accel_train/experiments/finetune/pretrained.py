@@ -38,7 +38,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
 
 
 def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
-    """Return whether documents that share a window are kept apart in this model, as the start of a run would find it."""
+    """Return whether this model keeps documents apart that share a window, by the probe of a run's start."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     data = {"train": ".", "mask_documents": True, "sequence_length": min(LONGEST, positions)}
     try:

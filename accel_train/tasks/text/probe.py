@@ -1,8 +1,8 @@
-"""Prove that training's forward computes what the model of transformers computes, on the recipe's own model at toy size.
+"""Prove that training's forward computes what transformers' own forward computes, on the recipe's model at toy size.
 
-Training changes a forward: documents share a row, the loss comes in chunks, blocks are checkpointed, and attention and activations
-have other kernels. Whether that is exact depends on the model's layers. A probe compares it with transformers' own forward of each
-document alone, on a CPU in fp32, before any data is read.
+Training changes a forward: documents share a row, the loss comes in chunks, blocks are checkpointed, and attention and
+activations have other kernels. Whether that is exact depends on the model's layers. A probe compares it with
+transformers' own forward of each document alone, on a CPU in fp32, before any data is read.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ SAME = 1e-5
 LONGEST = 256
 """Tokens of a probe's windows, at most. From this length on, a CPU attends to each document alone."""
 MOST_ROUNDING = 1e-4
-"""Largest difference that counts as rounding in a model whose own forward rounds by more than `SAME`; leaks are 1e-1 and larger."""
+"""Largest difference that counts as rounding where a model's own forward rounds a lot; leaks are 1e-1 and larger."""
 SMALL = 2_000_000
 """Models with at most this number of parameters are probed as they are."""
 LARGEST = 40_000_000
@@ -71,7 +71,7 @@ class Proof:
     model: str
     """The class, and the number of parameters that it was probed with."""
     differences: Mapping[str, float]
-    """Largest difference by check, as a share of the largest value; without the checks of what this model is not trained with."""
+    """Largest difference by check, as a share of the largest value; without what this model is not trained with."""
     refused: Mapping[str, str]
     """Why a check could not be computed, by check."""
     layer: str | None = None
@@ -139,8 +139,8 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | No
 
     if proof.looks_ahead:
         return (
-            f"model type {config.model_type}: a later token changes the logits before it, so {kind} sees what it predicts. Use a "
-            "causal model, or set is_decoder: true in model.config"
+            f"model type {config.model_type}: a later token changes the logits before it. "
+            f"{kind} sees what it predicts. Use a causal model, or set is_decoder: true in model.config"
         )
     failed = [check for check in CHECKS if check in {*proof.refused, *proof.differences} and not proof.holds(check)]
     if DOCUMENTS in failed:
@@ -165,7 +165,7 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | No
 
 
 def examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: Sequence[str]) -> Proof:
-    """Compute the checks on the model of this configuration, at toy size; the caller's random numbers stay as they are."""
+    """Compute the checks on the model of this configuration, at toy size; leaves the random state as it was."""
     with isolated(nn.Module(), torch.device("cpu")), _quiet(), torch.device("cpu"), torch.enable_grad():
         proof = _examine(recipe, config, forward, checks, seed=0)
         if proof.has_passed or not proof.differences:
@@ -196,7 +196,7 @@ def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks:
 
 
 class _Probe:
-    """A toy model as transformers builds it and as training builds it, with the same weights, and documents for both."""
+    """A toy model as transformers and as training build it, with the same weights, and documents for both."""
 
     def __init__(
         self, recipe: Recipe, forward: Forward, stock: PreTrainedModel, trained: PreTrainedModel, seed: int
@@ -241,7 +241,7 @@ class _Probe:
         if proof.has_passed:
             return proof
         own = self._own_rounding(alone)
-        proof = replace(proof, rounding=min(max(SAME, 3 * own), MOST_ROUNDING), looks_ahead=own > MOST_ROUNDING)
+        proof = replace(proof, rounding=min(max(SAME, 30 * own), MOST_ROUNDING), looks_ahead=own > MOST_ROUNDING)
         leaks = differences.get(DOCUMENTS, 0.0) > proof.rounding
         return replace(proof, layer=self._leaking_layer() if leaks else None)
 
@@ -378,7 +378,7 @@ def _part_of_block(named: Mapping[str, nn.Module], name: str) -> str:
 
 
 def _largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return the largest difference as a share of the largest value of `theirs`; infinite where a number is not finite."""
+    """Return the largest difference as a share of the largest value of `theirs`; infinite unless all are finite."""
     scale = max(float(each.abs().max()) for each in theirs)
     found = max(float((one - two).abs().max()) for one, two in zip(ours, theirs, strict=True)) / scale
     return found if np.isfinite(found) else np.inf
@@ -387,7 +387,7 @@ def _largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> flo
 def _difference_of_losses(
     one: nn.Module, loss_of_one: Callable[[], Tensor], two: nn.Module, loss_of_two: Callable[[], Tensor]
 ) -> float:
-    """Return the larger difference of two losses and of their gradients, both in training mode from the same random state."""
+    """Return the larger difference of two losses and of their gradients, in training mode from one random state."""
     found = []
     for model, loss_of in ((one, loss_of_one), (two, loss_of_two)):
         model.train()
@@ -414,7 +414,8 @@ _HEAD_SIZE = re.compile(r"head_?dim|d_head|dim_head|head_size|kv_channels|d_kv|r
 _HEADS = re.compile(r"heads?(_per_layer)?$")
 _WIDTH = re.compile(r"size|dim|rank|embd|ffn|inner|width|d_model|d_ff|dff|state|intermediate|channels|ssm|hidden")
 _NO_WIDTH = re.compile(
-    r"vocab|position|window|chunk|block|kernel|patch|image|expand|buckets|group|spatial|temporal|max_|type|conv|layers|lm_head|num_"
+    r"vocab|position|window|chunk|block|kernel|patch|image|expand|buckets|group|spatial|temporal|max_|type|conv|layers"
+    r"|lm_head|num_"
 )
 _TOKEN_ID = re.compile(r"token_(id|index)$")
 
@@ -483,7 +484,7 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def _shrunk(config: PreTrainedConfig, layers: int, heads: int, head_size: int) -> PreTrainedConfig:
-    """Return a copy with that number of layers, and at least those numbers of heads and of elements of a head; ratios are kept."""
+    """Return a copy with `layers`, and with at least `heads` of at least `head_size` elements; ratios are kept."""
     small = type(config).from_dict(_shrunk_fields(config.to_dict(), layers, heads, head_size))
     small._name_or_path = config._name_or_path
     return small
