@@ -46,9 +46,9 @@ with exit code 2, and the message names the layer.
 A family that *sees later tokens* is built for another task. The start refuses it, unless `model.config` has
 `is_decoder: true`.
 
-Cells have the largest difference, as a share of the largest logit or gradient. Up to 1e-5 is rounding. In families
-whose own forward rounds more, up to 30 times as much is rounding, and 1e-4 at most. A difference must show with
-two sets of random weights.
+Cells have the largest difference, as a share of the largest logit or gradient. Up to 1e-5 is rounding. Where
+transformers' own forward in fp32 is further from fp64, up to 10 times that distance is rounding, and 1e-4 at most. A
+difference must show with two sets of random weights.
 """
 
 
