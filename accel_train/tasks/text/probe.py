@@ -240,8 +240,9 @@ class _Probe:
         proof = replace(proof, differences=differences, refused=refused)
         if proof.has_passed:
             return proof
-        rounding = min(max(SAME, 10 * self._rounding(alone)), MOST_ROUNDING)
-        proof = replace(proof, rounding=rounding, looks_ahead=self._effect_of_later_tokens(alone) > rounding)
+        of_later, of_width = self._effect_of_later_tokens(alone), self._rounding(alone)
+        rounding = min(max(SAME, 30 * max(of_later, of_width)), MOST_ROUNDING)
+        proof = replace(proof, rounding=rounding, looks_ahead=of_later > MOST_ROUNDING)
         leaks = differences.get(DOCUMENTS, 0.0) > proof.rounding
         return replace(proof, layer=self._leaking_layer() if leaks else None)
 
