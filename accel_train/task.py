@@ -249,6 +249,16 @@ def load_class(setting: str, name: str, base: str) -> type[Any]:
     return found
 
 
+def prove_forward(task: Task, recipe: "Recipe") -> "dict[str, Choice[Any]]":
+    """Return what a task proves of its forward before data is read, for the start; nothing unless it has a method `prove`.
+
+    Raises:
+        ValueError: a setting changes what the model computes; the text names the setting and the fix.
+    """
+    prove = getattr(task, "prove", None)
+    return {} if prove is None else prove(recipe)
+
+
 def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
     """Return what the task's `load_data` reads.
 

@@ -36,7 +36,7 @@ from accel_train.plan.traffic_model_parallel import neighbour_collectives, with_
 from accel_train.plan.without_data import without_data
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.launch_environment import with_launch_environment
-from accel_train.task import TARGET_UNITS, Task, TaskData, read_data
+from accel_train.task import TARGET_UNITS, Task, TaskData, prove_forward, read_data
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ def resolve_plan(
     is_sharded = place.layout.shard_size * place.layout.tp_size > 1
     try_custom(recipe.optimizer, torch.device("cpu"), is_sharded=is_sharded)
     sizes = resolve_batch(recipe.batch, processes, recipe.parallel.num_sharing, recipe.parallel.shared_by)
+    proved = prove_forward(task, recipe)
     if no_data:
         short, data = without_data(recipe, sizes.global_batch_size)
     else:
@@ -170,7 +171,7 @@ def resolve_plan(
         num_parameters=model.weights.numel,
         num_trainable=model.weights.trainable_numel,
         vocabulary=model.vocabulary,
-        model_choices=model.choices,
+        model_choices={**model.choices, **proved},
         flops_per_target=flops,
         memory=spread_memory(model.memory, place.layout, model.held, place.compute_bytes, place.device_type),
         checkpoint_bytes=model.checkpoint_bytes,

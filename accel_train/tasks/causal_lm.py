@@ -42,6 +42,7 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.task import Scores, Task, TaskData
+from accel_train.tasks.text.probe import Forward, prove
 from accel_train.tasks.text.sft import rows_as_samples, shares_windows
 
 
@@ -61,6 +62,18 @@ class CausalLM(Task):
     """`precision.compile` is on."""
     whole_up_to = 0
     """Positions of the largest micro-batch so far whose logits were made whole: smaller ones are, too."""
+
+    def prove(self, recipe: Recipe) -> dict[str, Choice[Any]]:
+        """Probe the recipe's forward on its model at toy size: `tasks/text/probe.py`.
+
+        Raises:
+            ValueError: a setting changes what the model computes.
+        """
+        if recipe.task != "causal-lm" or type(self).build_model is not CausalLM.build_model:
+            return {}  # a model of the program's own
+        fields = recipe.model.config
+        config = pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
+        return prove(recipe, config, FORWARD)
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read windows of the recipe's text, tokenised once and then reused; or rows of `data.format`, in memory."""
@@ -314,3 +327,7 @@ def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     head = model.get_output_embeddings()
     tied = {id(head.weight)} if head is not None else set()
     return [each for each in model.parameters() if id(each) not in embeddings - tied]
+
+
+FORWARD = Forward(attention_arguments, next_token_logits, hidden_states, summed_loss)
+"""What the probe of a run computes with, as training does."""

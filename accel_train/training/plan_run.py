@@ -27,8 +27,8 @@ from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import check_agreement
 from accel_train.runtime.doctor import check_launcher
-from accel_train.runtime.process_group import start_processes
-from accel_train.task import Task, read_data
+from accel_train.runtime.process_group import on_main, start_processes
+from accel_train.task import Task, prove_forward, read_data
 
 Choices = dict[str, Choice[Any]]
 
@@ -96,6 +96,8 @@ def plan_run(
         ValueError: the data is wrong, does not fit the recipe, or is not the same on all processes.
     """
     accelerator = strategy.accelerator
+    # Measured on one process, so that all of them go on, or none does.
+    proved = on_main(lambda: prove_forward(task, recipe))
     data = read_data(task, recipe, progress=accelerator.is_main_process)
     check_agreement(recipe, data, accelerator.num_processes)
     data = in_slices(data, strategy.dims)
@@ -107,6 +109,7 @@ def plan_run(
         "schedule.max_steps": Choice(steps.max_steps, steps.max_steps_reason),
         "schedule.warmup_steps": Choice(steps.warmup_steps, steps.warmup_reason),
         **reading_choices,
+        **proved,
     }
     if recipe.loads_best_model and recipe.checkpoint.load_best_model_at_end == "auto":
         choices["checkpoint.load_best_model_at_end"] = Choice(

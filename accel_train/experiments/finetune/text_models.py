@@ -3,6 +3,7 @@
 from accel_train.core.state import Choice
 from accel_train.experiments.finetune.found import Found
 from accel_train.experiments.finetune.training import (
+    LONGEST,
     Choices,
     Pretrained,
     batch_for,
@@ -136,7 +137,7 @@ def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
 
 def _trained_on(found: Found, pretrained: Pretrained, has_rows: bool) -> Choices:
     """A pretrained language model on text, prompts or chats."""
-    room = min(1024, pretrained.num_positions or 1024)
+    room = min(LONGEST, pretrained.num_positions or LONGEST)
     length = _row_length(found, room) if has_rows else room
     if not has_rows and found.num_chars < 20 * length * _CHARS_PER_TOKEN:
         length = max(8, min(room, int(found.num_chars / _CHARS_PER_TOKEN / 20)))
@@ -145,7 +146,7 @@ def _trained_on(found: Found, pretrained: Pretrained, has_rows: bool) -> Choices
     epochs = Choice(3 if has_rows else 1, "usual for prompts and chats" if has_rows else "text is read once")
     return {
         "data.sequence_length": Choice(length, why),
-        **({} if has_rows else {"data.mask_documents": Choice(True, "attention stays within a document")}),
+        **({} if has_rows else {"data.mask_documents": pretrained.masks_documents}),
         "batch.global_batch_size": Choice(batch, f"of {length} tokens at most"),
         "optimizer.learning_rate": learning_rate_of(pretrained),
         "optimizer.weight_decay": Choice(0.0 if has_rows else 0.1, ""),

@@ -13,6 +13,9 @@ from accel_train.experiments.finetune.found import Found
 LORA_FROM_PARAMETERS = 1_000_000_000
 """Models of this size and larger are trained by adapters: AdamW's state of all weights takes 16 bytes for each parameter."""
 
+LONGEST = 1024
+"""Tokens of a pretrained language model's windows, at most."""
+
 Choices = dict[str, Choice[Any]]
 
 
@@ -25,6 +28,8 @@ class Pretrained(NamedTuple):
     """The longest text it can read, in tokens; None where nothing limits it."""
     image_size: int | None
     has_chat_template: bool
+    masks_documents: Choice[bool] = Choice(True, "attention stays within a document")
+    """Value of `data.mask_documents` for text."""
 
 
 def num_parameters_in_words(number: int) -> str:

@@ -162,7 +162,11 @@ def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, 
         choice = choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
         if choice.value == PER_DOCUMENT:
             return document_starts(lengths)
-    return same_document_mask(batch["document_ids"])
+    mask = same_document_mask(batch["document_ids"])
+    if isinstance(config, PreTrainedConfig) and config._attn_implementation == "eager":
+        # Eager attention adds its mask to the scores; true and false would count as 1 and 0.
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return mask
 
 
 def use_for_generation(model: PreTrainedModel) -> PreTrainedModel:
