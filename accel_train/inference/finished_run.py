@@ -152,7 +152,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     if precision.mixed_precision == "fp8":  # its weights are fp32, and no GPU with float8 has to be here
         precision = precision.model_copy(update={"mixed_precision": "auto"})
     # Weights of classes are for training, and would ask this data for every class.
-    loss = Loss(chunked=recipe.loss.chunked)
+    loss = Loss(chunked=recipe.loss.chunked, router_aux=False)
     return recipe.model_copy(
         update={"model": model, "data": section, "tokenizer": tokenizer, "loss": loss, "precision": precision}
     )

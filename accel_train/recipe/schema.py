@@ -97,6 +97,10 @@ class Loss(Section):
     chunked: Auto | bool = "auto"
     """causal-lm: make the logits of a few positions at a time, and never all of a micro-batch; the same loss and gradients. auto:
     wherever the model allows it, and the logits are more than 256 MiB or split over processes (`parallel.tp_size`)."""
+    router_aux: Auto | bool = "auto"
+    """causal-lm: add the load-balancing loss of a mixture of experts to the training loss, times the model's `router_aux_loss_coef`,
+    over the whole global batch; auto: where `output_router_logits` is true in the model's configuration. `router_aux_loss` in
+    metrics.jsonl shows it without the coefficient. With gradient accumulation it costs another forward of each micro-batch."""
 
 
 class Batch(Section):

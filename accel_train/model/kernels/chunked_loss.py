@@ -31,7 +31,8 @@ GRADIENT_SCALE = {torch.float16: 2.0**12}
 _CHECKED_CLASSES = frozenset(
     ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
      "GPTNeoXForCausalLM", "OPTForCausalLM", "PhiForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "OlmoForCausalLM",
-     "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM")
+     "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM",
+     "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 )  # fmt: skip
 """Classes of transformers whose logits are nothing but the output layer of the base model's hidden states: a test compares them."""
 

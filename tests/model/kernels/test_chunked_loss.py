@@ -34,7 +34,7 @@ from tests.support.hf_models import small_config
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
 CHECKED_TYPES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt", "phi", "phi3", "gemma", "olmo", "olmo2", "smollm3", "stablelm",
-    "starcoder2",
+    "starcoder2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 Losses = Callable[..., Tensor]
 
