@@ -1,5 +1,6 @@
 """Mixtures of experts train with their router loss; what the generation prompt supplies is not a target; one choice on all processes."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_train import Recipe, train
+from accel_train.data.sft.encoding import Example, chat_encoder
+from accel_train.data.text.tokenizers import pretrained_tokenizer
+from accel_train.recipe.data import Data
 from accel_train.tasks.causal_lm import CausalLM
 from tests.support.runs import metrics, recipe_dict, run, write_corpus
 
@@ -97,3 +101,30 @@ def test_field_02_the_router_loss_is_the_same_on_any_number_of_processes(
     whole = a_mixture(tmp_path, "whole")
     spread = a_mixture(tmp_path, "spread", processes, per_device, parallel={"strategy": strategy})
     torch.testing.assert_close(torch.tensor(spread), torch.tensor(whole), rtol=1e-6, atol=2e-6)
+
+
+THINKING = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}OPEN{%- if m.thoughts %}"
+    "{{- '<think>\\n' + m.thoughts + '\\n</think>\\n\\n' }}{%- elif loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{{- m.content + '<|im_end|>' }}CLOSE{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not enable_thinking %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+)
+"""As Qwen3's: the last turn of the assistant has a block of thoughts, which may be empty."""
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("thoughts", "learned"), [("", "yes<|im_end|>"), ("hm", "<think>\nhm\n</think>\n\nyes<|im_end|>")]
+)
+def test_field_03_what_the_generation_prompt_supplies_is_not_a_target(
+    marked: bool, thoughts: str, learned: str
+) -> None:
+    marks = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    template = THINKING.replace("OPEN", marks[0]).replace("CLOSE", marks[1])
+    tokenizer = pretrained_tokenizer("bytes", trust_remote_code=False)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thoughts": thoughts}]
+    data = Data.model_validate({"train": "chats.jsonl", "format": "chat", "chat_template": template})
+    [encoded] = chat_encoder(tokenizer, data, defaultdict(list))([Example(chat, "row 1")])
+    text = tokenizer.tokenizer.decode(encoded.ids[encoded.is_target])
+    assert text.removesuffix("<|endoftext|>").rstrip("\n") == learned
