@@ -15,7 +15,7 @@ from accel_train.data.sft.encoding import Example, chat_encoder
 from accel_train.data.text.tokenizers import pretrained_tokenizer
 from accel_train.recipe.data import Data
 from accel_train.tasks.causal_lm import CausalLM
-from tests.support.runs import metrics, recipe_dict, run, write_corpus
+from tests.support.runs import metrics, recipe_dict, run, run_forked_command, write_corpus, write_recipe_file
 
 MIXTURE = {
     "model_type": "mixtral",
@@ -128,3 +128,48 @@ def test_field_03_what_the_generation_prompt_supplies_is_not_a_target(
     [encoded] = chat_encoder(tokenizer, data, defaultdict(list))([Example(chat, "row 1")])
     text = tokenizer.tokenizer.decode(encoded.ids[encoded.is_target])
     assert text.removesuffix("<|endoftext|>").rstrip("\n") == learned
+
+
+MIXED = """
+import os
+import sys
+
+import accel_train.parallel.precision as precision
+import accel_train.training.setup as setup
+from accel_train.cli.main import main
+from accel_train.core.state import Choice
+
+kind, rank = sys.argv[1], int(os.environ["RANK"])
+if kind == "precision":
+    value = ("bf16", "no")[rank]
+    precision.choose_mixed_precision = lambda section, device: Choice(value, f"as a GPU of kind {rank}")
+else:
+    wrap = setup.wrap_model
+    setup.wrap_model = lambda plan, *rest: wrap(plan, *rest).with_choices({"document mask": Choice(rank, "")})
+sys.exit(main(["run", sys.argv[2]]))
+"""
+"""Two processes as on machines of two kinds."""
+
+
+def test_mixed_01_processes_train_in_the_weakest_precision_of_all(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    program = tmp_path / "mixed.py"
+    program.write_text(MIXED)
+    recipe = recipe_dict(tmp_path, schedule={"max_steps": 2}, parallel={"strategy": "ddp"})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    done = run_forked_command(["precision", str(tmp_path / "recipe.yaml")], 2, program)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "as a GPU of kind 1" in done.stdout
+    mixed = [each["step_loss"] for each in metrics(tmp_path / "run")]
+    run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "fp32"), schedule={"max_steps": 2}), processes=2)
+    assert mixed == [each["step_loss"] for each in metrics(tmp_path / "fp32")]
+
+
+def test_mixed_02_choices_that_differ_between_processes_are_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    program = tmp_path / "mixed.py"
+    program.write_text(MIXED)
+    path = write_recipe_file(tmp_path, schedule={"max_steps": 2})
+    done = run_forked_command(["choice", str(path)], 2, program)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "document mask is '1' on rank 1, and '0' on rank 0" in done.stderr
