@@ -26,7 +26,7 @@ AS_IN_MIXTRAL = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class Routing(NamedTuple):
-    """What the loss needs of a batch, over all layers: sums over the positions that count."""
+    """The routing of a batch in all layers: sums over the positions that count."""
 
     assigned: Tensor
     """(E,) assignments to each expert."""
