@@ -48,6 +48,8 @@ class StepResult(NamedTuple):
     """Loss of this process's own share. Nothing is decided by it: it shows which process a fault was on."""
     gradient_sum_here: float = 0.0
     """Sum of its own gradients, scaled as they were: finite where all of them were, or where nobody looked."""
+    router_loss: float | None = None
+    """Load-balancing loss of a mixture of experts over the global batch, without its coefficient; `loss` includes it."""
     ended: float | None = None
     """Time at which this process's host had queued its update, by `time.perf_counter`."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_train.core.state import StepResult
 from accel_train.guard.guard import Limits
+from accel_train.model.kernels.router_loss import RouterLoss
 from accel_train.optim.update import Update, number_on_host
 from accel_train.parallel.dims import parallel_dims
 
@@ -32,8 +33,8 @@ class StepOutcome(NamedTuple):
     step: int
     learning_rate: float
     numbers: Tensor | list[float]
-    """[loss sum of this process, gradient norm, 1 where skipped, loss scale, gradient sum of this process] on the device; all but
-    the first and the last are the same on all processes. On the host where one process trains on a CPU."""
+    """[loss sum of this process, gradient norm, 1 where skipped, loss scale, gradient sum of this process, router loss] on the device;
+    all but the loss sum and the gradient sum are the same on all processes. On the host where one process trains on a CPU."""
     counts: Tensor | StepSignals
     """[targets, stop requests, ...] over all processes: on the device, or known to the host of a process that is alone."""
     has_loss_scale: bool
@@ -51,9 +52,9 @@ class Agreement:
     is alone sends nothing.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, router_loss: RouterLoss | None = None) -> None:
         self.world_size, self.tp_size = accelerator.num_processes, parallel_dims(accelerator).tp_size
-        self.device = accelerator.device
+        self.device, self.router_loss = accelerator.device, router_loss
         # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self._here = StepSignals(0)
@@ -139,7 +140,11 @@ class Agreement:
         grad_norm, skipped, loss_scale = update
         if gradient_sum is None:
             gradient_sum = grad_norm if self.world_size == 1 else torch.zeros_like(grad_norm)
-        parts = (loss_sum, grad_norm, skipped, skipped if loss_scale is None else loss_scale, gradient_sum)
+        router_loss = None if self.router_loss is None else self.router_loss.loss
+        router_loss = skipped if router_loss is None else router_loss.to(grad_norm.dtype)
+        parts = (
+            loss_sum, grad_norm, skipped, skipped if loss_scale is None else loss_scale, gradient_sum, router_loss
+        )  # fmt: skip
         if self.world_size == 1 and self.device.type == "cpu":  # the host has them: no tensor to make and to read
             known = {part: number_on_host(part) for part in set(parts)}  # some are the same tensor
             numbers: Tensor | list[float] = [known[part] for part in parts]
@@ -158,7 +163,7 @@ class Agreement:
         self._unread = None
         if event is not None:
             event.synchronize()
-        loss_sum, norms, skips, scale, gradient_sum, *agreed = (
+        loss_sum, norms, skips, scale, gradient_sum, router_loss, *agreed = (
             host.numpy().tolist() if isinstance(host, Tensor) else host
         )
         *agreed, loss_sum_here, ran_out = agreed or (loss_sum, 0.0)
@@ -179,6 +184,7 @@ class Agreement:
             agreed=skips in (0, self.world_size),
             loss_sum_here=loss_sum_here,
             gradient_sum_here=gradient_sum,
+            router_loss=None if self.router_loss is None else router_loss,
             ended=last.ended,
         )
 

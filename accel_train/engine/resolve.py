@@ -48,6 +48,8 @@ def check_recipe(recipe: Recipe) -> Task:
         )
     if recipe.loss.chunked is True and recipe.task in TASKS and recipe.task != "causal-lm":
         raise ValueError(f"loss.chunked=True is for causal-lm, and task is {recipe.task}; set it to auto")
+    if recipe.loss.router_aux is True and recipe.task in TASKS and recipe.task != "causal-lm":
+        raise ValueError(f"loss.router_aux=True is for causal-lm, and task is {recipe.task}; set it to auto")
     if recipe.loss.class_weights is not None and recipe.task in ("causal-lm", "seq2seq", "masked-lm"):
         raise ValueError(f"loss.class_weights is for classes, and {recipe.task} predicts tokens; leave it out")
     check_compatibility(recipe, task)

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from accel_train.engine.agreement import Agreement
+from accel_train.model.kernels.router_loss import RouterLoss
 from accel_train.optim.update import number_on_host
 from accel_train.parallel.strategy import Strategy
 
@@ -23,6 +25,26 @@ def forward_backward(
     the global batch was cut. A loss that is not finite sends NaN backward: the gradient norm, which all processes share,
     then shows it to all of them. Without `reduce` each process keeps its gradients, which are reduced later.
     """
+    if agreement.router_loss is not None:
+        with _over_the_global_batch(agreement.router_loss, strategy, micro_batches):
+            return _accumulate(strategy, micro_batches, agreement, reduce)
+    return _accumulate(strategy, micro_batches, agreement, reduce)
+
+
+def _over_the_global_batch(
+    router_loss: RouterLoss, strategy: Strategy, micro_batches: Sequence[MicroBatch]
+) -> AbstractContextManager[None]:
+    return router_loss.over(
+        lambda batch: strategy.inner(batch, "routing"),
+        micro_batches,
+        strategy.accelerator.device,
+        is_alone=strategy.accelerator.num_processes == 1,
+        one_each=strategy.accelerator.gradient_accumulation_steps == 1,
+        can_fail_alone=not strategy.meets_in_forward,
+    )
+
+
+def _accumulate(strategy: Strategy, micro_batches: Sequence[MicroBatch], agreement: Agreement, reduce: bool) -> Tensor:
     loss_sums = []
     last = len(micro_batches) - 1
     for index, (batch, num_targets) in enumerate(micro_batches):

@@ -34,7 +34,7 @@ from accel_train.hf.step import may_ask
 from accel_train.hf.task import HFTask
 from accel_train.optim.custom import try_given
 from accel_train.optim.optimizers import build_optimizer
-from accel_train.parallel.precision import choose_mixed_precision, start_accelerator
+from accel_train.parallel.precision import agree_on_mixed_precision, start_accelerator
 from accel_train.recipe.reliability import Guard
 from accel_train.recipe.schema import Batch, Precision, Recipe
 from accel_train.runtime.doctor import check_launcher
@@ -287,5 +287,5 @@ def evaluation_accelerator(args: TrainingArguments) -> Accelerator:
     check_launcher(processes.num_processes)
     section = Precision(mixed_precision="fp16" if args.fp16 else "bf16" if args.bf16 else "no")
     sizes = resolve_batch(Batch(per_device_batch_size=args.per_device_train_batch_size), processes.num_processes)
-    precision = choose_mixed_precision(section, processes.device)
+    precision = agree_on_mixed_precision(section, processes.device, processes.num_processes)
     return start_accelerator(precision.value, section, Guard(), sizes, processes.device)

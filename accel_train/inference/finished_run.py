@@ -29,7 +29,7 @@ from accel_train.model.compile import compile_module
 from accel_train.model.pretrained import check_weight_files
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.run_folder import SUMMARY_FILE, read_record
-from accel_train.parallel.precision import choose_mixed_precision, set_backends, start_accelerator
+from accel_train.parallel.precision import agree_on_mixed_precision, set_backends, start_accelerator
 from accel_train.recipe.data import LABEL_COLUMNS, Data
 from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.runtime.doctor import check_launcher
@@ -91,7 +91,7 @@ def open_run(
     summary = read_record(folder / SUMMARY_FILE)
     world_size, sharing = summary.get("world_size", 1), recipe.parallel.num_sharing
     sizes = resolve_batch(recipe.batch, world_size, 1 if world_size % sharing else sharing)
-    precision = choose_mixed_precision(recipe.precision, processes.device)
+    precision = agree_on_mixed_precision(recipe.precision, processes.device, processes.num_processes)
     set_backends(recipe.precision, precision.value, processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
     recipe, task, task_data, notes = _load(
@@ -152,7 +152,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     if precision.mixed_precision == "fp8":  # its weights are fp32, and no GPU with float8 has to be here
         precision = precision.model_copy(update={"mixed_precision": "auto"})
     # Weights of classes are for training, and would ask this data for every class.
-    loss = Loss(chunked=recipe.loss.chunked)
+    loss = Loss(chunked=recipe.loss.chunked, router_aux=False)
     return recipe.model_copy(
         update={"model": model, "data": section, "tokenizer": tokenizer, "loss": loss, "precision": precision}
     )

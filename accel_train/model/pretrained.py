@@ -159,11 +159,12 @@ def transformers_model(
         The model, and transformers' `missing_keys` and `mismatched_keys`.
 
     Raises:
-        ValueError: the weights cannot be loaded, or are no safetensors.
+        ValueError: the weights cannot be loaded, or are no safetensors; or `loss.router_aux` cannot be had.
     """
     import torch
 
     from accel_train.model.kernels.activations import fuse_activations
+    from accel_train.model.kernels.router_loss import choose_router_loss
 
     section = recipe.model
     kwargs = {"dtype": torch.float32, "trust_remote_code": section.trust_remote_code, **attention}
@@ -185,6 +186,7 @@ def transformers_model(
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {reason}") from error
     fuse_activations(model, section.fused_kernels)
+    choose_router_loss(recipe.loss.router_aux, model)  # that the loss which the configuration asks for is known
     return model, loaded
 
 

@@ -24,13 +24,17 @@ class TrainingModule(nn.Module):
         self.base = base
         """Names of frozen weights that checkpoints leave out, because `model.pretrained` has them."""
 
-    def forward(self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions"] = "loss") -> Any:
+    def forward(
+        self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions", "routing"] = "loss"
+    ) -> Any:
         """Return the loss summed over the targets of the micro-batch, 0-dim; or what evaluation counts, or predicts, by name.
 
-        All three through one forward, because that is what Accelerate casts to the mixed precision.
+        `routing` is for a task with a router loss (`RouterLoss.over`). All through one forward, because that is what Accelerate casts to the mixed precision.
         """
         if wanted == "loss":
             return checked_loss(self.task.loss_sum(self.model, batch))
+        if wanted == "routing":
+            return self.task.routing(self.model, batch)  # type: ignore[attr-defined]
         return (
             self.task.evaluate_batch(self.model, batch)
             if wanted == "counts"

@@ -142,18 +142,28 @@ def embeddings(model: nn.Module) -> list[nn.Parameter]:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained weights with two dimensions in the repeated blocks, embeddings left out: what Muon makes orthogonal.
 
+    Without repeated blocks (one layer) all of them between the embeddings and the head.
+
     Raises:
-        ValueError: there is none.
+        ValueError: the model has none.
     """
     kinds = tuple({type(block) for block in repeated_blocks(model)})
     found: dict[int, nn.Parameter] = {}
-    for block in (module for module in model.modules() if isinstance(module, kinds)):
+    for block in [module for module in model.modules() if isinstance(module, kinds)] or _below_the_head(model):
         for module in block.modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() == 2 and parameter.requires_grad and not isinstance(module, nn.Embedding):
                     found[id(parameter)] = parameter
     if not found:
         raise ValueError(
-            "optimizer.name=muon: no block that the model repeats has a trained matrix to make orthogonal; use adamw"
+            "optimizer.name=muon: the model has no trained matrix between its embeddings and its head; use adamw"
         )
     return list(found.values())
+
+
+def _below_the_head(model: nn.Module) -> list[nn.Module]:
+    """Return the leaves of a model that are not its head: the last linear layer, or what a model of transformers adds to its base."""
+    base = getattr(model, "base_model", model)
+    leaves = [module for module in base.modules() if not list(module.children())]
+    head = next((module for module in reversed(leaves) if base is model and isinstance(module, nn.Linear)), None)
+    return [module for module in leaves if module is not head]

@@ -275,6 +275,7 @@ class RunObserver(Observer):
             "learning_rate": learning_rate,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
+            **({} if result.router_loss is None else {"router_aux_loss": result.router_loss}),
             "skipped": result.skipped,
             "num_targets": result.num_targets,
             self._rate_name: rates.tokens_per_second,

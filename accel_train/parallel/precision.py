@@ -1,13 +1,13 @@
 """The precision of a run, and why: autocast, loss scale, TF32, determinism, and the Accelerator that carries them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, gather_object
 
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
@@ -47,6 +47,33 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     if cuda:
         return Choice("fp16", f"{name} has no bf16")
     return Choice("no", f"{device.type}: fp32 is exact, and 16 bits gain little here")
+
+
+def agree_on_mixed_precision(section: Precision, device: torch.device, num_processes: int) -> Choice[str]:
+    """* Return the precision of all processes: of what auto comes to on their devices, the weakest.
+
+    Raises:
+        ValueError: on all processes: some device cannot have the recipe's precision.
+    """
+    try:
+        own: Choice[str] | str = choose_mixed_precision(section, device)
+    except ValueError as error:
+        own = str(error)
+    choices = [own] if num_processes == 1 else gather_object([own])
+    return weakest_precision(choices)
+
+
+def weakest_precision(choices: Sequence[Choice[str] | str]) -> Choice[str]:
+    """Return the weakest of the precisions that the processes have chosen, or raise the error that one of them has met, a text."""
+    number, problem = next(((rank, each) for rank, each in enumerate(choices) if isinstance(each, str)), (0, ""))
+    if isinstance(problem, str) and problem:
+        raise ValueError(problem if len(choices) == 1 else f"rank {number}: {problem}")
+    chosen = [each for each in choices if isinstance(each, Choice)]
+    if len({each.value for each in chosen}) == 1:
+        return chosen[0]
+    weakest = min(chosen, key=lambda each: ("no", "fp16", "bf16").index(each.value))
+    ranks = [rank for rank, each in enumerate(chosen) if each.value == weakest.value]
+    return Choice(weakest.value, f"the weakest of all processes, for rank {ranks[0]}: {weakest.reason}")
 
 
 def has_float8(device: torch.device) -> bool:

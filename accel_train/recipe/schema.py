@@ -93,10 +93,15 @@ class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Training targets give this share to all classes (tokens) alike (Szegedy et al. 2016); evaluation does not."""
     class_weights: Literal["balanced"] | tuple[NonNegativeFloat, ...] | dict[str, NonNegativeFloat] | None = None
-    """How much each class counts in training; balanced: n_samples / (n_classes x n_of_class), as in scikit-learn."""
+    """How much each class counts in training; balanced: n_samples / (n_classes x n_of_class), as in scikit-learn. The weighted sum
+    is divided by the number of targets, and not by the sum of their weights as torch's `CrossEntropyLoss` does."""
     chunked: Auto | bool = "auto"
     """causal-lm: make the logits of a few positions at a time, and never all of a micro-batch; the same loss and gradients. auto:
     wherever the model allows it, and the logits are more than 256 MiB or split over processes (`parallel.tp_size`)."""
+    router_aux: Auto | bool = "auto"
+    """causal-lm: add the load-balancing loss of a mixture of experts to the training loss, times the model's `router_aux_loss_coef`,
+    over the whole global batch; auto: where `output_router_logits` is true in the model's configuration. `router_aux_loss` in
+    metrics.jsonl shows it without the coefficient. With gradient accumulation it costs another forward of each micro-batch."""
 
 
 class Batch(Section):

@@ -72,6 +72,7 @@ KINDS = (
     Kind("loss", "Loss", "loss", scale="log if wide", across=True),
     Kind("learning_rate", "Learning rate", "learning_rate", noisy=False, from_zero=True),
     Kind("grad_norm", "Gradient norm before clipping", "grad_norm", scale="log"),
+    Kind("router_aux_loss", "Router loss of the experts, without its coefficient", "router_aux_loss"),
     Kind("throughput", "{targets} per second", "throughput", from_zero=True),
     Kind("loss_scale", "Loss scale (fp16)", "loss_scale", scale="log2", noisy=False),
     *(

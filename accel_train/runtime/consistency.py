@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from accel_train.core.files import is_seen
 from accel_train.core.json_io import dotted_items
+from accel_train.core.state import Choice
 from accel_train.core.version import __version__
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
@@ -27,6 +28,8 @@ OF_ONE_MACHINE: Any = {
     "data": {"train", "eval", "cache_dir", "num_workers", "pin_memory"},
 }
 """Settings that may differ between machines, or that only the main process uses; the data itself is compared."""
+OF_COMPUTATION = ("precision.", "model.", "loss.", "optimizer", "batch", "document mask", "parallel")
+"""Beginnings of the names of choices that decide what a step computes; others (threads, readers, folders) belong to a machine."""
 PACKAGE_ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "numpy")
 
@@ -44,6 +47,27 @@ def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
             "the processes of this run do not agree: "
             + "; ".join(problems)
             + ". Give all of them the same command, files and installation"
+        )
+
+
+def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> None:
+    """Compare what was chosen for the user on each process, where it decides what is computed, with rank 0's choices.
+
+    A process that builds an empty model makes fewer choices: those that all have made are compared.
+
+    Raises:
+        ValueError: on all processes, naming each process that differs, and in what.
+    """
+    if num_processes == 1:
+        return
+    own = {name: str(choice.value) for name, choice in choices.items() if name.startswith(OF_COMPUTATION)}
+    everywhere: list[dict[str, str]] = gather_object([own])
+    on_all = set.intersection(*map(set, everywhere))
+    if problems := disagreements([{name: here[name] for name in on_all} for here in everywhere]):
+        raise ValueError(
+            "the processes of this run would not compute alike: "
+            + "; ".join(problems)
+            + ". Set these in the recipe to what all machines have, or use machines of one kind"
         )
 
 

@@ -37,6 +37,7 @@ from accel_train.model.kernels.chunked_loss import (
     has_plain_head,
     head_for_chunks,
 )
+from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
 from accel_train.model.pretrained import pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
@@ -60,6 +61,8 @@ class CausalLM(Task):
     label_smoothing = 0.0
     compiled = False
     """`precision.compile` is on."""
+    router_loss: RouterLoss | None = None
+    """Of a mixture of experts whose routers are balanced (`loss.router_aux`)."""
     whole_up_to = 0
     """Positions of the largest micro-batch so far whose logits were made whole: smaller ones are, too."""
 
@@ -114,6 +117,12 @@ class CausalLM(Task):
         rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
         if recipe.model.pretrained is not None and model.get_input_embeddings().num_embeddings < rows:
             model.resize_token_embeddings(rows, mean_resizing=False)
+        router = router_choice(recipe, model)
+        if router is None or not router.value:
+            self.router_loss = None
+        else:
+            self.router_loss = self.router_loss or RouterLoss()
+            self.router_loss.watch(model, router.value)
         return model
 
     def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
@@ -126,14 +135,34 @@ class CausalLM(Task):
         choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
         if isinstance(model, PreTrainedModel) and shares_windows(recipe, model.config):
             choices["document mask"] = describe_document_attention(recipe, model.config)
+        router = router_choice(recipe, model)
+        if router is not None:
+            value = f"coefficient {router.value:g}" if router.value else "off"
+            choices["loss.router_aux"] = Choice(value, router.reason)
         return choices
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the cross-entropy over the labels that are not -100, in fp32; smoothed by `loss.label_smoothing` in training.
+        """Sum the cross-entropy over the labels that are not -100, in fp32; smoothed by `loss.label_smoothing` in training, and
+        with the router loss of `loss.router_aux`.
 
         It is not the model's own loss: transformers divides by the tokens of the micro-batch, and for GPT-2 warns in the
         middle of the graph.
         """
+        if self.router_loss is not None and model.training:
+            with self.router_loss.recording():
+                loss_sum = self.cross_entropy_sum(model, batch)
+            return loss_sum + self.router_loss.loss_sum(batch["labels"])
+        return self.cross_entropy_sum(model, batch)
+
+    def routing(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return how the routers spread a micro-batch over the experts, for `RouterLoss.over`; no head, and no loss."""
+        assert self.router_loss is not None
+        with self.router_loss.recording():
+            hidden_states(model, batch, self.compiled)
+        return self.router_loss.routing(batch["labels"])
+
+    def cross_entropy_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum the cross-entropy alone."""
         labels, smoothing = batch["labels"], self.label_smoothing if model.training else 0.0
         head = self.head_for_chunks(model, labels.numel())
         if head is None:
@@ -238,6 +267,9 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) 
     inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     if "document_ids" in batch or "document_lengths" in batch:
         inputs["attention_mask"] = document_mask(model, batch, compiled=compiled)
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        # RouterLoss asks for them; the model's own router loss takes no mask of documents.
+        inputs["output_router_logits"] = False
     return {**inputs, "use_cache": False}
 
 
@@ -250,6 +282,14 @@ def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) ->
         reduction="sum",
         label_smoothing=label_smoothing,
     )
+
+
+def router_choice(recipe: Recipe, model: nn.Module) -> Choice[float] | None:
+    """Return the coefficient of the router loss: see `choose_router_loss`."""
+    section, place = recipe.parallel, ""
+    if section.strategy == "deepspeed" or section.sp_size > 1:
+        place = "parallel.sp_size above 1" if section.sp_size > 1 else "parallel.strategy deepspeed"
+    return choose_router_loss(recipe.loss.router_aux, model, place)
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

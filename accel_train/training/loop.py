@@ -44,7 +44,8 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
     """Run the steps from here to the end. The host reads a step's outcome while the device computes the next gradients, so the
     guard judges it before another update; the host waits only where an evaluation, a save or the end is due."""
     state, seed, dims, device = run.state, run.plan.recipe.seed, run.strategy.dims, run.accelerator.device
-    agreement, care, stragglers = Agreement(run.accelerator), MemoryCare(run), StragglerWatch(run)
+    agreement = Agreement(run.accelerator, getattr(run.plan.task, "router_loss", None))
+    care, stragglers = MemoryCare(run), StragglerWatch(run)
     last: StepOutcome | None = None  # of the step before, on its way to the host, with its micro-batches
     last_batches: list[MicroBatch] = []
     for step, micro_batches in stragglers.reading(profiler.reading(training_batches(run, state.step))):

@@ -20,7 +20,7 @@ from accel_train.optim.custom import try_custom
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines, choose_sequences, processes_on_machine
 from accel_train.parallel.fsdp2 import allow_sharding
-from accel_train.parallel.precision import choose_mixed_precision, set_backends, start_accelerator
+from accel_train.parallel.precision import agree_on_mixed_precision, set_backends, start_accelerator
 from accel_train.parallel.sequence_parallel import in_slices, tell_accelerator
 from accel_train.parallel.strategies import open_strategy
 from accel_train.parallel.strategy import Strategy
@@ -63,7 +63,7 @@ def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Ch
     strategy = open_strategy(section, num_processes, device)
     sequences = choose_sequences(section, num_processes)
     sizes = resolve_batch(recipe.batch, num_processes, section.num_sharing, section.shared_by)
-    precision = choose_mixed_precision(recipe.precision, device)
+    precision = agree_on_mixed_precision(recipe.precision, device, num_processes)
     check_compatibility(recipe, task, precision.value)
     try_custom(recipe.optimizer, device, is_sharded=section.strategy == "fsdp2" and num_processes > 1)
     choices: Choices = {

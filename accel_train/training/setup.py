@@ -41,7 +41,7 @@ from accel_train.optim.schedule import make_schedule, scale_learning_rate
 from accel_train.parallel.sequence_parallel import attend_over_slices
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
-from accel_train.runtime.consistency import check_shared
+from accel_train.runtime.consistency import check_choices, check_shared
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.heartbeat import open_heartbeats
 from accel_train.runtime.launch_environment import with_launch_environment
@@ -141,6 +141,7 @@ def build_run(
     inner, plan, batch_cache, digests = build_model(plan, strategy)
     base, graphs = check_base(plan, strategy.accelerator, inner, digests), GraphCount()
     plan = wrap_model(plan, strategy, inner, graphs)
+    check_choices(plan.choices, accelerator.num_processes)
     own_rates = plan.extensions.group_learning_rates
     settings = training_settings(recipe, plan.choices, strategy.optimizer.param_groups if own_rates else None)
     peak_flops, mfu = device_peak(accelerator.device, plan.choices)

@@ -432,8 +432,18 @@ def test_muon_without_matrices_is_refused() -> None:
     for matrix in hidden_matrices(model):
         matrix.requires_grad_(False)
     for each in (model, nn.Sequential(nn.Linear(2, 2))):
-        with pytest.raises(ValueError, match=r"optimizer\.name=muon: no block .* use adamw"):
+        with pytest.raises(ValueError, match=r"optimizer\.name=muon: .* no trained matrix .* use adamw"):
             build_optimizer(each, Optimizer(name="muon"), CPU)
+
+
+def test_muon_trains_the_matrices_of_a_model_of_one_layer() -> None:
+    one = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=32))
+    parts = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    wanted = {id(one.get_parameter(f"transformer.h.0.{part}.weight")) for part in parts}
+    assert {id(matrix) for matrix in hidden_matrices(one)} == wanted
+    plain = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    assert [id(matrix) for matrix in hidden_matrices(plain)] == [id(plain.get_parameter("1.weight"))]
+    build_optimizer(one, Optimizer(name="muon"), CPU)
 
 
 def test_muon_trains_matrices_alone_where_nothing_else_is_trained() -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINKING = re.compile(r"\b(?:enable_)?thinking\b")
+"""Variables by which templates switch thinking on and off: Qwen, GLM, Nemotron, SmolLM; DeepSeek."""
 Messages = list[dict[str, Any]]
 
 
@@ -90,7 +92,8 @@ def chat_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> En
     """Return a function that encodes chats as the tokenizer's template renders them; targets are in `{% generation %}`.
 
     A template without that is rendered turn by turn, and an assistant's turn is what it adds to the turns before it and
-    to its own generation prompt.
+    to its own generation prompt. What a generation prompt supplies, with thinking on or off, is never a target: an empty
+    block of thoughts, say.
 
     Raises:
         ValueError: there is no chat template, or the tokenizer cannot say where in the text its tokens are.
@@ -179,7 +182,48 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -
         if index and start < ends_before and is_target[index - 1]:
             is_target[index] = True
         ends_before = end
+    starts = np.array([start for start, _ in encoding["offset_mapping"]], np.int64)
+    firsts = np.flatnonzero(is_target & ~np.append(False, is_target[:-1]))
+    if len(firsts):
+        whole = _rendered(tokenizer, messages, at, tokenize=False)
+        supplied = _supplied(tokenizer, messages, at)
+        for first in firsts:
+            begin = int(starts[first])
+            end = max((_end_of_supplied(whole, begin, each) for each in supplied), default=begin)
+            is_target[first:] &= starts[first:] >= end
     return np.array(encoding["input_ids"], np.int32), is_target
+
+
+def _supplied(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> set[str]:
+    """Return what generation prompts add to the turns before an assistant's."""
+    found = set()
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and index:
+            try:
+                before = _rendered(tokenizer, messages[:index], at, tokenize=False)
+                prompts = _prompts(tokenizer, messages[:index], at)
+            except ValueError:  # of a template that takes whole chats only
+                continue
+            found |= {prompt.removeprefix(before) for prompt in prompts if prompt.startswith(before)}
+    return found
+
+
+def _end_of_supplied(text: str, begin: int, supplied: str) -> int:
+    """Return where a generation prompt ends in the text, if it reaches into a turn's targets, which begin at `begin`; else `begin`."""
+    for split in range(len(supplied)):
+        head, rest = supplied[:split], supplied[split:]
+        if text.startswith(rest, begin) and text.endswith(head, 0, begin):
+            return begin + len(rest)
+    return begin
+
+
+def _prompts(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> list[str]:
+    """Return the generation prompts after these turns: as the template has it first, then with thinking off and on."""
+    names = sorted(set(_THINKING.findall(str(tokenizer.chat_template))))
+    modes: list[dict[str, Any]] = [{}, *({name: value} for name in names for value in (False, True))]
+    return [
+        str(_rendered(tokenizer, messages, at, tokenize=False, add_generation_prompt=True, **mode)) for mode in modes
+    ]
 
 
 def _by_prefixes(
@@ -195,9 +239,10 @@ def _by_prefixes(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _rendered(tokenizer, messages[:index], at, tokenize=False, add_generation_prompt=True) if index else ""
+        prompts = _prompts(tokenizer, messages[:index], at) if index else [""]
         after = _rendered(tokenizer, messages[: index + 1], at, tokenize=False) if index + 1 < len(messages) else whole
-        if not (after.startswith(before) and whole.startswith(after)):
+        before = max((each for each in prompts if after.startswith(each)), key=len, default=None)
+        if before is None or not whole.startswith(after):
             raise ValueError(
                 f"{at}, message {index + 1}: the chat template renders the turns before differently once this one follows, "
                 "so what the assistant adds cannot be found; put {% generation %} around what the assistant says in "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
+from accel_train.core.errors import DataError
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts
@@ -31,7 +32,8 @@ GRADIENT_SCALE = {torch.float16: 2.0**12}
 _CHECKED_CLASSES = frozenset(
     ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
      "GPTNeoXForCausalLM", "OPTForCausalLM", "PhiForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "OlmoForCausalLM",
-     "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM")
+     "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM",
+     "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 )  # fmt: skip
 """Classes of transformers whose logits are nothing but the output layer of the base model's hidden states: a test compares them."""
 
@@ -159,6 +161,8 @@ def _call_with(forward: Callable[[Tensor, Tensor], Any], head: nn.Linear, hidden
         kept = (labels != IGNORED_LABEL).nonzero()[:, 0]
         if len(kept) < len(labels):
             hidden, labels = hidden.index_select(0, kept), labels[kept]
+        if len(labels):
+            _check_labels(labels, head.out_features)
     of_split_layer = vars(head).get("forward")  # which gathers the logits
     head.forward = forward  # type: ignore[method-assign, assignment]
     try:
@@ -256,7 +260,24 @@ def _losses(logits: Tensor, largest: Tensor, labels: Tensor, held: HeldRows, smo
     exponentials = logits.sub_(largest).exp_()
     totals, of_target, mean = held.summed(exponentials.sum(1, keepdim=True), of_target, mean)
     losses = totals.log() + largest - (1 - smoothing) * of_target - smoothing * mean
+    # Where the host would have to wait for the device to refuse a label, the loss is NaN, and the step is not applied.
+    losses = losses.masked_fill((labels < 0) | (labels >= held.vocabulary), math.nan)
     return losses.masked_fill(labels == IGNORED_LABEL, 0), totals
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    """Refuse a label that is no token.
+
+    Raises:
+        DataError: names the first.
+    """
+    lowest, highest = labels.aminmax()
+    if lowest < 0 or highest >= vocabulary:
+        wrong = labels[(labels < 0) | (labels >= vocabulary)][0].item()
+        raise DataError(
+            f"a label is {wrong}, and labels are tokens from 0 to {vocabulary - 1}, or {IGNORED_LABEL} for no target. Repair the "
+            "labels that `collate` returns"
+        )
 
 
 def _count(hidden: Tensor, head: tuple[Tensor, Tensor | None], held: HeldRows, labels: Tensor) -> tuple[Tensor, Tensor]:

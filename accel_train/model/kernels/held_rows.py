@@ -26,9 +26,7 @@ class HeldRows:
     def find(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row of each label among those held, 0 for one that is not, and whether it is."""
         rows = labels - self.first
-        is_here = rows >= 0
-        if self.first + self.number < self.vocabulary:  # else one beyond the vocabulary is an error, as everywhere
-            is_here &= rows < self.number
+        is_here = (rows >= 0) & (rows < self.number)
         return rows.where(is_here, 0), is_here
 
     def largest(self, each: Tensor) -> Tensor:

@@ -323,3 +323,24 @@ def test_chat_run_reports_the_accuracy_of_tokens_and_saves_its_template(tmp_path
     assert 0 <= scores[0] < scores[-1] <= 1
     assert not events(tmp_path / "run", "skip")
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == CHATML
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("opened", "learned_text"), [("{{ '<think>\\n' }}", "\n</think>\nyes|"), ("", "<think>\n\n</think>\nyes|")]
+)
+def test_a_thinking_block_is_learned_but_for_what_the_prompt_opens(
+    sft_recipe: Make, opened: str, learned_text: str, marked: bool
+) -> None:
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    template = (
+        "{%- for m in messages %}{{- '@' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"
+        + begin
+        + "{{- '<think>\\n\\n</think>\\n' + m.content + '<|endoftext|>' }}"
+        + end
+        + "{%- else %}{{- m.content }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '@assistant\\n' }}"
+        + opened
+        + "{%- endif %}"
+    )
+    _, data = load(sft_recipe([chat("Hi", "yes")], format="chat", chat_template=template, sequence_length=160))
+    assert learned(data) == learned_text

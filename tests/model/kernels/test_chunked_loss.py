@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from accel_train.core.errors import DataError
 from accel_train.core.state import Choice
 from accel_train.model.kernels import chunked_loss as module
 from accel_train.model.kernels.chunked_loss import (
@@ -34,7 +35,7 @@ from tests.support.hf_models import small_config
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
 CHECKED_TYPES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt", "phi", "phi3", "gemma", "olmo", "olmo2", "smollm3", "stablelm",
-    "starcoder2",
+    "starcoder2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 Losses = Callable[..., Tensor]
 
@@ -169,6 +170,17 @@ def test_a_checked_model_s_loss_and_gradients_are_those_of_its_logits(
     largest = max(float(each.abs().max()) for each in weights[1].values())
     for name, gradient in weights[0].items():
         torch.testing.assert_close(gradient, weights[1][name], rtol=1e-5, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize("label", [-1, -101, 211])
+def test_a_label_that_is_no_token_is_refused_and_on_a_device_makes_the_loss_nan(label: int) -> None:
+    head, hidden, labels = case(bias=True, ignored=4)
+    labels[1, 3] = label
+    for compute in (chunked_loss, chunked_counts):
+        with pytest.raises(DataError, match=rf"a label is {label}, .* from 0 to 210, or -100"):
+            compute(head, hidden, labels)  # type: ignore[operator]
+    rows = [hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), 0.0, 16, HeldRows(VOCABULARY, VOCABULARY)]
+    assert _ChunkedLoss.apply(*rows).isnan()
 
 
 def test_every_checked_class_is_compared() -> None:

@@ -1,0 +1,234 @@
+"""The router loss of mixtures of experts, over the whole global batch: as transformers computes it of one batch.
+
+    loss = coefficient x E x sum over experts e of f_e x P_e
+
+E experts; f_e: assignments to e per position; P_e: mean router probability of e (Switch Transformer, equations 4 to 6).
+f_e has no gradient, so once it is known for the global batch, the rest is a sum over positions. Losses and gradients
+then depend neither on processes nor on accumulation. Several micro-batches a step need one more forward to count f_e.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from sys import modules
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from accel_train.core.state import Choice
+from accel_train.data.labels import IGNORED_LABEL
+
+AS_IN_MIXTRAL = ("gate_logits", "num_experts", "top_k", "attention_mask")
+"""Arguments of `load_balancing_loss_func` in the model files that share Mixtral's definition."""
+
+
+class Routing(NamedTuple):
+    """The routing of a batch in all layers: sums over the positions that count."""
+
+    assigned: Tensor
+    """(E,) assignments to each expert."""
+    probabilities: Tensor
+    """(E,) router probabilities, with their graph."""
+    num_positions: Tensor
+    """0-dim: positions x layers."""
+    num_targets: Tensor
+    """0-dim."""
+
+    def packed(self, dtype: torch.dtype) -> Tensor:
+        """Return all sums as one vector (2 E + 2,), without the graph."""
+        parts = (self.assigned, self.probabilities.detach(), self.num_positions[None], self.num_targets[None])
+        return torch.cat([part.to(dtype) for part in parts])
+
+
+class RouterLoss:
+    """Computes the router loss of a model's micro-batches, once the routing of the global batch is known."""
+
+    coefficient: float
+    num_experts: int
+    top_k: int
+    loss: Tensor | None = None
+    """The last step's loss without its coefficient, 0-dim: the same on all processes."""
+
+    def __init__(self) -> None:
+        self._logits: Sequence[Tensor] | None = None
+        self._records = False
+        self._totals: Tensor | None = None
+        self._counts_later = False  # the first forward of the step sums up over processes
+        self._weighs, self._is_alone = True, True
+
+    def watch(self, model: PreTrainedModel, coefficient: float) -> None:
+        """Record the routers of a model, as of any other that was built of the same recipe."""
+        config = model.config.get_text_config()
+        self.coefficient = coefficient
+        self.num_experts = int(getattr(model, "num_experts", None) or config.num_experts)
+        self.top_k = int(getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok)
+        base: nn.Module = model.base_model
+        base.register_forward_pre_hook(self._ask, with_kwargs=True)
+        base.register_forward_hook(self._keep)
+
+    def __deepcopy__(self, _: Any) -> "RouterLoss":
+        return self  # hooks of a copied model report to the same
+
+    def _ask(self, _: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return (args, {**inputs, "output_router_logits": True}) if self._records else None
+
+    def _keep(self, _: nn.Module, __: Any, outputs: Any) -> None:
+        if self._records:
+            self._logits = outputs.router_logits
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, the forward of the model records what its routers compute."""
+        self._records, self._logits = True, None
+        try:
+            yield
+        finally:
+            self._records = False
+
+    def loss_sum(self, labels: Tensor) -> Tensor:
+        """Return this micro-batch's share of the loss, times the targets of the global batch: it is divided by these later.
+
+        Outside of a step the micro-batch counts as the global batch.
+        """
+        routing, totals = self._routing(labels), self._totals
+        if totals is None:
+            totals = self._sum_up(routing.packed(self._dtype(labels.device)))
+        assigned, probabilities = totals[: self.num_experts], totals[self.num_experts : -2]
+        num_positions, num_targets = totals[-2].clamp(min=1), totals[-1]
+        per_probability = self.num_experts * assigned / num_positions.square()
+        if self._totals is not None:  # within a step
+            self.loss = (per_probability * probabilities).sum()
+        weights = (self.coefficient * num_targets * per_probability).to(routing.probabilities.dtype)
+        return (weights * routing.probabilities).sum()
+
+    def routing(self, labels: Tensor) -> Tensor:
+        """Return the packed sums of the forward that was just recorded."""
+        return self._routing(labels).packed(self._dtype(labels.device))
+
+    @contextmanager
+    def over(
+        self,
+        count: Callable[[Mapping[str, Tensor]], Tensor],
+        micro_batches: Sequence[tuple[Mapping[str, Tensor], int]],
+        device: torch.device,
+        *,
+        is_alone: bool,
+        one_each: bool,
+        can_fail_alone: bool,
+    ) -> Iterator[None]:
+        """Inside, losses are those of the global batch that these micro-batches of all processes make.
+
+        Args:
+            count: returns the packed sums of a micro-batch, by a forward.
+            one_each: every process has one micro-batch, so that its own forward counts.
+            can_fail_alone: a process whose forward fails must not keep the others waiting for its sums.
+        """
+        assert not one_each or len(micro_batches) == 1, "as many on every process"
+        self._totals, self._is_alone, self._counts_later = None, is_alone, True
+        self._weighs = not one_each or micro_batches[0][1] > 0
+        try:
+            if not one_each:
+                self._totals = self._counted(count, micro_batches, device)
+            yield
+        except (RuntimeError, MemoryError):
+            if self._counts_later and can_fail_alone:
+                shape = 2 * self.num_experts + 2
+                self._sum_up(torch.full((shape,), torch.nan, dtype=self._dtype(device), device=device))
+            raise
+        finally:
+            self._totals, self._counts_later, self._weighs = None, False, True
+
+    def _counted(
+        self,
+        count: Callable[[Mapping[str, Tensor]], Tensor],
+        micro_batches: Sequence[tuple[Mapping[str, Tensor], int]],
+        device: torch.device,
+    ) -> Tensor:
+        # The forwards that train draw the same random numbers again.
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            sums = [count(batch) * (num_targets > 0) for batch, num_targets in micro_batches]
+        return self._sum_up(torch.stack(sums).sum(0))
+
+    @torch.compiler.disable
+    def _sum_up(self, sums: Tensor) -> Tensor:
+        if not self._counts_later:
+            return sums
+        if not self._weighs:  # read only to keep the processes together
+            sums = torch.zeros_like(sums)
+        if not self._is_alone:
+            dist.all_reduce(sums)
+        self._totals, self._counts_later = sums, False
+        return sums
+
+    def _routing(self, labels: Tensor) -> Routing:
+        """Sum up over the positions on which a target depends: those up to the last target of each row.
+
+        What follows is padding, or text that nothing is learned from.
+        """
+        assert self._logits is not None, "recorded by the forward"
+        is_target = labels != IGNORED_LABEL
+        counts = (is_target.flip(-1).cumsum(-1) > 0).flip(-1).reshape(-1, 1).float()
+        assigned = probabilities = torch.zeros(self.num_experts, device=labels.device)
+        for logits in self._logits:
+            of_layer = logits.flatten(0, -2).float().softmax(-1)
+            chosen = torch.zeros_like(of_layer).scatter_(1, of_layer.topk(self.top_k).indices, 1.0)
+            assigned = assigned + (counts * chosen).sum(0)  # no matrix product, which autocast would round
+            probabilities = probabilities + (counts * of_layer).sum(0)
+        num_layers, self._logits = len(self._logits), None
+        return Routing(assigned.detach(), probabilities, counts.sum() * num_layers, is_target.sum())
+
+    @staticmethod
+    def _dtype(device: torch.device) -> torch.dtype:
+        # fp64 holds every count exactly; MPS has none.
+        return torch.float32 if device.type == "mps" else torch.float64
+
+
+def choose_router_loss(requested: bool | str, model: nn.Module, place: str = "") -> Choice[float] | None:
+    """Return the coefficient of the router loss, 0 where it is not trained; None for a model without routers.
+
+    Args:
+        requested: `loss.router_aux`.
+        place: the setting that splits what the loss is made of, if any.
+
+    Raises:
+        ValueError: the recipe or the configuration asks for the loss, and it cannot be computed here.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    coefficient, asks = router_coefficient(model), asks_for_router_loss(model)
+    if requested is False:
+        return None if coefficient is None else Choice(0.0, "as the recipe says")
+    if requested == "auto" and not asks:
+        reason = "output_router_logits is false in the model's configuration; set loss.router_aux to true to train it"
+        return None if coefficient is None else Choice(0.0, reason)
+    origin = "as the recipe says" if requested is True else "output_router_logits is true in the model's configuration"
+    problem = place and f"not tested with {place}"
+    if coefficient is None:
+        problem = f"{type(model).__name__} has no known load-balancing loss"
+    if problem:
+        raise ValueError(f"loss.router_aux: {problem} ({origin}); set it to false to train without the router loss")
+    if not coefficient:
+        return Choice(0.0, "router_aux_loss_coef is 0 in the model's configuration")
+    return Choice(coefficient, f"{origin}; balanced over the global batch")
+
+
+def asks_for_router_loss(model: PreTrainedModel) -> bool:
+    """Return whether the model's configuration asks for its router loss."""
+    configs = (model.config, model.config.get_text_config())
+    return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
+def router_coefficient(model: PreTrainedModel) -> float | None:
+    """Return the model's coefficient where it is a language model whose router loss is Mixtral's; else None."""
+    function = getattr(modules[type(model).__module__], "load_balancing_loss_func", None)
+    has_loss = function is not None and tuple(signature(function).parameters) == AS_IN_MIXTRAL
+    if not has_loss or not type(model).__name__.endswith("ForCausalLM"):
+        return None
+    found = getattr(model, "router_aux_loss_coef", None)
+    if found is None:
+        found = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    return None if found is None else float(found)
