@@ -24,13 +24,13 @@ class StepResult(NamedTuple):
     step: int
     """Steps attempted up to and including this one: the first step of a run is 1."""
     loss: float
-    """Mean over all targets of the global batch: the number that was optimised."""
+    """Mean over all targets of the global batch: the number that was optimised. NaN without targets."""
     grad_norm: float
     """Norm of all gradients, over all processes, before clipping, unscaled."""
     num_targets: int
     """Targets (tokens, for a language model) in the global batch."""
     skipped: bool
-    """The update was not applied: the loss or a gradient was not finite, or the gradient norm was above the guard's limit."""
+    """The update was not applied: without targets, with a loss or gradient that is not finite, or with a norm above the guard's limit."""
     loss_scale: float | None
     """fp16 only: the scale this step's gradients were computed with."""
     stop_requested: bool

@@ -166,9 +166,9 @@ class Strategy(ABC):
         """Inside, a backward does not reduce gradients, unless it is of the last micro-batch."""
         return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
-    def update_within(self, limits: Limits) -> Update:
-        """* Clip and update, or leave all bits as they are."""
-        return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler)
+    def update_within(self, limits: Limits, share: Tensor) -> Update:
+        """* Clip and update, or leave all bits as they are; `share` is `Agreement.share_of_a_target`."""
+        return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler, share)
 
     def gradient_sum(self) -> Tensor | None:
         """Return the sum of this process's own gradients of the step, 0-dim on the device; None where they were not seen."""

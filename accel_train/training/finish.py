@@ -11,7 +11,7 @@ from torch import nn
 from accel_train.checkpoint.contents import load_model_tensors
 from accel_train.checkpoint.store import check, folder_of
 from accel_train.checkpoint.zero import whole_numel
-from accel_train.core.errors import Preempted
+from accel_train.core.errors import DataError, Preempted
 from accel_train.core.json_io import json_text
 from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact
@@ -38,10 +38,18 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
     Returns what summary.json holds, on the main process, and the model with the weights that are written.
 
     Raises:
+        DataError: no step of the run had a target.
         Preempted: the run was asked to stop during an evaluation; all steps are saved.
         TrainingStopped: the weights, their average or their loss are not finite: nothing is published.
     """
     accelerator, output_dir = run.accelerator, run.plan.output_dir
+    if (
+        run.state.num_targets_seen == 0 < run.state.step
+    ):  # the guard counts steps without targets since the last start only
+        raise DataError(
+            f"none of the {run.state.step} steps had a target, so nothing was trained. Check the labels (or masks) of the "
+            "training data, and which label is ignored"
+        )
     if accelerator.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
     if run.plan.can_evaluate:

@@ -1,0 +1,83 @@
+"""Faults that were found in the guard, the choice of the best weights, batch norm, and what a run says of its data."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+from accel_train import Trainer
+from accel_train.cli.main import main
+from accel_train.core.errors import DataError
+from tests.support.runs import SCENES, metrics
+
+
+def test_bugs_02_a_trainer_whose_labels_are_all_ignored_changes_no_bit_and_ends(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
+    model = GPT2LMHeadModel(config)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    rows = [{"input_ids": torch.arange(8) + 2, "labels": torch.full((8,), -100)} for _ in range(10)]
+    settings: dict[str, Any] = {"max_steps": 20, "learning_rate": 0.01, "weight_decay": 0.1, "logging_steps": 1}
+    args = TrainingArguments(
+        str(tmp_path / "run"), per_device_train_batch_size=2, report_to="none", use_cpu=True, **settings
+    )
+    with pytest.raises(DataError):
+        Trainer(model, args, train_dataset=rows).train()
+    assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
+    lines = metrics(tmp_path / "run")
+    assert lines
+    assert all(line["skipped"] and line["loss"] == "NaN" and line["num_targets"] == 0 for line in lines)
+
+
+def test_bugs_02_one_ignored_batch_of_a_trainer_changes_no_bit_and_counts_in_no_mean(tmp_path: Path) -> None:
+    """The second step reads rows 2 and 3, whose labels are ignored."""
+    config = GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+
+    ids = [(torch.arange(8) * (row + 3)) % 30 + 2 for row in range(6)]
+    rows = [
+        {"input_ids": each, "labels": torch.full((8,), -100) if row in (2, 3) else each} for row, each in enumerate(ids)
+    ]
+    weights, means = [], []
+    for steps in (1, 2, 3):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config)
+        settings: dict[str, Any] = {"max_steps": steps, "learning_rate": 0.01, "weight_decay": 0.1, "logging_steps": 1}
+        args = TrainingArguments(
+            str(tmp_path / str(steps)), per_device_train_batch_size=2, report_to="none", use_cpu=True,
+            lr_scheduler_type="constant", save_strategy="no", train_sampling_strategy="sequential", **settings,
+        )  # fmt: skip
+        means.append(Trainer(model, args, train_dataset=rows).train().training_loss)
+        weights.append({name: weight.clone() for name, weight in model.state_dict().items()})
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    assert not all(weights[1][name].equal(weights[2][name]) for name in weights[0])
+    assert means[1] == means[0] > 1
+
+
+def test_bugs_02_masks_that_are_all_ignored_end_a_run_with_exit_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind in ("images", "masks"):
+        (tmp_path / "data" / kind).mkdir(parents=True)
+    for number in range(8):
+        image = np.random.default_rng(number).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(image).save(f"data/images/{number}.png")
+        Image.fromarray(np.full((32, 32), 255, np.uint8)).save(f"data/masks/{number}.png")
+    data = {"train": "data", "eval_fraction": 0, "image_size": 32, "label_names": ["a", "b"], "num_workers": 0}
+    recipe = {
+        **SCENES,
+        "output_dir": "run",
+        "data": data,
+        "batch": {"global_batch_size": 4},
+        "schedule": {"max_steps": 12},
+    }
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["run", "recipe.yaml"]) == 2
+    assert not Path("run/model").exists()
