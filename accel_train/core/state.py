@@ -105,6 +105,10 @@ class TrainState:
     best_metric: float | None = None
     """`evaluate.metric_for_best_model` at its best so far."""
     best_step: int | None = None
+    best_loss: float | None = None
+    """Held-out loss at `best_step`: it decides between equal metrics. None: not finite, or of an older version."""
+    last_loss: float | None = None
+    """Held-out loss of the newest evaluation."""
     evaluations_without_improvement: int = 0
     evaluation_owed: bool = False
     """A stop request cut the evaluation after this step short; a resume begins with it."""

@@ -195,6 +195,7 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str
         steps=state.step,
         epochs=state.step / plan.order.steps_per_epoch,
         best_step=state.best_step,
+        loss_rose=None not in (state.best_loss, state.last_loss) and state.last_loss > state.best_loss,  # type: ignore[operator]
         pretrained=plan.recipe.model.pretrained is not None,
         parameters=whole_numel(list(run.strategy.inner.model.parameters())),
         samples=plan.order.num_samples,

@@ -287,6 +287,7 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
         state = restore(strategy, point.path, plan.recipe.optimizer.name)
         changes = setting_changes(read_trainer(point.path), settings)
         if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
-            state.best_metric, state.best_step, state.evaluations_without_improvement = None, None, 0
+            state.best_metric = state.best_step = state.best_loss = None
+            state.evaluations_without_improvement = 0
     apply_rollbacks(state, point.rollbacks)
     return state, changes

@@ -1,5 +1,6 @@
 """Faults that were found in the guard, the choice of the best weights, batch norm, and what a run says of its data."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,28 @@ def test_bugs_02_masks_that_are_all_ignored_end_a_run_with_exit_2(
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["run", "recipe.yaml"]) == 2
     assert not Path("run/model").exists()
+
+
+def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ("customer wants a refund for order", "customer wants help with login")
+    rows = [f"ticket {number}: {texts[number % 2]} {number * 37 % 9973},{'ba'[number % 2]}" for number in range(300)]
+    Path("easy.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    recipe = {
+        "task": "text-classification", "output_dir": "run", "model": {"config": {"model_type": "ngrams"}}, "tokenizer": "bytes",
+        "data": {"train": "easy.csv", "eval_fraction": 0.2, "max_length": 32, "num_workers": 0, "cache_dir": "cache"},
+        "batch": {"global_batch_size": 16}, "optimizer": {"learning_rate": 0.02}, "schedule": {"max_steps": 60},
+        "evaluate": {"every_steps": 10, "metric_for_best_model": "accuracy"}, "log": {"progress": False},
+        "checkpoint": {"load_best_model_at_end": True, "every_steps": 0},
+    }  # fmt: skip
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["run", "recipe.yaml"]) == 0
+    lines = metrics(Path("run"), "eval")
+    assert sum(line["accuracy"] == 1.0 for line in lines) >= 3, "no tie, so nothing is tested"
+    lowest = min((line for line in lines if line["accuracy"] == 1.0), key=lambda line: line["loss"])
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["best_step"] == lowest["step"] > lines[0]["step"]
+    assert summary["eval"]["loss"] == pytest.approx(lowest["loss"])
+    assert "overfitting" not in capsys.readouterr().out
