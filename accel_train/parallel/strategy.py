@@ -27,6 +27,7 @@ from accel_train.checkpoint.sharded import ShardWriter
 from accel_train.checkpoint.store import Writer
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
+from accel_train.model.batch_norm import SyncedBatchNorm
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.ema import Average, WeightAverage
 from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
@@ -117,7 +118,8 @@ class Strategy(ABC):
     @property
     def meets_in_forward(self) -> bool:
         """A forward waits for other processes: nobody can compute alone, or stay behind."""
-        return not self.is_replicated or self.dims.num_sharing > 1
+        is_synced = any(isinstance(each, SyncedBatchNorm) for each in self.inner.modules())
+        return not self.is_replicated or self.dims.num_sharing > 1 or (is_synced and self.accelerator.num_processes > 1)
 
     @property
     def num_copies(self) -> int:

@@ -9,12 +9,13 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from accel_train import Trainer
 from accel_train.cli.main import main
 from accel_train.core.errors import DataError
-from tests.support.runs import SCENES, metrics
+from tests.support.runs import SCENES, losses, metrics, run_forked_command
 
 
 def test_bugs_02_a_trainer_whose_labels_are_all_ignored_changes_no_bit_and_ends(tmp_path: Path) -> None:
@@ -107,3 +108,58 @@ def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_ar
     assert summary["best_step"] == lowest["step"] > lines[0]["step"]
     assert summary["eval"]["loss"] == pytest.approx(lowest["loss"])
     assert "overfitting" not in capsys.readouterr().out
+
+
+FIT_WITH_BATCH_NORM = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from accel_train import fit
+
+torch.manual_seed(0)
+features = torch.randn(36, 3)
+# A bias before a batch norm has a gradient of 0, and Adam makes steps of its rounding.
+module = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 1))
+fit(
+    module, TensorDataset(features, features.sum(1)), output_dir=sys.argv[1], max_steps=4, batch_size=8,
+    loss=lambda module, batch: (module(batch[0])[:, 0] - batch[1]).square(), learning_rate=0.01,
+    log={"every_steps": 1}, parallel={"sync_batch_norm": sys.argv[2] == "synced"},
+    data={"train": "custom", "last_batch": sys.argv[3]}, batch={"per_device_batch_size": int(sys.argv[4])},
+)
+"""
+
+
+@pytest.mark.parametrize("norm", ["own", "synced"])
+def test_bugs_07_batch_norm_is_the_same_on_2_processes_where_it_is_synced_and_said_to_differ_elsewhere(
+    tmp_path: Path, norm: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FIT_WITH_BATCH_NORM)
+    said = []
+    for processes in (1, 2):
+        words = [str(tmp_path / f"run-{processes}"), norm if processes == 2 else "own", "carry", str(8 // processes)]
+        done = run_forked_command(words, processes, program)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    alone, together = (load_file(tmp_path / f"run-{number}" / "model" / "model.safetensors") for number in (1, 2))
+    assert alone.keys() == together.keys()
+    gap = max(float((alone[name].double() - together[name].double()).abs().max()) for name in alone)
+    apart = max(abs(losses(tmp_path / "run-1")[step] - losses(tmp_path / "run-2")[step]) for step in (1, 2, 3, 4))
+    assert (gap < 2e-6 and apart < 1e-5) == (norm == "synced"), (gap, apart)
+    assert "take statistics of" not in said[0]
+    assert ("take statistics of 4 samples" in said[1] and "parallel.sync_batch_norm" in said[1]) == (norm == "own")
+
+
+def test_bugs_07_a_last_batch_of_one_sample_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Of 36 samples in steps of 7, the last step of an epoch has one."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        FIT_WITH_BATCH_NORM.replace("batch_size=8", "batch_size=7").replace("max_steps=4", "max_steps=6")
+    )
+    dropped = run_forked_command([str(tmp_path / "drop"), "own", "drop", "7"], 1, program)
+    assert dropped.returncode == 0, dropped.stderr
+    short = run_forked_command([str(tmp_path / "short"), "own", "short", "7"], 1, program)
+    assert short.returncode != 0
+    assert "data.last_batch" in short.stderr
+    assert not (tmp_path / "short" / "metrics.jsonl").exists() or not losses(tmp_path / "short")
