@@ -29,7 +29,7 @@ IDENTITY = (
 SETTINGS = (
     *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
     *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
-    "optimizer.max_grad_norm",
+    *("optimizer.max_grad_norm", "parallel.sync_batch_norm"),
     *("precision.mixed_precision", "precision.tf32", "model.frozen_dtype"),
     *("guard.on_nonfinite", "guard.on_spike", "guard.spike_threshold", "guard.spike_window_steps"),
 )

@@ -30,7 +30,13 @@ def read_state(folder: Path) -> TrainState:
         unknown = trainer["state"].keys() - {field.name for field in fields(TrainState)}
         last = trainer["identity"].get("schedule.max_steps", state.step)
         problems = [f"{name} is unknown" for name in sorted(unknown)]
-        signed = ("losses", "grad_norms", "best_metric")  # losses and logarithms; nothing else may be negative
+        signed = (
+            "losses",
+            "grad_norms",
+            "best_metric",
+            "best_loss",
+            "last_loss",
+        )  # losses and logarithms; nothing else may be negative
         for name, value in _numbers(asdict(state)):
             if not math.isfinite(value) or (value < 0 and name not in signed):
                 problems.append(f"{name}={value} is out of range")

@@ -24,13 +24,13 @@ class StepResult(NamedTuple):
     step: int
     """Steps attempted up to and including this one: the first step of a run is 1."""
     loss: float
-    """Mean over all targets of the global batch: the number that was optimised."""
+    """Mean over all targets of the global batch: the number that was optimised. NaN without targets."""
     grad_norm: float
     """Norm of all gradients, over all processes, before clipping, unscaled."""
     num_targets: int
     """Targets (tokens, for a language model) in the global batch."""
     skipped: bool
-    """The update was not applied: the loss or a gradient was not finite, or the gradient norm was above the guard's limit."""
+    """The update was not applied: without targets, with a loss or gradient that is not finite, or with a norm above the guard's limit."""
     loss_scale: float | None
     """fp16 only: the scale this step's gradients were computed with."""
     stop_requested: bool
@@ -107,6 +107,10 @@ class TrainState:
     best_metric: float | None = None
     """`evaluate.metric_for_best_model` at its best so far."""
     best_step: int | None = None
+    best_loss: float | None = None
+    """Held-out loss at `best_step`: it decides between equal metrics. None: not finite, or of an older version."""
+    last_loss: float | None = None
+    """Held-out loss of the newest evaluation."""
     evaluations_without_improvement: int = 0
     evaluation_owed: bool = False
     """A stop request cut the evaluation after this step short; a resume begins with it."""

@@ -1,7 +1,8 @@
 """Turn the cells of a label column into what a model is trained on: ids of classes, sets of them, or numbers."""
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -14,6 +15,9 @@ from accel_train.data.tables import show_cell
 
 IGNORED_LABEL = -100  # the label of a position or sample that has none; cross-entropy and scores leave it out
 
+CLASSES_SHOWN = 12
+"""Most classes that a line lists one by one."""
+_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _NO_LABEL = "there is no label; fill it in, or drop the row"
 
 ProblemType = Literal["single_label", "multi_label", "regression"]
@@ -135,7 +139,8 @@ def label_scheme(
                 f"data.label_names has {len(label_names)} names, but the problem is regression ({reason}); leave it out, "
                 "or set model.problem_type: single_label"
             )
-        return LabelScheme(kind, tuple(label_names or (column,)), column, False, reason)
+        mixed = tuple(_mixed_kinds(values, column))
+        return LabelScheme(kind, tuple(label_names or (column,)), column, False, reason, notes=mixed)
     labels = values
     if kind == "multi_label":
         labels = [label for value in values if isinstance(value, list | tuple) for label in value]
@@ -159,7 +164,7 @@ def label_scheme(
         ordered = sorted(found, key=int) if all(map(_is_integer, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):
             ordered = list(known_names)
-        scheme = LabelScheme(kind, tuple(ordered), column, False, reason)
+        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=tuple(_mixed_kinds(labels, column)))
     if len(scheme.names) < (2 if kind == "single_label" else 1):
         scheme.encode(values, where)  # a label of the wrong type is the better message
         raise ValueError(
@@ -177,6 +182,52 @@ def label_name(value: Any) -> str | None:
         return "true" if value else "false"
     is_whole = isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer())
     return str(int(value)) if is_whole else None
+
+
+def class_counts(counts: Mapping[str, int]) -> str:
+    """Return how many samples each class has, of many classes the commonest and the rarest; blanks around a name are shown."""
+    shown = [
+        f"{repr(name) if name != name.strip() else name} {count:,}"
+        for name, count in sorted(counts.items(), key=lambda item: -item[1])
+    ]
+    return ", ".join(shown if len(shown) <= CLASSES_SHOWN else [*shown[:8], "...", *shown[-3:]])
+
+
+def class_notes(counts: Mapping[str, int]) -> list[str]:
+    """Return a line with the classes and their training samples, and one for each kind of names that look wrong."""
+    notes = [f"{len(counts)} classes: {class_counts(counts)}"]
+    alike: dict[str, list[str]] = {}
+    for name in counts:
+        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
+    groups = [group for group in alike.values() if len(group) > 1]
+    if groups:
+        shown = "; ".join(", ".join(map(repr, group)) for group in groups[:3]) + ("; ..." if len(groups) > 3 else "")
+        notes.append(
+            f"class names that differ only by case or blanks: {shown}. Each is a class of its own. Write one name in the data if "
+            "they mean the same"
+        )
+    decimals = [name for name in counts if _DECIMAL_COMMA.fullmatch(name.strip())]
+    if decimals and len(decimals) > len(counts) // 2:
+        notes.append(
+            f"class names that look like numbers with a decimal comma: {', '.join(map(repr, decimals[:3]))}. For a regression "
+            "write a decimal point"
+        )
+    return notes
+
+
+def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
+    """Return a note on texts, numbers and true/false in one column, which is empty where they are all of one kind."""
+    first: dict[str, Any] = {}
+    for label in labels:
+        if isinstance(label, str | bool | np.bool_ | int | float | np.number):
+            kind = (
+                "text" if isinstance(label, str) else "true/false" if isinstance(label, bool | np.bool_) else "number"
+            )
+            first.setdefault(kind, label)
+    if len(first) < 2:
+        return []
+    shown = ", ".join(f"{kind} {show_cell(value)}" for kind, value in first.items())
+    return [f"column {column!r} mixes labels of several types: {shown}. Write all of them in one way"]
 
 
 def _fault(value: Any, fault: str, remedy: str) -> ValueError:

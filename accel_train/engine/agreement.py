@@ -58,7 +58,8 @@ class Agreement:
         # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self._here = StepSignals(0)
-        self._share: tuple[int, Tensor] = (-1, torch.empty(0))  # of this many targets
+        self._share: tuple[int, Tensor] = (-1, torch.empty(0))  # of this many targets, on a process that is alone
+        self._share_of_all: Tensor | None = None
         self._sums: Tensor | None = None
         self._work: Any = None
         self._last: StepOutcome | None = None
@@ -70,6 +71,7 @@ class Agreement:
         if self.world_size == 1:
             return
         ran_out = last is not None and last.ran_out_of_memory
+        self._share_of_all = None
         packed = torch.tensor([*here, ran_out, 0.0, 0.0, 0.0], dtype=self.dtype)
         if self.device.type == "cuda":
             packed = packed.pin_memory()
@@ -92,7 +94,9 @@ class Agreement:
                 count = self._here.num_targets
                 self._share = (count, torch.full((), 1 / (count or math.nan), device=self.device))
             return self._share[1]
-        return (self.world_size / torch.where(self._sums[0] > 0, self._sums[0], math.nan)).float()
+        if self._share_of_all is None:
+            self._share_of_all = (self.world_size / torch.where(self._sums[0] > 0, self._sums[0], math.nan)).float()
+        return self._share_of_all
 
     def _receive(self) -> None:
         """Let further work on the device wait for the sums (the host does not), and send the last step's outcome to the host."""
@@ -172,7 +176,7 @@ class Agreement:
         return StepResult(
             step=last.step,
             learning_rate=last.learning_rate,
-            loss=loss_sum / max(signals.num_targets, 1),
+            loss=loss_sum / signals.num_targets if signals.num_targets else math.nan,
             grad_norm=norms / self.world_size,
             num_targets=int(signals.num_targets) // self.tp_size,
             skipped=skips != 0,

@@ -94,6 +94,8 @@ class RunContext:
     """Compares large files with their digests while the run trains; on the first process of each machine."""
     graphs: GraphCount = field(default_factory=GraphCount)
     """Counts what torch.compile makes in this process."""
+    finished: Mapping[str, Any] | None = None
+    """The contents of summary.json where the same run has finished before: nothing is trained, evaluated or written."""
     out_of_memory: str = ""
     """The allocator's error, where this process ran out of memory in the last step and the others do not know it yet (DDP)."""
 

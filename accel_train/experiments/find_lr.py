@@ -208,15 +208,17 @@ class Recorder(Observer):
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         """Record a step; raise `_Enough` at the last one that is needed."""
-        self.losses.append(result.loss)
+        # A step without targets has no loss; rates and losses stay aligned.
+        loss = result.loss if result.num_targets or not self.losses else self.losses[-1]
+        self.losses.append(loss)
         step = len(self.losses)
-        self._average = _EMA_DECAY * self._average + (1 - _EMA_DECAY) * result.loss
+        self._average = _EMA_DECAY * self._average + (1 - _EMA_DECAY) * loss
         smoothed = self._average / (1 - _EMA_DECAY**step)
         if step <= FIRST_STEPS:
             self._first = float(np.mean(self.losses))
         self._best = min(self._best, smoothed)
         too_high = step > FIRST_STEPS and smoothed > min(2 * abs(self._first), 4 * abs(self._best))
-        self.diverged = too_high or not math.isfinite(result.loss)
+        self.diverged = too_high or not math.isfinite(loss)
         if self.diverged or step >= self.num_steps:
             raise _Enough
 

@@ -114,6 +114,8 @@ class Guard:
     def decide(self, result: StepResult) -> Decision:
         """Return what to do about one step."""
         state, step = self.state, result.step
+        if result.num_targets == 0:
+            return self._decide_without_targets(result)
         is_usual = result.loss <= self._loss_limit and result.grad_norm <= self._norm_limit
         if is_usual and result.agreed and not result.skipped:
             if step > self._learns_after:
@@ -121,8 +123,6 @@ class Guard:
             state.consecutive_skips = state.consecutive_spikes = self._num_without_targets = 0
             state.first_bad_step = None
             return CONTINUE
-        if result.num_targets == 0:
-            return self._decide_without_targets(result)
         self._num_without_targets = 0
         if not result.agreed:
             return self.roll_back_or_stop(

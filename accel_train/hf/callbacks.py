@@ -162,9 +162,10 @@ class Flow(Observer):
             self._begin_step_after(result.step)
 
     def _log(self, result: StepResult, learning_rate: float) -> None:
-        """Log the mean loss since the last log, as transformers does; a NaN in it makes it NaN."""
+        """Log the mean loss of the steps with targets since the last log; a NaN in it makes it NaN."""
+        losses = [each.loss for each in self._since_log if each.num_targets]
         logs: dict[str, float] = {
-            "loss": sum(each.loss for each in self._since_log) / len(self._since_log),
+            "loss": sum(losses) / len(losses) if losses else math.nan,
             "grad_norm": result.grad_norm,
             "learning_rate": learning_rate,
         }

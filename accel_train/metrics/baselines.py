@@ -87,13 +87,15 @@ def likely_causes(
     steps: int,
     epochs: float,
     best_step: int | None,
+    loss_rose: bool,
     pretrained: bool,
     parameters: int,
     samples: int,
 ) -> list[str]:
     """Return the three likely causes of such a defeat with what to try, the likeliest first.
 
-    `best_step`: the step whose evaluation was the best one, None where there is none.
+    `best_step`: the step whose evaluation was the best one, None where there is none. `loss_rose`: the held-out loss was higher at the
+    end than at that step.
     """
     size = f"{parameters:,} parameters from scratch on {samples:,} samples"
     data = (
@@ -109,7 +111,7 @@ def likely_causes(
     ]
     if best_step == steps:
         causes[1] = f"{causes[1]}; the last evaluation was the best one"
-    elif best_step is not None and best_step <= 0.75 * steps:
+    elif best_step is not None and best_step <= 0.75 * steps and loss_rose:
         remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
         causes[1] = (
             f"overfitting: step {best_step:,} of {steps:,} evaluated best, and later steps fit the training data alone: "

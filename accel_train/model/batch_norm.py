@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,100 @@ class _Buffer:
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module is a batch norm of torch's own or one derived from it."""
     return _can_keep_statistics(module) and not isinstance(module, INSTANCE_NORMS)
+
+
+def trained_batch_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the batch norms that normalise by the statistics of each micro-batch."""
+    return [each for each in module.modules() if is_batch_norm(each) and each.training]
+
+
+class _SumOfAll(torch.autograd.Function):
+    """The sum of a tensor over all processes; its gradient is the sum of all processes' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A batch norm whose statistics are of the micro-batches of all processes together, on any device.
+
+    torch's SyncBatchNorm refuses tensors of a CPU. In evaluation mode, and alone, it is the batch norm that it was made of.
+    """
+
+    @classmethod
+    def of(cls, norm: Any) -> "SyncedBatchNorm":
+        """Return a synced batch norm with the parameters, buffers and hooks of `norm`."""
+        synced = cls.__new__(cls)
+        synced.__dict__ = norm.__dict__
+        return synced
+
+    def _check_input_dim(self, input: Tensor) -> None:  # torch's name
+        """Accept any input with channels."""
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        """Normalise (N, C, ...) by mean and variance over N and ... of all processes."""
+        if not (self.training and dist.is_initialized()):
+            return super().forward(input)
+        others = [0, *range(2, input.dim())]
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        values = input.to(torch.promote_types(input.dtype, torch.float32))
+        here = values.new_full((1,), input.numel() / input.shape[1])
+        sums = _sum_of_all(torch.cat((values.sum(others), here)))
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = values - mean.view(shape)
+        variance = _sum_of_all(centred.square().sum(others)) / count
+        self._keep(mean.detach(), variance.detach() * count / (count - 1))
+        result = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    @torch.no_grad()
+    def _keep(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics, as torch's batch norms do."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum if self.momentum is not None else (1 / self.num_batches_tracked).to(mean.dtype)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+
+def _sum_of_all(values: Tensor) -> Tensor:
+    total: Tensor = _SumOfAll.apply(values)
+    return total
+
+
+def sync_batch_norms(module: nn.Module) -> int:
+    """Let the trained batch norms of torch in a module share their statistics over processes; return their number.
+
+    Raises:
+        ValueError: none is trained, or one is of a class derived from torch's.
+    """
+    norms = trained_batch_norms(module)
+    if not norms:
+        raise ValueError("parallel.sync_batch_norm: this model trains no batch norm; leave it out")
+    known = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    other = next((type(each).__name__ for each in norms if type(each) not in known), None)
+    if other is not None:
+        raise ValueError(
+            f"parallel.sync_batch_norm: {other} is not a batch norm of torch.nn, so it cannot be replaced; leave it out"
+        )
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if any(child is each for each in norms):
+                setattr(parent, name, SyncedBatchNorm.of(child))
+    return len(norms)
 
 
 def has_batch_norm(module: nn.Module) -> bool:

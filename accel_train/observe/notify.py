@@ -107,6 +107,10 @@ class Notifier(Observer):
         message, code = (describe_metrics(self._metrics), 0) if error is None else self._ended(error, self._has_begun)
         self.end("", message, code)
 
+    def be_silent(self) -> None:
+        """Send nothing at the end: the run had finished before, and its end was sent then."""
+        self._is_over = True
+
     def end(self, _: str, message: str, exit_code: int) -> None:
         """Tell how the run ends, as `note_end`, from wherever the process is ended; only the first call does."""
         if self._is_over:

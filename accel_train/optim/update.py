@@ -1,5 +1,6 @@
 """One update of the weights: clip the gradients and step the optimizer, or leave every bit as it is."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -22,6 +23,14 @@ class FlooredGradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         super().update(new_scale)
         self.scale_tensor.clamp_(min=self.floor)
+
+    def update_if(self, learned: Tensor) -> None:
+        """Update, or leave scale and growth count as they are where `learned` (0-dim bool, on the device) is False."""
+        assert self._growth_tracker is not None, "the count exists from the first scaled loss on"
+        kept = [(now, now.clone()) for now in (self.scale_tensor, self._growth_tracker)]
+        self.update()
+        for now, before in kept:
+            now.copy_(torch.where(learned.to(now.device), now, before))
 
     @property
     def scale_tensor(self) -> torch.Tensor:
@@ -46,9 +55,10 @@ def update_within(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[nn.Parameter],
     scaler: FlooredGradScaler | None,
+    share: Tensor | None = None,
 ) -> Update:
     """Clip the gradients and step; or, where their norm is not finite or above the limit, leave weights, moments and step
-    counters untouched to the bit.
+    counters untouched to the bit. The same holds, for the loss scale too, where `share` is NaN: the batch has no targets.
 
     The fused kernels of torch take `found_inf` (1.0: do nothing) and `grad_scale` (divide gradients by it, which is the clip
     without another pass over them); both are how `torch.amp.GradScaler` talks to an optimizer.
@@ -61,6 +71,8 @@ def update_within(
     grad_norm = torch.linalg.vector_norm(torch.stack(norms_of(grads)))
     if isinstance(grad_norm, DTensor):  # one collective more where gradients are sharded
         grad_norm = grad_norm.full_tensor()
+    if share is not None:
+        grad_norm = nan_without_targets(grad_norm, share)
     decide = _on_host if grad_norm.device.type == "cpu" else _on_device
     skipped, found_inf, grad_scale = decide(grad_norm, limits)
     if optimizer.defaults.get("fused", False):
@@ -71,10 +83,20 @@ def update_within(
             torch.nn.utils.clip_grads_with_norm_(parameters, limits.clip, grad_norm, foreach=True)
         optimizer.step()
     if scaler is not None:
-        scaler.update()
+        scaler.update() if share is None else scaler.update_if(share.isfinite())
     for parameter in parameters:  # what `zero_grad` comes to, less what it looks up: 20 us a step on a small model
         parameter.grad = None
     return Update(grad_norm, skipped, scale)
+
+
+def nan_without_targets(grad_norm: Tensor, share: Tensor) -> Tensor:
+    """Return the norm, or NaN where `share` (weight of a target, 0-dim) is NaN. The host does not wait.
+
+    NaN that is sent backward need not arrive: the backward of `cross_entropy` writes 0 for ignored labels.
+    """
+    if share.device.type == "cpu":
+        return grad_norm if math.isfinite(number_on_host(share)) else torch.full_like(grad_norm, math.nan)
+    return grad_norm + (share - share).to(grad_norm.device)  # x - x is 0, or NaN where x is NaN
 
 
 def _on_host(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -77,6 +77,10 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
     Raises:
         ValueError: names the setting, why, and what to do.
     """
+    if recipe.parallel.sync_batch_norm and recipe.precision.compile is not False:
+        raise ValueError(
+            f"parallel.sync_batch_norm does not go with precision.compile: {UNTESTED}; leave one of them out"
+        )
     section, length, kept = recipe.parallel, recipe.data.sequence_length, recipe.model.frozen_dtype
     is_on = {
         "tp_size": section.tp_size > 1,

@@ -27,6 +27,7 @@ from accel_train.checkpoint.sharded import ShardWriter
 from accel_train.checkpoint.store import Writer
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
+from accel_train.model.batch_norm import SyncedBatchNorm
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.ema import Average, WeightAverage
 from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
@@ -117,7 +118,8 @@ class Strategy(ABC):
     @property
     def meets_in_forward(self) -> bool:
         """A forward waits for other processes: nobody can compute alone, or stay behind."""
-        return not self.is_replicated or self.dims.num_sharing > 1
+        is_synced = any(isinstance(each, SyncedBatchNorm) for each in self.inner.modules())
+        return not self.is_replicated or self.dims.num_sharing > 1 or (is_synced and self.accelerator.num_processes > 1)
 
     @property
     def num_copies(self) -> int:
@@ -166,9 +168,9 @@ class Strategy(ABC):
         """Inside, a backward does not reduce gradients, unless it is of the last micro-batch."""
         return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
-    def update_within(self, limits: Limits) -> Update:
-        """* Clip and update, or leave all bits as they are."""
-        return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler)
+    def update_within(self, limits: Limits, share: Tensor) -> Update:
+        """* Clip and update, or leave all bits as they are; `share` is `Agreement.share_of_a_target`."""
+        return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler, share)
 
     def gradient_sum(self) -> Tensor | None:
         """Return the sum of this process's own gradients of the step, 0-dim on the device; None where they were not seen."""

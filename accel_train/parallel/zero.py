@@ -23,7 +23,7 @@ from accel_train.checkpoint.zero import ZeroShards
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule
-from accel_train.optim.update import Update
+from accel_train.optim.update import Update, nan_without_targets
 from accel_train.parallel.dims import check_dimensions
 from accel_train.parallel.gradient_watch import ZeroGradients
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Strategy
@@ -150,9 +150,9 @@ class Zero(Strategy):
         """Read moments and step counters into DeepSpeed's parts."""
         self.parts.load_moments(folder)
 
-    def update_within(self, limits: Limits) -> Update:
+    def update_within(self, limits: Limits, share: Tensor) -> Update:
         """* Clip and update, or leave weights, moments and step counters untouched to the bit."""
-        grad_norm = self._norm()
+        grad_norm = nan_without_targets(self._norm(), share)
         norm = float(grad_norm)  # one host sync a step, which DeepSpeed makes as well
         is_skipped = not norm <= limits.skip  # NaN is less than nothing, Inf than no limit
         self._step(limits.clip, math.inf if is_skipped else norm)

@@ -46,11 +46,11 @@ class Evaluate(Section):
     allow_hub_metrics: bool = False
     """Load metrics that are not in the package from the hub, which runs code from there."""
     metric_for_best_model: str = "loss"
-    """What "best" means: a name that evaluations report."""
+    """What "best" means: a name that evaluations report. Of equal values, the lower loss is better, then the later step."""
     greater_is_better: Auto | bool = "auto"
     """auto: lower is better for losses, errors and perplexity, greater for everything else."""
     early_stopping_patience: PositiveInt | None = Field(default=None, examples=[3])
-    """Stop after this many evaluations in a row without a better metric_for_best_model."""
+    """Stop after this many evaluations in a row without a better metric_for_best_model, or an equal one with a lower loss."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """How much better counts as better."""
     test_time_augmentation: TestTimeAugmentation | None = Field(default=None, examples=[{"horizontal_flip": True}])

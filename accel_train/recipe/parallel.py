@@ -32,6 +32,9 @@ class Parallel(Section):
     """ddp: look in each step for parameters that took no part in the loss (a walk through the graph, and a collective more); auto:
     where the first step leaves some out. true: for a model that leaves out others in later steps (experts, branches); false: such
     a model is an error. To spare the cost, name parameters that never take part in model.freeze."""
+    sync_batch_norm: bool = False
+    """ddp: batch norms take their statistics over the micro-batches of all processes. Off: over each process's own, so another number
+    of processes trains differently."""
     cp_size: PositiveInt = 1
     """Processes that share each sequence by ring attention (context parallelism): only 1; `sp_size` is the way to split sequences."""
 
@@ -50,7 +53,11 @@ class Parallel(Section):
                 "under parallel.strategy ddp and fsdp2"
             )
         of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
-        of_strategy = {"fsdp2": of_fsdp2, "deepspeed": ("zero_stage",), "ddp": ("find_unused_parameters",)}
+        of_strategy = {
+            "fsdp2": of_fsdp2,
+            "deepspeed": ("zero_stage",),
+            "ddp": ("find_unused_parameters", "sync_batch_norm"),
+        }
         for strategy, names in of_strategy.items():
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:

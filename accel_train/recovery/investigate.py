@@ -98,6 +98,8 @@ def _why_not_here(run: RunContext) -> str | None:
         return "sequences are split over the processes (parallel.sp_size)"
     if run.strategy.dims.tp_size > 1:
         return "several processes compute each layer together (parallel.tp_size)"
+    if run.plan.recipe.parallel.sync_batch_norm and run.accelerator.num_processes > 1:
+        return "batch norms take statistics over all processes (parallel.sync_batch_norm)"
     if not run.strategy.has_whole_weights:
         return f"each process holds a shard of the weights (parallel.strategy {run.plan.recipe.parallel.strategy})"
     return None

@@ -49,11 +49,13 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
             *_describe_generation(details("generation")),
         ]
         blocks.append(_describe_augmentation(details("test_time_augmentation")))
-        blocks.append(_describe_examples(runs[0].examples))
+        facts = runs[0].summary.get("data")
+        num_eval = facts.get("num_eval") if isinstance(facts, Mapping) else None
+        blocks.append(_describe_examples(runs[0].examples, num_eval))
     return [{"folded": False, "wide": False, "hint": ""} | block for block in blocks if block]
 
 
-def _describe_examples(found: Mapping[str, Any]) -> Block:
+def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
     """Return the samples that the run got wrong, with their pictures or texts."""
     of_pixels = found.get("kind") == "mask"
     needed = {"wrong": float} if of_pixels else {"truth": str, "prediction": str, "score": float}
@@ -78,7 +80,9 @@ def _describe_examples(found: Mapping[str, Any]) -> Block:
         }
         for each, caption in zip(examples, captions)
     ]
-    counted = f"of {found['tried']:,} held-out samples {found['wrong']:,} are wrong; the most confident first"
+    is_part = is_number(num_eval) and num_eval > found["tried"]
+    tried = f"{found['tried']:,} of the {num_eval:,}" if is_part else f"{found['tried']:,}"
+    counted = f"of {tried} held-out samples {found['wrong']:,} are wrong; the most confident first"
     hint = "image, truth, prediction; the worst first" if of_pixels else counted
     return {
         "title": "Predictions" if of_pixels else "Mistakes",

@@ -136,15 +136,34 @@ def describe_run(run: Run) -> dict[str, Any]:
     }
 
 
+def differ_in_evaluation_data(runs: Sequence[Run]) -> bool:
+    """Return whether the runs were evaluated on different samples, as far as their recipes and counts show."""
+    known: list[set[str]] = [set(), set(), set()]
+    for run in runs:
+        settings, facts = (run.recipe or {}).get("data"), run.summary.get("data")
+        data = settings if isinstance(settings, dict) else {}
+        source = data.get("eval") or (data.get("train") and [data["train"], data.get("eval_fraction")])
+        num_eval = facts.get("num_eval") if isinstance(facts, dict) else None
+        for values, value in zip(known, (source, num_eval, final_metric("num_targets", run)), strict=True):
+            if value is not None and run.final_metrics():
+                values.add(str(value))
+    return any(len(values) > 1 for values in known)
+
+
 def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return one row per headline number that some run has; `best` are the columns with the best value, if they differ."""
-    rows, targets = [], shared_targets(runs)
+    """Return one row per headline number that some run has; `best` are the columns with the best value, if they differ.
+
+    No score is best where the runs were evaluated on different data.
+    """
+    rows, targets, is_other = [], shared_targets(runs), differ_in_evaluation_data(runs)
     for headline in HEADLINES:
         values = [headline.read(run) for run in runs]
         if all(value is None for value in values):
             continue
         numbers = {value for value in values if value is not None and not math.isnan(value)}
         best = headline.better(numbers) if headline.better and len(numbers) > 1 else None
+        if is_other and getattr(headline.find, "func", None) is final_metric:
+            best = None
         unit = f" {headline.unit.format(targets=targets)}" if headline.unit else ""
         rows.append(
             {

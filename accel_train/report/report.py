@@ -14,7 +14,14 @@ from jinja2 import Environment, StrictUndefined, Template
 from accel_train.core.ownership import check_file, write_file
 from accel_train.report.charts import describe_charts
 from accel_train.report.evaluation import describe_evaluation
-from accel_train.report.html import compare_baselines, compare_headlines, compare_recipes, describe_run, shared_targets
+from accel_train.report.html import (
+    compare_baselines,
+    compare_headlines,
+    compare_recipes,
+    describe_run,
+    differ_in_evaluation_data,
+    shared_targets,
+)
 from accel_train.report.run import Run, load_run
 from accel_train.report.time_spent import compare_times
 
@@ -88,6 +95,7 @@ def render_page(runs: Sequence[Run], tables: Sequence[dict[str, Any]] = ()) -> s
             "css": _read("uplot/uPlot.min.css"),
         },
         comparison=compare_headlines(runs) if several else [],
+        other_evaluation_data=several and differ_in_evaluation_data(runs),
         times=compare_times(runs) if several else [],
         recipe_differences=compare_recipes(runs) if several else [],
         footer=f"Made by accel_train, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",

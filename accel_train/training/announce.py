@@ -14,8 +14,10 @@ from accel_train.checkpoint.zero import whole_numel
 from accel_train.core.hardware import peak_flops
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
+from accel_train.data.labels import class_notes
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import ALIKE
+from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, RunObserver
@@ -31,6 +33,9 @@ from accel_train.runtime.exit import exit_code, message_of
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import TARGET_UNITS, TaskData
 from accel_train.training.model_selection import short_name
+
+FEW_HELD_OUT = 100
+"""Fewer held-out samples of a classifier than this are warned of."""
 
 
 def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> RunObserver:
@@ -113,7 +118,38 @@ def _of_data(data: TaskData) -> list[str]:
     sizes = []
     if {"num_train", "num_eval"} <= facts.keys():
         sizes = [f"{facts['num_train']:,} samples to train on, {facts['num_eval']:,} held out"]
-    return [*sizes, *facts.get("notes", ())]
+    kind, counts = facts.get("problem_type", ""), facts.get("num_train_of_label")
+    labels = class_notes(counts) if counts and not kind.startswith("regression") else []
+    if kind.startswith("regression"):
+        labels = [f"labels: {kind}; no classes"]
+    return [*sizes, *labels, *few_held_out(facts), *facts.get("notes", ())]
+
+
+def few_held_out(facts: Mapping[str, Any]) -> list[str]:
+    """Return a warning about a split that holds out too few samples to measure a classifier or a regression."""
+    num_eval, is_labelled = facts.get("num_eval", 0), "num_train_of_label" in facts or "problem_type" in facts
+    if not (is_labelled and 0 < num_eval < FEW_HELD_OUT):
+        return []
+    return [
+        f"{num_eval} held-out samples are few: one more error is {1 / num_eval:.1%} of the accuracy. Raise data.eval_fraction, to "
+        "0.1 for example, or give data.eval"
+    ]
+
+
+def describe_batch_norm(run: RunContext) -> str | None:
+    """Return how the statistics of trained batch norms depend on how a step is cut; None where it is not cut."""
+    processes, parts = run.accelerator.num_processes, run.sizes.gradient_accumulation_steps
+    norms = trained_batch_norms(run.strategy.inner)
+    is_synced = any(isinstance(each, SyncedBatchNorm) for each in norms)
+    if not norms or (parts == 1 and (processes == 1 or is_synced)):
+        return None
+    samples = run.sizes.per_device_batch_size * (processes if is_synced else 1)
+    can_sync = processes > 1 and not is_synced and run.plan.recipe.parallel.strategy == "ddp"
+    remedy = ". Set parallel.sync_batch_norm true for statistics over all processes" if can_sync else ""
+    return (
+        f"{len(norms)} batch norms take statistics of {samples} samples, not of the {run.sizes.global_batch_size} of a step: another "
+        f"number of processes or micro-batches trains differently{remedy}"
+    )
 
 
 def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Change]) -> None:
@@ -129,6 +165,8 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
     num_parameters = whole_numel(run.strategy.parameters)
     where = f"{run.accelerator.num_processes} x {run.accelerator.device.type}"
     observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
+    if (norms := describe_batch_norm(run)) is not None:
+        observer.note(f"{'batch norm'.ljust(width)}  {norms}")
     for note in _of_data(plan.data):
         observer.note(f"{'data'.ljust(width)}  {note}")
     if not folder.lock.value:

@@ -10,20 +10,24 @@ from torch import nn
 
 from accel_train.checkpoint.contents import load_model_tensors
 from accel_train.checkpoint.store import check, folder_of
+from accel_train.checkpoint.trainer_state import read_state
 from accel_train.checkpoint.zero import whole_numel
-from accel_train.core.errors import Preempted
-from accel_train.core.json_io import json_text
+from accel_train.core.errors import DataError, Preempted
+from accel_train.core.json_io import json_text, read_json
 from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact
 from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext
+from accel_train.engine.run_plan import RunPlan
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
 from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
 from accel_train.observe.progress import without_averages
-from accel_train.observe.run_folder import EXAMPLES_FILE
+from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE
+from accel_train.recipe.writer import format_recipe
+from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
@@ -38,10 +42,18 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
     Returns what summary.json holds, on the main process, and the model with the weights that are written.
 
     Raises:
+        DataError: no step of the run had a target.
         Preempted: the run was asked to stop during an evaluation; all steps are saved.
         TrainingStopped: the weights, their average or their loss are not finite: nothing is published.
     """
     accelerator, output_dir = run.accelerator, run.plan.output_dir
+    if (
+        run.state.num_targets_seen == 0 < run.state.step
+    ):  # the guard counts steps without targets since the last start only
+        raise DataError(
+            f"none of the {run.state.step} steps had a target, so nothing was trained. Check the labels (or masks) of the "
+            "training data, and which label is ignored"
+        )
     if accelerator.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
     if run.plan.can_evaluate:
@@ -53,9 +65,7 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
     summary: dict[str, Any] = {}
     with run.strategy.averaged():
         refuse_nonfinite_model(run)
-        model = full_model(run)
-        if run.plan.recipe.optimizer.ema_decay is not None and run.strategy.is_replicated:
-            model = copy.deepcopy(model)  # once this ends, the run's own has the last weights again
+        model = _kept_model(run)
         if accelerator.is_main_process:
             save_model(run, model)
             summary = summarise(run, model)
@@ -74,6 +84,50 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
     return summary, model
 
 
+def finished_before(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the contents of summary.json if this very run, with the same recipe, has finished in this folder; else None."""
+    point, folder = plan.resume_point, plan.output_dir
+    # The Trainer's callbacks and a program's observers expect a run.
+    if point.path is None or point.broken or point.changes or plan.extensions.observers:
+        return None
+    if plan.recipe.checkpoint.resume != "auto":
+        return None
+    state = read_state(point.path)
+    if state.evaluation_owed or not (state.stopped_early or state.step >= plan.max_steps):
+        return None
+    try:
+        summary = read_json(folder / SUMMARY_FILE)
+        was, _ = parse_yaml((folder / RECIPE_FILE).read_text(encoding="utf-8"), RECIPE_FILE)
+    except (OSError, ValueError):
+        return None
+    now, _ = parse_yaml(format_recipe(plan.recipe), RECIPE_FILE)
+    is_same = isinstance(summary, dict) and summary.get("steps") == state.step and was == now
+    return summary if is_same and (folder / "model").is_dir() else None
+
+
+def report_finished(run: RunContext, summary: Mapping[str, Any]) -> nn.Module:
+    """Print one line about a run that has finished before; return the model with the weights that are in `model/`."""
+    step = run.state.step
+    run.state.best_step = summary.get("best_step")  # the evaluation at the end came after the last checkpoint
+    if run.plan.recipe.loads_best_model and run.state.best_step not in (None, step):
+        load_best(run)
+    with run.strategy.averaged():
+        model = _kept_model(run)
+    metric = short_name(run.plan.recipe.evaluate.metric_for_best_model)
+    value = (summary.get("eval") or {}).get(metric)
+    result = f" ({metric.replace('_', ' ')} {value:.4g})" if isinstance(value, float) else ""
+    if run.accelerator.is_main_process:
+        print(f"{run.plan.output_dir}: finished at step {step}{result}; nothing is changed", flush=True)
+    return model
+
+
+def _kept_model(run: RunContext) -> nn.Module:
+    """Return the model with the weights that are in use; within `averaged` a copy, as the run's own gets its last weights back."""
+    model = full_model(run)
+    averages = run.plan.recipe.optimizer.ema_decay is not None and run.strategy.is_replicated
+    return copy.deepcopy(model) if averages else model
+
+
 def evaluate_at_end(run: RunContext) -> None:
     """Let the last step compete for the best on the samples of all evaluations, and evaluate what is kept on all samples."""
     state, plan = run.state, run.plan
@@ -84,6 +138,8 @@ def evaluate_at_end(run: RunContext) -> None:
     is_other = is_wanted and not state.evaluation_owed and load_best(run)
     if (is_other or plan.evaluates_part) and not state.evaluation_owed:
         evaluate_run(run, at_end=True, final=True)
+        if is_other and not state.evaluation_owed:  # the numbers are of those weights
+            run.evaluation.details["step"] = state.best_step
 
 
 def load_best(run: RunContext) -> bool:
@@ -187,6 +243,7 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str
         steps=state.step,
         epochs=state.step / plan.order.steps_per_epoch,
         best_step=state.best_step,
+        loss_rose=None not in (state.best_loss, state.last_loss) and state.last_loss > state.best_loss,  # type: ignore[operator]
         pretrained=plan.recipe.model.pretrained is not None,
         parameters=whole_numel(list(run.strategy.inner.model.parameters())),
         samples=plan.order.num_samples,

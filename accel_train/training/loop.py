@@ -67,7 +67,7 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
             raise failure
         assert loss_sum is not None, "there is one, or a failure"
         limits = run.guard.limits
-        update = run.strategy.update_within(limits)
+        update = run.strategy.update_within(limits, agreement.share_of_a_target())
         run.statistics.put_back(update.skipped)
         if run.strategy.average is not None:
             run.strategy.average.update(step, update.skipped)

@@ -47,16 +47,24 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     value = metrics[short_name(section.metric_for_best_model)]
     if final:
         return False
-    if is_better(value, state.best_metric, section):
-        state.best_metric, state.best_step, state.evaluations_without_improvement = value, state.step, 0
-        return run.plan.recipe.checkpoint.keep_best
+    loss = metrics.get("loss", math.nan)
+    # transformers keeps the first of equal metrics.
+    ties = own is None and math.isfinite(value) and value == state.best_metric
+    gains = is_better(value, state.best_metric, section)
+    is_tie_broken = ties and (state.best_loss is None or loss < state.best_loss)
+    is_best = gains or is_tie_broken or (ties and loss == state.best_loss)
+    state.last_loss = loss if math.isfinite(loss) else None
     state.evaluations_without_improvement += 1
+    if gains or is_tie_broken:
+        state.evaluations_without_improvement = 0
+    if is_best:
+        state.best_metric, state.best_step, state.best_loss = value, state.step, state.last_loss
     if not at_end and is_patience_spent(run):
         state.stopped_early = True
         best = f"{section.metric_for_best_model} was best at step {state.best_step}: {state.best_metric}"
-        since = f"{section.early_stopping_patience} evaluations since have not been better"
+        since = f"the last {section.early_stopping_patience} evaluations have not been better"
         run.observer.on_event("early_stop", state.step, f"stopped early: {best}, and {since}")
-    return False
+    return is_best and run.plan.recipe.checkpoint.keep_best
 
 
 def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Turn a recipe into a run that is ready to train: decide everything, check everything, then build."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,13 +23,15 @@ from accel_train.core.redaction import remember_secrets
 from accel_train.core.state import Choice, Requests, TrainState
 from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
+from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.resolve import change_model, check_recipe
 from accel_train.engine.run import ModelFacts, RunContext, make_guard
 from accel_train.engine.run_plan import Calendar, RunPlan
 from accel_train.engine.run_plan import Extensions as Extensions
 from accel_train.engine.save import restore
-from accel_train.model.batch_norm import RunningStatistics
+from accel_train.model.batch_norm import RunningStatistics, sync_batch_norms, trained_batch_norms
 from accel_train.model.compile import GraphCount, compile_module
+from accel_train.model.isolation import Buffers
 from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
@@ -53,6 +56,7 @@ from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task
 from accel_train.training.announce import announce, device_peak, open_notifier, open_observer
 from accel_train.training.compile_watch import watch_compiler
+from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.plan_run import Choices, open_processes, plan_run, refuse_inputs_in_output
 
@@ -101,10 +105,24 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         notifier = None if folder is None else open_notifier(recipe, resources)
         check_shared(plan.output_dir, accelerator.num_processes)
         plan = replace(plan, resume_point=agree_on_checkpoint(recipe, accelerator, plan.identity))
-        if folder is not None:
-            resources.enter_context(clock.recorded(plan.output_dir, world_size=accelerator.num_processes))
+        finished = on_main(lambda: finished_before(plan))
+
+        def record() -> None:
+            if folder is not None:
+                resources.enter_context(clock.recorded(plan.output_dir, world_size=accelerator.num_processes))
+
+        if finished is None:
+            record()
         run, changes = build_run(plan, strategy, stop, watchdog)
+        if finished is not None and not changes:
+            if notifier is not None:
+                notifier.be_silent()
+            run.finished, run.resources = finished, resources.pop_all()
+            return run
+        if finished is not None:
+            record()
         check_metric_name(run)
+        check_lone_samples(run)
         own = run.observer if folder is None else open_observer(run, folder, clock)
         others = (*watch_compiler(run, own, clock), *extensions.observers)
         if notifier is not None:
@@ -262,6 +280,9 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
     """Compile and wrap the training module, and make its optimizer and the average of its weights."""
     recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
     choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
+    if recipe.parallel.sync_batch_norm and strategy.accelerator.num_processes > 1:
+        reason = f"the statistics of {sync_batch_norms(inner.model)} batch norms are over all processes"
+        choices["parallel.sync_batch_norm"] = Choice(True, reason)
     for name, value in extensions.ddp.items():
         setattr(strategy.accelerator.ddp_handler, name, value)
     make_optimizer = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
@@ -288,6 +309,42 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
         state = restore(strategy, point.path, plan.recipe.optimizer.name)
         changes = setting_changes(read_trainer(point.path), settings)
         if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
-            state.best_metric, state.best_step, state.evaluations_without_improvement = None, None, 0
+            state.best_metric = state.best_step = state.best_loss = None
+            state.evaluations_without_improvement = 0
     apply_rollbacks(state, point.rollbacks)
     return state, changes
+
+
+def check_lone_samples(run: RunContext) -> None:
+    """Refuse a run in which a process forwards one sample alone, where a batch norm cannot train on that.
+
+    Raises:
+        ValueError: before the first step; torch would in the middle of the run.
+    """
+    plan, sizes, strategy = run.plan, run.sizes, run.strategy
+    data, order = plan.data, plan.order
+    is_known = strategy.is_replicated and not strategy.meets_in_forward and data.step_batches is None
+    if not (is_known and trained_batch_norms(strategy.inner)):
+        return
+    world_size, size = strategy.dims.size, sizes.per_device_batch_size
+    step = math.ceil(order.steps_per_epoch) - 1  # of an epoch: with `short` it may have fewer samples than the others
+    is_short = plan.recipe.data.last_batch == "short" and step < plan.max_steps
+    shares = [order.rank_micro_batches(step, rank, world_size, size) for rank in range(world_size)] if is_short else []
+    # A process without a share forwards one sample, to keep the others company.
+    if size > 1 and not any(not share or any(len(part) == 1 for part in share) for share in shares):
+        return
+    kept = Buffers(strategy.inner)
+    try:
+        batch, _ = next(read_batches(data.train, data.collate, iter([[0]]), run.accelerator.device, Reading()))
+        with torch.no_grad():
+            strategy.inner(batch)
+    except Exception as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            return  # the step itself reports it
+        where = f"step {step + 1}, the last of an epoch," if size > 1 else "each step"
+        remedy = "data.last_batch to drop or carry" if size > 1 else "batch.per_device_batch_size to 2 or more"
+        raise ValueError(
+            f"in {where} a process forwards one sample alone, and this model's batch norm cannot train on one. Set {remedy}"
+        ) from None
+    finally:
+        kept.put_back()

@@ -12,7 +12,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.memory import garbage_collected_at_steps
 from accel_train.runtime.signals import StopRequest
-from accel_train.training.finish import finish_run
+from accel_train.training.finish import finish_run, report_finished
 from accel_train.training.loop import run_steps
 from accel_train.training.model_selection import continue_unless_stopped
 from accel_train.training.setup import prepare_run
@@ -76,6 +76,9 @@ def train(recipe: Recipe) -> RunResult:
 def train_run(run: RunContext) -> RunResult:
     """Train a prepared run to its end, and write its evaluation, weights, summary and report."""
     with run.resources, run.stop, exits_are_errors():
+        if run.finished is not None:
+            model = report_finished(run, run.finished)
+            return RunResult(run.plan.output_dir, dict(run.finished) if run.accelerator.is_main_process else {}, model)
         run.watch_for_hangs()
         continue_unless_stopped(run)
         with run.memory.phase("train"), garbage_collected_at_steps():

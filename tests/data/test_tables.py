@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from accel_train.data.builtin.stdlib import MAX_PER_PACKAGE, NUM_PACKAGES, stdlib_functions
-from accel_train.data.labels import LabelScheme, label_scheme
+from accel_train.data.labels import LabelScheme, class_notes, label_scheme
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import Row, class_names, read_rows
 from accel_train.data.text.labelled import TextRow, hold_out, read_text_rows, repeated_texts
@@ -271,3 +271,24 @@ def test_functions_of_the_library_are_labelled_by_their_package_and_none_is_ther
     # Neither a docstring nor a function inside another one is a sample's own text.
     texts = dict(zip(dataset["id"], dataset["text"]))
     assert not [name for name, text in texts.items() if '"""' in text.split("\n")[1]]
+
+
+def test_classes_are_counted_and_names_that_differ_by_case_or_blanks_alone_are_named() -> None:
+    first, *others = class_notes({"pos": 3, "pos ": 2, "POS": 1, "neg": 4})
+    assert first == "4 classes: neg 4, pos 3, 'pos ' 2, POS 1"
+    [alike] = others
+    assert "'pos', 'pos ', 'POS'" in alike
+    assert class_notes({"a": 1, "b": 2}) == ["2 classes: b 2, a 1"]
+    assert len(class_notes({str(number): number for number in range(100)})[0].split(", ")) == 12
+
+
+def test_a_decimal_comma_in_most_class_names_is_named() -> None:
+    assert "'1,5', '2,5'" in class_notes({"1,5": 3, "2,5": 2, "3": 1})[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"), [([True, "true", "x"], 2), ([1, "1", 2.5], 2), (["a", "b"], 0), ([1, 2], 0)]
+)
+def test_a_column_that_mixes_texts_numbers_and_booleans_is_named(values: list[Any], kinds: int) -> None:
+    scheme = label_scheme(values, str, column="label", problem_type="auto", label_names=None, feature_names=None)
+    assert len(scheme.notes) == bool(kinds)

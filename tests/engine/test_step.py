@@ -310,3 +310,24 @@ def test_what_the_kernel_is_told_is_the_same_decided_on_the_host_and_on_the_devi
     if on_host[1] is None:
         factors = [1.0 if scale is None else float(scale) for scale in (on_host[2], on_device[2])]
         assert factors[0] == pytest.approx(factors[1], rel=2e-7)
+
+
+@pytest.mark.parametrize("growth_interval", [1, 2000])
+def test_a_batch_without_targets_leaves_the_loss_scale_and_its_count_as_they_are(
+    accelerator: Accelerator, growth_interval: int
+) -> None:
+    """Neither a good step, which makes the scale grow, nor an overflow, which halves it."""
+    scaler = FlooredGradScaler("cpu", init_scale=16.0, growth_interval=growth_interval, floor=1.0)
+    layer = nn.Linear(4, 3)
+    optimizer = build_optimizer(layer, Optimizer(weight_decay=0.5), CPU)
+    seen = []
+    for labels in ([0, 1], [-100, -100], [2, 1]):
+        loss = nn.functional.cross_entropy(layer(torch.ones(2, 4)), torch.tensor(labels), reduction="sum")
+        share = torch.full((), 0.5 if labels[0] >= 0 else math.nan)
+        loss.backward(scaler.scale(share))
+        _, skipped, _ = update_within(Limits(1.0), optimizer, list(layer.parameters()), scaler, share)
+        assert skipped.item() == (labels[0] < 0)
+        assert scaler._growth_tracker is not None
+        seen.append((scaler.scale_tensor.item(), scaler._growth_tracker.item()))
+    assert seen[1] == seen[0]
+    assert seen[2] != seen[0]

@@ -154,6 +154,14 @@ def test_the_test_ends_when_the_loss_diverges(end: float) -> None:
     assert recorder.diverged
 
 
+def test_a_step_without_targets_is_no_divergence_and_no_loss_of_0() -> None:
+    recorder = Recorder(num_steps=100)
+    for number in range(1, 40):
+        empty = StepResult(number, math.nan, math.nan, 0, True, None, False)
+        recorder.on_step(empty if number in (5, 20) else step(number, 3.0), 0.1)
+    assert (recorder.losses, recorder.diverged) == ([3.0] * 39, False)
+
+
 def test_rates_rise_by_one_factor() -> None:
     rates = rates_of_test(1e-5, 1e-1, 41)
     np.testing.assert_allclose(rates[1:] / rates[:-1], 10**0.1)

@@ -17,10 +17,12 @@ from filelock import FileLock
 from accel_train.cli.main import main
 from accel_train.core.json_io import read_json
 from accel_train.experiments.sweep.sweep import EVERY, Selection, combine
+from accel_train.experiments.sweep.table import Row, describe_rows
 from accel_train.experiments.sweep.tpe import Outcome, propose
 from accel_train.experiments.sweep.values import draws, grid, read_space, split_values
 from accel_train.observe.run_folder import read_events
-from tests.support.runs import environment, write_corpus, write_recipe_file
+from accel_train.recipe.schema import Recipe
+from tests.support.runs import environment, recipe_dict, write_corpus, write_recipe_file
 
 
 def test_commas_within_brackets_and_quotation_marks_do_not_split() -> None:
@@ -97,6 +99,14 @@ def test_optuna_draws_near_the_best_and_the_same_from_the_same_outcomes(greater_
     last = [math.log10(float(each.values["optimizer.learning_rate"])) for each in outcomes[15:]]
     assert statistics.median(abs(each + 3) for each in last) < 0.5, "1.5 where they are drawn at random"
     assert sum(each.values["optimizer.name"] == "adamw" for each in outcomes[15:]) >= 6
+
+
+def test_of_combinations_with_equal_means_the_lower_loss_comes_first() -> None:
+    recipe = Recipe.model_validate(recipe_dict(Path(), evaluate={"metric_for_best_model": "accuracy"}))
+    rows = [
+        Row(name, "accuracy", value, loss) for name, value, loss in (("a", 1.0, 0.5), ("b", 1.0, 0.1), ("c", 0.9, 0.0))
+    ]
+    assert describe_rows(rows, recipe).order == ["b", "a", "c"]
 
 
 def test_optuna_never_chooses_the_same_twice() -> None:

@@ -66,19 +66,23 @@ def test_the_sentence_has_both_numbers() -> None:
 
 
 def test_the_likeliest_cause_comes_first() -> None:
-    rate, steps, data = likely_causes(**FACTS, best_step=1100)
+    rate, steps, data = likely_causes(**FACTS, loss_rose=True, best_step=1100)
     assert "accel-train find-lr runs/a/recipe.resolved.yaml" in rate
     assert "(1,200, 3 epochs)" in steps
     assert "124,000 parameters from scratch on 5,000 samples" in data
-    first, *_ = likely_causes(**FACTS, best_step=1200)
+    first, *_ = likely_causes(**FACTS, loss_rose=True, best_step=1200)
     assert first == f"{steps}; the last evaluation was the best one"
-    first, second, _ = likely_causes(**FACTS, best_step=400)
+    first, second, _ = likely_causes(**FACTS, loss_rose=True, best_step=400)
     assert first.startswith("overfitting: step 400 of 1,200 evaluated best")
     assert second == rate
 
 
+def test_an_early_best_step_is_no_overfitting_while_the_held_out_loss_falls() -> None:
+    assert "overfitting" not in " ".join(likely_causes(**FACTS, loss_rose=False, best_step=400))
+
+
 def test_who_has_pretrained_weights_is_not_told_to_take_some() -> None:
-    assert "pretrained" not in " ".join(likely_causes(**{**FACTS, "pretrained": True}, best_step=1100))
+    assert "pretrained" not in " ".join(likely_causes(**{**FACTS, "pretrained": True}, loss_rose=True, best_step=1100))
 
 
 def test_errors_are_better_when_they_are_smaller() -> None:

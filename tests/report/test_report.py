@@ -10,7 +10,7 @@ import pytest
 from accel_train.observe.run_folder import RunFolder
 from accel_train.report.charts import MOST_MARKS, describe_charts
 from accel_train.report.curves import part_means, short_number, thin
-from accel_train.report.html import MOST_EVENTS
+from accel_train.report.html import MOST_EVENTS, compare_headlines, differ_in_evaluation_data
 from accel_train.report.report import render_page, write_report
 from accel_train.report.run import Run, load_run
 from tests.support.processes import run_forked
@@ -156,6 +156,26 @@ def test_two_runs_are_compared_number_by_number_and_recipe_by_recipe(tmp_path: P
     assert "Model FLOP utilisation 41.2 % –" in text
     assert "setting first second optimizer.learning_rate 0.001 0.004 Bits per byte" in text  # and seed, equal, is not
     assert "first 1.203 xz -9 2.247 byte frequencies 4.512" in text
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_no_score_is_best_where_runs_were_evaluated_on_different_data(other: bool) -> None:
+    runs = [
+        Run(
+            name,
+            summary={
+                "eval": {"loss": loss, "accuracy": 1 - loss, "num_targets": 50},
+                "data": {"num_eval": 50},
+                "mfu": loss,
+            },
+            recipe_text=f"data: {{train: {'ab'[other and number]}.csv, eval_fraction: 0.1}}",
+        )
+        for number, (name, loss) in enumerate((("a", 0.2), ("b", 0.4)))
+    ]
+    best = {row["label"]: row["best"] for row in compare_headlines(runs)}
+    assert differ_in_evaluation_data(runs) == other
+    assert best["Evaluation loss"] == best["Accuracy"] == ([] if other else [0])
+    assert best["Model FLOP utilisation"] == [1]
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:

@@ -36,14 +36,17 @@ from tests.support.tasks.probe import ProbeTask
 
 
 class ScriptedScores(ProbeTask):
-    """Evaluations report the next of `options.scores` as `quality`."""
+    """Evaluations report the next of `options.scores` as `quality`, and of `options.losses`, where given, as the loss."""
 
     metric_names = ("quality",)
 
     def score(self, loss: float, totals: Mapping[str, Any], data: TaskData) -> Scores:
         self.asked = getattr(self, "asked", 0) + 1
         scores = self.options["scores"]
-        return Scores({"quality": float(scores[min(self.asked, len(scores)) - 1])}, {"asked": self.asked})
+        now = {"quality": float(scores[min(self.asked, len(scores)) - 1])}
+        if losses_said := self.options.get("losses"):
+            now["loss"] = float(losses_said[min(self.asked, len(losses_said)) - 1])
+        return Scores(now, {"asked": self.asked})
 
 
 class NoisySamples(ProbeTask):
@@ -86,7 +89,7 @@ def run_with(recipe: Recipe, task: Any = None, extensions: Extensions | None = N
 
 def test_early_stopping_ends_the_run_after_so_many_evaluations_without_a_better_metric(corpus: Path) -> None:
     settings = {"every_steps": 2, "metric_for_best_model": "eval_quality", "early_stopping_patience": 2}
-    recipe = scripted(corpus, [0.5, 0.7, 0.6, 0.7, 0.6], evaluate=settings)
+    recipe = scripted(corpus, [0.5, 0.7, 0.6, 0.65, 0.6], evaluate=settings)
     done = run_with(recipe, ScriptedScores())
     folder = corpus / "run"
     assert done.state.step == 8
@@ -100,13 +103,35 @@ def test_early_stopping_ends_the_run_after_so_many_evaluations_without_a_better_
     assert max(losses(folder)) == 8
 
 
+@pytest.mark.parametrize(
+    ("losses_said", "best_step", "ends_at"),
+    [
+        ([3, 2, 1, 0.5, 0.4, 0.3], 12, 12),  # falls to the end
+        ([3, 1, 2, 2.5, 2, 2], 4, 8),  # rises after the second: patience is spent
+        ([3, 1, 1, 1, 1, 1], 8, 8),  # stays: the later step is kept, and patience is spent
+    ],
+    ids=["falls", "rises", "stays"],
+)
+def test_of_equal_metrics_the_lower_loss_is_best_and_progress_and_then_the_later_step(
+    corpus: Path, losses_said: list[float], best_step: int, ends_at: int
+) -> None:
+    settings = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": 2}
+    options = {"scores": [0.9] * 6, "losses": losses_said}
+    done = run_with(Recipe.model_validate(recipe_dict(corpus, options=options, evaluate=settings)), ScriptedScores())
+    assert (done.state.step, done.state.best_step) == (ends_at, best_step)
+    final = load_file(corpus / "run" / "model" / "model.safetensors")
+    kept = checkpoint(corpus / "run", best_step)
+    assert all(torch.equal(final[name], kept[f"model.safetensors:{name}"]) for name in final)
+
+
 @pytest.mark.parametrize(("patience", "last_step"), [(2, 6), (1, 6), (3, 8), (None, 12)])
 def test_a_run_that_stopped_early_trains_on_where_its_patience_was_raised_or_removed(
     corpus: Path, patience: int | None, last_step: int
 ) -> None:
     def recipe(patience: int | None) -> Recipe:
         settings = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": patience}
-        return scripted(corpus, [0.9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], evaluate=settings)
+        options = {"scores": [0.9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], "losses": [1.0]}  # equal losses are no progress
+        return Recipe.model_validate(recipe_dict(corpus, options=options, evaluate=settings))
 
     assert run_with(recipe(2), ScriptedScores()).state.step == 6
     again = run_with(recipe(patience), ScriptedScores())

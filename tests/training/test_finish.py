@@ -1,5 +1,7 @@
 """What a run publishes at its end, and what it refuses to: weights that are no numbers, scores of other samples."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import TensorDataset
 
+from accel_train import fit
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
+from accel_train.training.train import RunResult
 from tests.support.processes import run_forked
 from tests.support.report import Page
 from tests.support.runs import events, run, write_corpus, write_recipe_file
@@ -94,3 +99,68 @@ def test_a_model_that_loses_to_its_baseline_says_so_with_what_to_try(corpus: Pat
     page = Page((corpus / "run" / "report.html").read_text()).text
     assert lines[place] in page
     assert all(line.removeprefix("  - ") in page for line in lines[place + 1 : place + 4])
+
+
+def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Contents and time of the last change of each file but the lock."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_finished_run_that_is_started_again_says_so_in_one_line_and_changes_no_file(
+    corpus: Path, processes: int
+) -> None:
+    sections: dict[str, Any] = {
+        "schedule": {"max_steps": 4},
+        "evaluate": {"every_steps": 2},
+        "optimizer": {"ema_decay": 0.9},
+        "parallel": {"strategy": "fsdp2" if processes == 2 else "ddp"},
+    }
+    recipe = write_recipe_file(corpus, **sections)
+    run(recipe, processes=processes)
+    before = files_of(corpus / "run")
+    again = run(recipe, processes=processes)
+    assert files_of(corpus / "run") == before
+    [_, line] = again.stdout.splitlines()
+    assert "finished at step 4 (loss " in line
+    answer = run(recipe, "--json", processes=processes)
+    summary = json.loads((corpus / "run" / "summary.json").read_text())
+    assert json.loads(answer.stdout)["result"]["summary"] == summary
+    assert files_of(corpus / "run") == before
+
+
+def test_a_finished_run_whose_settings_changed_or_whose_model_is_gone_is_finished_again(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 2})
+    run(recipe)
+    for change in ("evaluate.max_samples", "model"):
+        if change == "model":
+            shutil.rmtree(corpus / "run" / "model")
+        again = run(recipe, *(("--evaluate.max_samples", "3") if change != "model" else ()))
+        assert "finished at step" not in again.stdout
+        assert (corpus / "run" / "model").is_dir()
+
+
+def test_fit_returns_the_weights_of_a_run_that_has_finished_and_changes_no_file(tmp_path: Path) -> None:
+    torch.manual_seed(5)  # the last step is best
+    data = TensorDataset(torch.randn(16, 3), torch.randn(16))
+
+    def train() -> tuple[RunResult, nn.Module]:
+        torch.manual_seed(0)
+        module = nn.Linear(3, 1)
+        folder = tmp_path / "run"
+        sections: dict[str, Any] = {"checkpoint": {"load_best_model_at_end": True, "keep": 9}}
+        return fit(
+            module, data, loss=squares, output_dir=folder, eval_data=data, max_steps=8, batch_size=8, **sections
+        ), module
+
+    first, module = train()
+    before = files_of(tmp_path / "run")
+    again, other = train()
+    assert files_of(tmp_path / "run") == before
+    assert again.metrics == first.metrics
+    assert all(weight.equal(other.state_dict()[name]) for name, weight in module.state_dict().items())
+
+
+def squares(module: nn.Module, batch: Any) -> Tensor:
+    return (module(batch[0])[:, 0] - batch[1]).square()

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from accel_train import Recipe
+from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.core.errors import DataError
 from accel_train.runtime.exit import exit_code
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
 from tests.support.processes import run_forked
-from tests.support.runs import events, losses, recipe_dict, write_recipe_file
+from tests.support.runs import events, losses, metrics, recipe_dict, write_recipe_file
 from tests.support.tasks.number_faults import Uncounted
 
 TASK = "tests.support.tasks.number_faults:Uncounted"
@@ -42,22 +43,96 @@ def test_a_batch_whose_num_targets_is_no_count_stops_before_a_step(tmp_path: Pat
     assert not losses(tmp_path / "run")
 
 
-def test_a_step_without_a_target_changes_no_weight_and_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("classes", [False, True])
+def test_a_step_without_a_target_changes_no_weight_and_is_named(tmp_path: Path, classes: bool) -> None:
     """The third step reads samples 16 to 23; with it the weights are those of the run that ends before it, to the bit."""
-    before = weights_after(recipe_for(tmp_path / "before", max_steps=2))
-    after = weights_after(recipe_for(tmp_path / "after", max_steps=3, ignored=list(range(16, 24))))
+    before = weights_after(recipe_for(tmp_path / "before", max_steps=2, classes=classes))
+    after = weights_after(recipe_for(tmp_path / "after", max_steps=3, ignored=list(range(16, 24)), classes=classes))
     assert all(before[name].equal(after[name]) for name in before)
     [skipped] = events(tmp_path / "after" / "run", "skip")
     assert skipped["message"] == "step 3: no sample of the global batch has a target, so the update was not applied"
 
 
+def assert_third_step_left_no_trace(run: Path, kinds: tuple[str, ...]) -> None:
+    """Weights, running statistics, moments, step counts and averages of the steps 2 and 3 are the same bits; those of 4 are not."""
+    second, third, fourth = (
+        {
+            f"{kind}:{name}": stored.read(name).numpy().tobytes()
+            for kind in kinds
+            if (stored := CheckpointReader(run / "checkpoints" / f"step-{step:08d}", kind)).shapes
+            for name in stored.shapes
+        }
+        for step in (2, 3, 4)
+    )
+    assert second == third
+    assert second.keys() == fourth.keys()
+    assert second != fourth
+
+
+@pytest.mark.parametrize(
+    ("processes", "sections"),
+    [
+        (1, {"optimizer": {"name": "muon"}}),
+        (1, {"optimizer": {"name": "adafactor", "options": {}}}),
+        (1, {"precision": {"mixed_precision": "bf16"}, "optimizer": {"ema_decay": 0.9}}),
+        (2, {"optimizer": {"ema_decay": 0.9}}),
+        (2, {"parallel": {"strategy": "fsdp2"}, "optimizer": {"name": "lion"}}),
+        (2, {"parallel": {"strategy": "deepspeed", "zero_stage": 2}}),
+    ],
+    ids=["muon", "adafactor", "bf16 and average", "ddp and average", "fsdp2 and lion", "zero"],
+)
+def test_ignored_labels_of_a_cross_entropy_leave_no_trace_in_any_layout(
+    tmp_path: Path, processes: int, sections: dict[str, Any]
+) -> None:
+    recipe = recipe_for(tmp_path, max_steps=4, ignored=list(range(16, 24)), classes=True)
+    recipe["checkpoint"] = {"every_steps": 1, "keep": 9}
+    for name, section in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **section}
+    del recipe["output_dir"]
+    preload = ["deepspeed"] if recipe.get("parallel", {}).get("strategy") == "deepspeed" else []
+    words = ["run", str(write_recipe_file(tmp_path, **recipe))]
+    forked = run_forked(words, processes, folder=tmp_path / "processes", preload=preload)
+    assert forked.wait() == [0] * processes, forked.stderr(0)
+    averaged = ("average",) if recipe["optimizer"].get("ema_decay") else ()
+    assert_third_step_left_no_trace(tmp_path / "run", ("model", "optimizer", *averaged))
+    assert [each["step"] for each in events(tmp_path / "run", "skip")] == [3]
+    found = {line["step"]: line for line in metrics(tmp_path / "run")}
+    assert (found[3]["skipped"], found[3]["loss"], found[3]["num_targets"]) == (True, "NaN", 0)
+    assert all(0.1 < found[step]["loss"] < 5 for step in (1, 2, 4))
+
+
+def test_a_line_over_several_steps_averages_those_with_targets(tmp_path: Path) -> None:
+    """Of the steps 1 to 4, the third has none; by lines of one step the mean of the others is known."""
+    ignored = list(range(16, 24))
+    for name, every_steps in (("each", 1), ("four", 4)):
+        recipe = recipe_for(tmp_path / name, max_steps=4, ignored=ignored, classes=True)
+        weights_after({**recipe, "log": {"every_steps": every_steps, "progress": False}})
+    each = losses(tmp_path / "each" / "run")
+    assert losses(tmp_path / "four" / "run")[4] == pytest.approx((each[1] + each[2] + each[4]) / 3, rel=1e-6)
+
+
+def test_a_run_that_was_killed_between_steps_without_targets_is_stopped_at_its_end(tmp_path: Path) -> None:
+    recipe = recipe_for(tmp_path, max_steps=3, ignored=list(range(64)), classes=True)
+    recipe["checkpoint"] = {"every_steps": 1}
+    for _ in range(2):
+        run = prepare_run(Recipe.model_validate(recipe), Uncounted())
+        run.guard._most_without_targets = 9  # as of a guard that has forgotten the steps before a kill
+        with pytest.raises(DataError, match="none of the 3 steps had a target") as caught:
+            train_run(run)
+        assert exit_code(caught.value) == 2
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("classes", [False, True])
 @pytest.mark.parametrize(
     ("num_samples", "max_steps", "step"),
     [(64, 12, 6), (16, 12, 2), (64, 3, 3)],
     ids=["more in a row than may be skipped", "an epoch", "the whole run"],
 )
-def test_data_without_any_target_stops_the_run(tmp_path: Path, num_samples: int, max_steps: int, step: int) -> None:
-    recipe = recipe_for(tmp_path, num_samples, max_steps, ignored=list(range(num_samples)))
+def test_data_without_any_target_stops_the_run(
+    tmp_path: Path, num_samples: int, max_steps: int, step: int, classes: bool
+) -> None:
+    recipe = recipe_for(tmp_path, num_samples, max_steps, ignored=list(range(num_samples)), classes=classes)
     with pytest.raises(
         DataError, match=rf"step {step}: no sample .*: {step} in a row\. The labels .*check the data"
     ) as caught:

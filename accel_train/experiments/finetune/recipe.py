@@ -11,13 +11,13 @@ from accel_train.core.files import make_folders, write_atomically
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
+from accel_train.data.labels import class_counts
 from accel_train.data.sources import EMBEDDED_CORPORA
 from accel_train.experiments.finetune.found import Asked, Found
 from accel_train.experiments.finetune.training import Choices
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.yaml_core import one_line
 
-_CLASSES_SHOWN = 12
 _WAIT_SECONDS = 60.0
 """A process of a launch waits so long for the recipe that the first process writes."""
 
@@ -122,17 +122,8 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
         name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
     }
     lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
-    lines += [f"  {len(found.counts)} classes: {_counts(found.counts)}"] if found.counts else []
+    lines += [f"  {len(found.counts)} classes: {class_counts(found.counts)}"] if found.counts else []
     return lines + [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    """Return how many samples each class has, of many classes the commonest and the rarest; blanks around a name are shown."""
-    shown = [
-        f"{repr(name) if name != name.strip() else name} {count:,}"
-        for name, count in sorted(counts.items(), key=lambda item: -item[1])
-    ]
-    return ", ".join(shown if len(shown) <= _CLASSES_SHOWN else [*shown[:8], "...", *shown[-3:]])
 
 
 def _short(choice: Choice[Any]) -> str:

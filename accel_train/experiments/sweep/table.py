@@ -1,5 +1,6 @@
 """The table of a sweep: mean and spread over seeds of each combination, the best first."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ class Row(NamedTuple):
     name: str
     metric: str
     value: float | None
+    loss: float | None = None
+    """Held-out loss: it decides between equal values."""
 
 
 class Table(NamedTuple):
@@ -39,7 +42,8 @@ def row_of(folder: Path, recipe: Recipe, values: Mapping[str, str], status: str 
     run = load_run(folder)
     if found := run.final_metrics():
         value = found.get(metric)
-        return Row(name, metric, float(value) if is_number(value) else None)
+        loss = found.get("loss")
+        return Row(name, metric, *(float(each) if is_number(each) else None for each in (value, loss)))
     last = run.train[-1].get("loss") if run.train else None
     return Row(name, "training loss", float(last) if is_number(last) else None)
 
@@ -51,19 +55,23 @@ def is_greater_better(recipe: Recipe, metric: str) -> bool:
 
 
 def describe_rows(rows: Sequence[Row], recipe: Recipe) -> Table:
-    """Return mean, sample standard deviation and number of runs a combination; those without a value come last."""
+    """Return mean, sample standard deviation and number of runs a combination, best first; of equal means, the lower loss."""
     metric = next((row.metric for row in rows if row.value is not None), rows[0].metric)
     greater = is_greater_better(recipe, metric)
     facts: list[JsonRecord] = []
+    mean_losses: dict[str, float] = {}
     for name in dict.fromkeys(row.name for row in rows):
         values = [row.value for row in rows if row.name == name and row.value is not None]
         spread = statistics.stdev(values) if len(values) > 1 else None
         mean = statistics.fmean(values) if values else None
         num_runs = sum(row.name == name for row in rows)
+        losses = [row.loss for row in rows if row.name == name and row.value is not None and row.loss is not None]
+        mean_losses[name] = statistics.fmean(losses) if losses else math.inf
         facts.append(
             {"combination": name, "metric": metric, "mean": mean, "spread": spread, "values": values, "runs": num_runs}
         )
-    facts.sort(key=lambda fact: (fact["mean"] is None, (-1 if greater else 1) * (fact["mean"] or 0.0)))
+    sign = -1 if greater else 1
+    facts.sort(key=lambda fact: (fact["mean"] is None, sign * (fact["mean"] or 0.0), mean_losses[fact["combination"]]))
     head = ["combination", f"{metric}, mean", "spread", "finished", "values"]
     body = [{"name": fact["combination"], "cells": _cells(fact)} for fact in facts]
     title = "Combinations, best first"

@@ -268,11 +268,16 @@ class FaultyLanguageModel(CausalLM):
 
 
 class Uncounted(FaultyRegression):
-    """The regression with `options.targets` in the place of the count of each batch, and samples ignored by `options.ignored`."""
+    """The regression with `options.targets` in the place of the count of each batch, and samples ignored by `options.ignored`.
+
+    With `options.classes` it tells numbers above 0 from others by `cross_entropy`, whose gradient of ignored labels is exactly 0.
+    """
+
+    classes = False
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         data = super().load_data(recipe, progress=progress)
-        self.ignored = set(recipe.options.get("ignored", ()))
+        self.ignored, self.classes = set(recipe.options.get("ignored", ())), bool(recipe.options.get("classes"))
 
         def collate(rows: Sequence[tuple[int, NDArray[np.float32]]]) -> dict[str, Any]:
             batch = data.collate(rows)
@@ -281,3 +286,10 @@ class Uncounted(FaultyRegression):
             return batch
 
         return replace(data, collate=collate, eval=data.train if recipe.options.get("evaluates") else None)
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if not self.classes:
+            return super().loss_sum(model, batch)
+        score = model(batch["features"]).float()
+        labels = torch.where(batch["counts"] > 0, (batch["wanted"] > 0).long(), -100)
+        return nn.functional.cross_entropy(torch.stack((-score, score), 1), labels, reduction="sum")
