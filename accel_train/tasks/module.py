@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,15 +18,15 @@ from torch.utils.data import Dataset, default_collate
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 
-_ITEM, _ALONE = "item ", "alone"
-"""Names under which the parts of a batch that is no mapping travel to the device."""
+_SAMPLES, _STRUCTURE = "samples", "structure"
+"""Names under which a batch carries a row for each sample, and the structure that `collate` gave it."""
 
 
 class ModuleTask(Task):
     """A task of three methods: `data`, `model` and `loss`.
 
-    `batch` is what `collate` makes of the samples, on the device: for samples `(x, y)` the list of two tensors, for mappings a
-    mapping, for tensors one tensor. `self.recipe` is there in all methods.
+    `batch` is what `collate` makes of the samples, on the device, nested or not: for samples `(x, y)` the list of two tensors, for
+    mappings a mapping, for tensors one tensor. `self.recipe` is there in all methods.
     """
 
     recipe: Recipe
@@ -75,13 +75,14 @@ class ModuleTask(Task):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over the samples, fp32."""
-        return _summed(self.loss(model, _given(batch)), _size(batch), "loss")
+        return _summed(self.loss(model, self._given(batch)), len(batch[_SAMPLES]), "loss")
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum up the loss and the metrics over the samples."""
-        found = self.metrics(model, _given(batch))
-        sums = {name: _summed(value, _size(batch), name).double() for name, value in found.items()}
-        size = torch.tensor(_size(batch), device=next(iter(batch.values())).device)
+        samples = batch[_SAMPLES]
+        found = self.metrics(model, self._given(batch))
+        sums = {name: _summed(value, len(samples), f"metric {name}").double() for name, value in found.items()}
+        size = torch.tensor(len(samples), device=samples.device)
         return {"loss_sum": self.loss_sum(model, batch), **sums, "num_samples": size}
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
@@ -97,12 +98,37 @@ class ModuleTask(Task):
             (folder / "config.json").write_text(json.dumps({"module": type(model).__qualname__}) + "\n")
 
     def _named(self, samples: Sequence[Any]) -> dict[str, Any]:
-        batch = self.collate(samples)
-        if isinstance(batch, Tensor):
-            batch = {_ALONE: batch}
-        elif not isinstance(batch, Mapping):
-            batch = {f"{_ITEM}{number}": part for number, part in enumerate(batch)}
-        return {**batch, "num_targets": len(samples)}
+        """Return the tensors of a batch by name, and what `_given` needs to make the batch of them again."""
+        tensors: dict[str, Any] = {}
+
+        def take(leaf: Any, name: str) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            while not name or name in (_SAMPLES, _STRUCTURE, "num_targets", *tensors):
+                name += "_"
+            tensors[name] = leaf
+            return _Name(name)
+
+        structure = _Structure(_mapped(self.collate(samples), take))
+        # `collate` alone decides on shapes (time first, nodes of all graphs), so the count of samples has a tensor of its own.
+        rows = torch.zeros(len(samples), dtype=torch.uint8)
+        return {**tensors, _SAMPLES: rows, _STRUCTURE: structure, "num_targets": len(samples)}
+
+    def _given(self, batch: Mapping[str, Any]) -> Any:
+        """Return the batch in the form in which `collate` made it."""
+        structure, samples = batch.get(_STRUCTURE), batch[_SAMPLES]
+        if structure is None:  # a batch of an incident, which keeps tensors alone
+            example = self._named([cast("Any", self.data()[0])[0]] * len(samples))
+            structure = example[_STRUCTURE]
+            if {name for name, value in example.items() if isinstance(value, Tensor)} != batch.keys():
+                raise ValueError("this micro-batch has another structure than a batch of the first training sample")
+
+        def put(leaf: Any, name: str) -> Any:
+            if isinstance(leaf, _Name):
+                return batch[leaf]
+            return leaf.to(samples.device) if hasattr(leaf, "to") else leaf
+
+        return _mapped(structure.tree, put)
 
 
 class FittedModule(ModuleTask):
@@ -144,16 +170,31 @@ class FittedModule(ModuleTask):
         return super().collate(samples) if function is None else function(samples)
 
 
-def _given(batch: Mapping[str, Tensor]) -> Any:
-    """Return the batch in the form in which `collate` made it."""
-    if _ALONE in batch:
-        return batch[_ALONE]
-    parts = [part for name, part in batch.items() if name.startswith(_ITEM)]
-    return parts if parts else batch
+class _Name(str):
+    """The name of a tensor, in its place in a structure."""
 
 
-def _size(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
+class _Structure:
+    """The nested batch that `collate` made, with names in place of tensors: a plain object, so that no wrapper looks inside."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+
+def _mapped(part: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Return a nested batch with `change(leaf, name)` in place of each leaf; an object that moves itself (`to`) is a leaf."""
+    before = f"{name}." if name else ""
+    if isinstance(part, Mapping):
+        parts = {key: _mapped(value, change, f"{before}{key}") for key, value in part.items()}
+        if not isinstance(part, MutableMapping):
+            return parts
+        twin = copy.copy(part)
+        twin.update(parts)
+        return twin
+    if isinstance(part, list | tuple) and not hasattr(part, "to"):
+        items = [_mapped(each, change, f"{before}item {number}") for number, each in enumerate(part)]
+        return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+    return change(part, name)
 
 
 def _summed(value: Tensor, size: int, name: str) -> Tensor:
@@ -162,13 +203,17 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
     Raises:
         ValueError: it has another shape.
     """
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; return a tensor of one number for each sample, or their mean"
+        )
     if value.dim() == 0:
         return value.float() * size
-    if value.shape[0] != size:
+    if value.shape != (size,):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)} for {size} samples; return one number for each sample, or their mean"
         )
-    return value.float().reshape(size, -1).mean(dim=1).sum()
+    return value.float().sum()
 
 
 def _digest(train: Any, sizes: Mapping[str, int]) -> str:

@@ -43,7 +43,7 @@ def fit(
     Args:
         model: on the CPU, in fp32.
         train_data: samples by number, which `collate` makes a batch of.
-        loss: `loss(model, batch)` returns one number for each sample, or 0-dim their mean.
+        loss: `loss(model, batch)` returns one number for each sample (1-dim), or their mean (0-dim).
         output_dir: the run folder.
         eval_data: evaluated four times and at the end; None: never.
         metrics: `metrics(model, batch)` returns further numbers by name, each as the loss; they are averaged over `eval_data`.
