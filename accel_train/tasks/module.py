@@ -1,25 +1,29 @@
 """Any `nn.Module` as a task: data, model and loss are enough."""
 
 import copy
-import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
+from accel_train.core.json_io import json_digest
+from accel_train.data.digest import digest_of_code, digest_of_data, digest_of_module
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 
 _SAMPLES, _STRUCTURE = "samples", "structure"
 """Names under which a batch carries a row for each sample, and the structure that `collate` gave it."""
+_LEFT: "WeakKeyDictionary[nn.Module, tuple[str, str]]" = WeakKeyDictionary()
+"""Digests of modules that this process has fitted: as they were given, and as the run left them."""
 
 
 class ModuleTask(Task):
@@ -61,10 +65,26 @@ class ModuleTask(Task):
         train, evaluation = self.data()
         if not len(cast("Any", train)):
             raise ValueError("the training data are empty; give at least one sample")
-        sizes = {"num_train": len(cast("Any", train)), "num_eval": len(cast("Any", evaluation)) if evaluation else 0}
+        facts: dict[str, Any] = {"num_train": len(cast("Any", train)), "num_eval": len(cast("Any", evaluation or ()))}
+        digests = {}
+        for name, data in (("training", train), ("evaluation", evaluation or ())):
+            digests[name], is_stable = digest_of_data(data)
+            if not is_stable:
+                note = f"{name} data differ from read to read: a resume compares their number, not their content"
+                facts["notes"] = [*facts.get("notes", ()), note]
         return TaskData(
-            train, evaluation, self._named, _digest(cast("Any", train), sizes), facts=sizes, seeds_reading=True
+            train,
+            evaluation,
+            self._named,
+            fingerprint=json_digest(digests),
+            inputs={f"{name} data": digest for name, digest in digests.items()} | self.code(),
+            facts=facts,
+            seeds_reading=True,
         )
+
+    def code(self) -> dict[str, str]:
+        """Return digests of code that decides the result, by name; by default none, as a run digests the task's class."""
+        return {}
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Return `model()`, with the weights of a finished run where the recipe names its folder."""
@@ -155,6 +175,25 @@ class FittedModule(ModuleTask):
             return copy.deepcopy(self.module).to("meta")
         return self.module
 
+    def code(self) -> dict[str, str]:
+        """Return digests of the functions, and of the module as it was before an earlier `fit` trained it in place."""
+        names = ("loss", "metrics", "collate")
+        return {name: digest_of_code(self.functions.get(name)) for name in names} | {"model": self._as_given()}
+
+    def _as_given(self) -> str:
+        now = digest_of_module(self.module)
+        given, left = _LEFT.get(self.module, ("", ""))
+        return given if now == left else now
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """On leaving, remember how the module was given and how it is left (frozen, say): it may be given again."""
+        given = self._as_given()
+        try:
+            yield
+        finally:
+            _LEFT[self.module] = given, digest_of_module(self.module)
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return what the program's function does."""
         return self.functions["loss"](model, batch)  # type: ignore[misc]
@@ -214,12 +253,3 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
             f"{name} has shape {tuple(value.shape)} for {size} samples; return one number for each sample, or their mean"
         )
     return value.float().sum()
-
-
-def _digest(train: Any, sizes: Mapping[str, int]) -> str:
-    """Return a digest of the sizes, and of 16 samples where they are tensors that are kept: code may make others each time."""
-    digest = hashlib.sha256(json.dumps(sizes).encode())
-    for tensor in getattr(train, "tensors", ()):
-        for row in np.linspace(0, len(tensor) - 1, 16).astype(int):
-            digest.update(np.ascontiguousarray(tensor[row].cpu().float().numpy()).tobytes())
-    return digest.hexdigest()

@@ -1,6 +1,9 @@
 """What `fit` promised and did not hold: the count of samples, resumes on changed inputs, names of weights, sections."""
 
+import importlib
 import json
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 
 from accel_train import fit
+from accel_train.cli.main import main
 from tests.support.runs import losses
 
 QUIET: dict[str, Any] = {"learning_rate": 1e-3, "log": {"every_steps": 1, "progress": False}}
@@ -95,3 +99,134 @@ def test_bugs_05_a_loss_of_another_shape_than_the_samples_is_refused(tmp_path: P
             metrics=lambda model, batch: {"wide": model(batch[0]) - batch[1]},
             **arguments,
         )
+
+
+def _notes(folder: Path, event: str) -> list[str]:
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [line["message"] for line in lines if line["event"] == event]
+
+
+def _attack(folder: Path, label: int = 1, activation: type[nn.Module] = nn.ReLU, **changed: Any) -> Any:
+    torch.manual_seed(0)
+    rows = torch.randn(32, 4)
+    data = [(row, torch.tensor(label)) for row in rows]
+    model = nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 3))
+    sign = changed.pop("sign", 1.0)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return sign * nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"ones": (model(batch[0]).argmax(1) == 1).float()}
+
+    arguments: dict[str, Any] = {
+        "loss": loss, "metrics": metrics, "eval_data": data, "max_steps": 12, "batch_size": 8, **QUIET, "learning_rate": 0.05,
+        **changed,
+    }  # fmt: skip
+    return fit(model, data, output_dir=folder, **arguments)  # type: ignore[arg-type]
+
+
+def test_attack_01_changed_inputs_train_a_new_model_and_keep_the_old(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = _attack(run)
+    assert first.metrics["ones"] == 1.0
+    again = _attack(run)  # nothing has changed
+    assert not list(run.glob("previous-*"))
+    assert len(_notes(run, "start")) == 1
+    assert torch.equal(again.model.state_dict()["2.bias"], first.model.state_dict()["2.bias"])
+    assert "has finished" in _notes(run, "resume")[-1]
+
+    assert _attack(run, label=2).metrics["ones"] == 0.0
+    assert (run / "previous-1/summary.json").is_file()
+    assert "training data has changed" in _notes(run, "start")[-1]
+    for number, (changed, said) in enumerate(
+        [
+            ({"sign": 2.0}, "loss has changed"),
+            ({"activation": nn.Tanh}, "model has changed"),
+            (
+                {"metrics": lambda model, batch: {"twos": (model(batch[0]).argmax(1) == 2).float()}},
+                "metrics has changed",
+            ),
+            ({"collate": lambda samples: default_collate(list(samples)[::-1])}, "collate has changed"),
+            ({"learning_rate": 0.04}, "optimizer.learning_rate was 0.05"),
+        ],
+        start=2,
+    ):
+        _attack(run, label=2)
+        _attack(run, label=2, **changed)
+        assert len(_notes(run, "start")) == 1
+        assert said in _notes(run, "start")[0]
+        assert (run / f"previous-{2 * number - 2}/summary.json").is_file()
+
+
+def test_attack_01_an_interrupted_run_is_not_continued_under_another_loss(tmp_path: Path) -> None:
+    class Killed(Exception):
+        """Ends a run in its middle."""
+
+    class Rows:
+        """Data that end the run at a read, while `left` is set."""
+
+        left = 0
+
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> Any:
+            if torch.utils.data.get_worker_info() is None and Rows.left:
+                Rows.left -= 1
+                if not Rows.left:
+                    raise Killed
+            return torch.full((4,), float(index % 3)), torch.tensor(1)
+
+    def start(sign: float, **more: Any) -> Any:
+        torch.manual_seed(0)
+        loss = lambda model, batch: sign * nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+        common: dict[str, Any] = {"max_steps": 12, "batch_size": 8, "checkpoint": {"every_steps": 4}, **QUIET}
+        common["data"] = {"train": "custom", "num_workers": 0}
+        common["checkpoint"] = {"every_steps": 4}
+        return fit(nn.Linear(4, 3), Rows(), loss=loss, output_dir=tmp_path, **{**common, **more})  # type: ignore[arg-type]
+
+    Rows.left = 32 + 6 * 8
+    with pytest.raises(Killed):
+        start(1.0)
+    Rows.left = 0
+    assert (tmp_path / "checkpoints/step-00000004").is_dir()
+    start(-1.0)
+    assert losses(tmp_path)[1] < 0
+    assert len(losses(tmp_path)) == 12
+    assert (tmp_path / "previous-1/checkpoints/step-00000004").is_dir()
+    finished = start(1.0, resume="always")  # insists on the finished run of the other loss
+    assert losses(tmp_path)[1] < 0
+    assert finished.summary["steps"] == 12
+
+
+def test_attack_09_changed_options_of_a_task_are_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = (
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom accel_train import ModuleTask\n\n"
+        "class Weighted(ModuleTask):\n"
+        "    def data(self):\n        x = torch.ones(16, 3)\n        return TensorDataset(x, x.sum(1)), None\n"
+        "    def model(self):\n        return nn.Linear(3, 1)\n"
+        "    def loss(self, model, batch):\n"
+        "        return self.recipe.options['weight'] * (model(batch[0])[:, 0] - batch[1]).square()\n"
+    )
+    (tmp_path / "weighted_task.py").write_text(source)
+    recipe = {
+        "task": "weighted_task:Weighted", "output_dir": "run", "schedule": {"max_steps": 8}, "options": {"weight": 1.0},
+        "batch": {"global_batch_size": 4}, "checkpoint": {"every_steps": 4}, "log": {"progress": False},
+    }  # fmt: skip
+    (tmp_path / "w.yaml").write_text(json.dumps(recipe))
+    assert main(["run", "w.yaml"]) == 0
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
+    (tmp_path / "weighted_task.py").write_text(source.replace(".square()", ".abs()"))
+    sys.modules.pop("weighted_task")
+    importlib.invalidate_caches()
+    assert main(["run", "w.yaml", "--options", "{weight: 0.5}"]) == 0
+    lines = map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
+    changed = {line["setting"]: (line["was"], line["now"]) for line in lines if line["event"] == "settings_changed"}
+    assert changed["options.weight"] == (1.0, 0.5)
+    assert "inputs.task" in changed
+    sys.modules.pop("weighted_task")

@@ -68,19 +68,18 @@ def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> No
     class Killed(Exception):
         """Ends the first call in the middle of its training."""
 
-    calls = 0
-
-    def breaks(model: nn.Module, batch: Any) -> Tensor:
+    def kill(module: nn.Module, inputs: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 20:
             raise Killed
-        return squared_error(model, batch)
 
+    calls, broken = 0, module()
+    broken.register_forward_pre_hook(kill)
     common: dict[str, Any] = {"max_steps": 30, "checkpoint": {"every_steps": 5}, **SETTINGS}
     whole = fit(module(), TRAIN, loss=squared_error, output_dir="whole", **common).model
     with pytest.raises(Killed):
-        fit(module(), TRAIN, loss=breaks, output_dir="run", **common)
+        fit(broken, TRAIN, loss=squared_error, output_dir="run", **common)
     resumed = fit(nn.Sequential(*module().children()), TRAIN, loss=squared_error, output_dir="run", **common).model
     assert all(torch.equal(weight, resumed.state_dict()[name]) for name, weight in whole.state_dict().items())
     assert losses(Path("run")) == losses(Path("whole"))
