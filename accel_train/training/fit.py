@@ -1,6 +1,7 @@
 """Train a module of a program: `fit(model, train_data, loss=...)`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from accel_train.recipe.loader import make_recipe
 from accel_train.runtime.exit import exits_are_errors
+from accel_train.runtime.private import with_plain_names
 from accel_train.runtime.signals import StopRequest
 from accel_train.task import load_class
 from accel_train.training.setup import prepare_run
@@ -83,8 +85,10 @@ def fit(
     for name, section in sections.items():
         own[name] = {**own[name], **section} if isinstance(section, Mapping) and name in own else section
     recipe = make_recipe(own, "fit()", arguments=[])
+    module = with_plain_names(model)
     task = load_class("task", _TASK, "accel_train.task.Task")(
-        model, train_data, eval_data, {"loss": loss, "metrics": metrics, "collate": collate}
+        module, train_data, eval_data, {"loss": loss, "metrics": metrics, "collate": collate}
     )
     with StopRequest() as stop, task.remembered():
-        return train_run(prepare_run(recipe, task, stop=stop))
+        result = train_run(prepare_run(recipe, task, stop=stop))
+    return replace(result, model=model) if result.model is module else result

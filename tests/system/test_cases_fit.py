@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
@@ -230,3 +231,60 @@ def test_attack_09_changed_options_of_a_task_are_an_event(
     assert changed["options.weight"] == (1.0, 0.5)
     assert "inputs.task" in changed
     sys.modules.pop("weighted_task")
+
+
+def test_attack_02_a_sweep_on_changed_data_trains_its_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [("good fine", "pos"), ("bad sad", "neg")] * 20
+    data = tmp_path / "d.csv"
+    data.write_text("text,label\n" + "".join(f"{text} {number},{label}\n" for number, (text, label) in enumerate(rows)))
+    recipe = {
+        "task": "text-classification", "output_dir": "out", "tokenizer": "bytes", "schedule": {"max_steps": 2},
+        "model": {"config": {"model_type": "ngrams", "num_buckets": 64, "max_characters": 3, "max_words": 1}},
+        "data": {"train": "d.csv", "eval_fraction": 0.2, "max_length": 32, "num_workers": 0}, "batch": {"global_batch_size": 8},
+    }  # fmt: skip
+    (tmp_path / "tc.yaml").write_text(json.dumps(recipe))
+    sweep = ["sweep", "tc.yaml", "--seed", "0,1", "--output_dir", "out"]
+    assert main(sweep) == 0
+    assert main(sweep) == 0
+    assert len(_notes(tmp_path / "out/seed=0", "start")) == 1
+    assert not (tmp_path / "out/seed=0/previous-1").exists()
+    data.write_text(data.read_text().replace(",pos", ",x").replace(",neg", ",pos").replace(",x", ",neg"))
+    assert main(sweep) == 0
+    assert "data.fingerprint was" in _notes(tmp_path / "out/seed=0", "start")[0]
+    assert (tmp_path / "out/seed=0/previous-1/summary.json").is_file()
+
+
+@pytest.mark.parametrize("where", ["whole", "part"])
+def test_bugs_04_weights_of_a_compiled_module_have_its_own_names(tmp_path: Path, where: str) -> None:
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    given: Any = torch.compile(plain, backend="eager")
+    if where == "part":
+        given = nn.Sequential(torch.compile(plain[0], backend="eager"), plain[1])
+    data = TensorDataset(torch.randn(8, 3), torch.randn(8))
+    result = fit(
+        given, data, loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square(), output_dir=tmp_path,
+        max_steps=2, batch_size=4, **QUIET,
+    )  # fmt: skip
+    assert result.model is given
+    saved = load_file(tmp_path / "model/model.safetensors")
+    assert saved.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert torch.equal(saved["0.weight"], plain[0].weight)
+    assert plain._compiled_call_impl is not None or where == "part"
+
+
+def test_bugs_06_a_part_of_a_section_is_enough(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.extend(batch[0][:, 0].tolist())
+        return model(batch[0])[:, 0].square()
+
+    rows = torch.arange(8.0)[:, None].expand(8, 3)
+    more: dict[str, Any] = {"data": {"shuffle": False}}
+    fit(
+        nn.Linear(3, 1), TensorDataset(rows), loss=loss, output_dir=tmp_path, max_steps=2, batch_size=4, **more, **QUIET
+    )
+    assert seen == [0, 1, 2, 3, 4, 5, 6, 7]
