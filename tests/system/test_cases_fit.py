@@ -242,7 +242,7 @@ def test_attack_02_a_sweep_on_changed_data_trains_its_runs_again(
     data.write_text("text,label\n" + "".join(f"{text} {number},{label}\n" for number, (text, label) in enumerate(rows)))
     recipe = {
         "task": "text-classification", "output_dir": "out", "tokenizer": "bytes", "schedule": {"max_steps": 2},
-        "model": {"config": {"model_type": "ngrams", "num_buckets": 64, "max_characters": 3, "max_words": 1}},
+        "model": {"config": {"model_type": "ngrams", "num_buckets": 2048, "max_characters": 3, "max_words": 1}},
         "data": {"train": "d.csv", "eval_fraction": 0.2, "max_length": 32, "num_workers": 0}, "batch": {"global_batch_size": 8},
     }  # fmt: skip
     (tmp_path / "tc.yaml").write_text(json.dumps(recipe))
