@@ -92,6 +92,8 @@ class TaskData:
     """Names the source of a training sample: its file, or file and row."""
     large_files: Mapping[Path, str] = field(default_factory=dict)
     """SHA-256 by path of files too large to be verified beforehand: the loop verifies them while it trains."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what else decides the result (code, structure), by name; a resume says which have changed."""
 
     def add_notes(self, notes: Sequence[str]) -> None:
         """Add sentences for the plan and the report to `facts["notes"]`, each once: a model may be built several times."""

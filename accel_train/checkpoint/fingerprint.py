@@ -31,6 +31,7 @@ SETTINGS = (
     *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
     *("optimizer.max_grad_norm", "parallel.sync_batch_norm"),
     *("precision.mixed_precision", "precision.tf32", "model.frozen_dtype"),
+    "options",
     *("guard.on_nonfinite", "guard.on_spike", "guard.spike_threshold", "guard.spike_window_steps"),
 )
 NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "accept_new_tokenizer", "frozen_dtype"}
@@ -45,6 +46,10 @@ USED_BY = {
 """The optimizers that a setting is for, where it is not for all."""
 
 
+INPUTS = "inputs."
+"""Begins the names of digests of code and data (`TaskData.inputs`)."""
+
+
 class Change(NamedTuple):
     """One value of a run that is not what it was when the checkpoint was written."""
 
@@ -56,6 +61,8 @@ class Change(NamedTuple):
     now_set_by: str
 
     def __str__(self) -> str:
+        if self.name.startswith(INPUTS):
+            return f"{self.name.removeprefix(INPUTS)} has changed"
         return f"{self.name} was {_told(self.was, self.was_set_by)}, now {_told(self.now, self.now_set_by)}"
 
 
@@ -89,7 +96,10 @@ class Settings(NamedTuple):
 
 
 def training_settings(
-    recipe: Recipe, choices: Mapping[str, Any], own_groups: Sequence[Mapping[str, Any]] | None = None
+    recipe: Recipe,
+    choices: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    own_groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> Settings:
     """Return the settings of this start as they were resolved; those of `own_groups` where a program brings the optimizer.
 
@@ -101,6 +111,7 @@ def training_settings(
         if name not in USED_BY or recipe.optimizer.name in USED_BY[name]
     }
     values["optimizer.lr_scaling"] = recipe.optimizer.lr_scaling.model_dump()
+    values |= {INPUTS + name: digest for name, digest in inputs.items()}
     origins = {}
     if own_groups is not None:
         values = {name: value for name, value in values.items() if not name.startswith("optimizer.")}

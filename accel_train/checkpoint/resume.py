@@ -10,7 +10,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from accel_train.checkpoint.fingerprint import Change, identity_changes, identity_origins
+from accel_train.checkpoint.fingerprint import (
+    Change,
+    Settings,
+    identity_changes,
+    identity_origins,
+    setting_changes,
+)
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
 from accel_train.checkpoint.store import (
     MANIFEST,
@@ -34,6 +40,8 @@ from accel_train.runtime.consistency import who_lacks
 from accel_train.runtime.process_group import on_main
 from accel_train.runtime.signals import StopRequest
 
+BY_ITSELF = ("auto", "unchanged")
+"""Values of `checkpoint.resume` with which a run looks for its newest checkpoint."""
 _FINISHED = ("summary.json", "model")
 """Files that only the end of a run leaves."""
 
@@ -47,12 +55,14 @@ class ResumePoint:
     rollbacks: tuple[Rollback, ...] = ()
     """Rollbacks of earlier launches."""
     changes: tuple[Change, ...] = ()
-    """Differences between the recipe and the checkpoint's, with the user's consent."""
+    """Differences between the recipe and the checkpoint's, with the user's consent; without a checkpoint, the cause of the new run."""
     previous: Path | None = None
     """The folder to which newer files were moved that this launch does not resume from."""
 
 
-def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any]) -> ResumePoint:
+def agree_on_checkpoint(
+    recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any], settings: Settings
+) -> ResumePoint:
     """Return the checkpoint to resume from: the main process finds it, and each process hashes a share of its files.
 
     Raises:
@@ -63,7 +73,7 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
 
     def find() -> ResumePoint:
         try:
-            return find_checkpoint(recipe, identity, digests_of if is_alone else _digests_together)
+            return find_checkpoint(recipe, identity, digests_of if is_alone else _digests_together, settings)
         except OSError as error:
             raise CheckpointError(f"the checkpoints of {recipe.output_dir} cannot be read: {error}") from error
         finally:
@@ -77,7 +87,7 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
     if is_alone or result.path is None:
         return result
     path, resume = _path_here(recipe, result.path), recipe.checkpoint.resume
-    if resume != "auto" and (lacking := who_lacks(path / MANIFEST)):
+    if resume not in BY_ITSELF and (lacking := who_lacks(path / MANIFEST)):
         raise ValueError(
             f"checkpoint.resume={resume}: {lacking} does not see it; all processes read it: put it where they all can"
         )
@@ -86,7 +96,7 @@ def agree_on_checkpoint(recipe: Recipe, accelerator: Accelerator, identity: Mapp
 
 def _path_here(recipe: Recipe, path: Path) -> Path:
     """Return this process's path of a checkpoint that process 0 names."""
-    if recipe.checkpoint.resume == "auto":
+    if recipe.checkpoint.resume in BY_ITSELF:
         return Path(recipe.output_dir) / "checkpoints" / path.name
     return Path(recipe.checkpoint.resume).resolve()
 
@@ -124,8 +134,13 @@ def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
     return shares
 
 
-def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any], digests: Digests = digests_of) -> ResumePoint:
-    """Return the newest valid checkpoint of this run, or the one the recipe names; `never` archives those of an old run."""
+def find_checkpoint(
+    recipe: Recipe, identity: Mapping[str, Any], digests: Digests = digests_of, settings: Settings | None = None
+) -> ResumePoint:
+    """Return the newest valid checkpoint of this run, or the one the recipe names; `never` archives those of an old run.
+
+    `unchanged` also archives them where the identity or the settings differ.
+    """
     folder, resume = Path(recipe.output_dir), recipe.checkpoint.resume
     root = folder / "checkpoints"
     _prove_writable(root)
@@ -135,7 +150,7 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any], digests: Digest
         return ResumePoint(None, previous=set_aside(folder))
     broken: list[CheckpointStatus] = []
     rollbacks = read_rollbacks(folder)
-    if resume == "auto":
+    if resume in BY_ITSELF:
         remove_abandoned(root, rollbacks)
         newest, broken = newest_valid(root, digests)
         if newest is None:
@@ -153,13 +168,18 @@ def find_checkpoint(recipe: Recipe, identity: Mapping[str, Any], digests: Digest
     read_state(path)  # before anything is built
     origins = identity_origins(recipe, identity)
     changes = identity_changes(trainer["identity"], trainer.get("origins", {}), identity, origins)
+    if resume == "unchanged" and not recipe.checkpoint.accept_changes:
+        changes += [] if settings is None else setting_changes(trainer, settings)
+        # A folder of another task was probably given by mistake.
+        if changes and all(change.name != "task" for change in changes):
+            return ResumePoint(None, changes=tuple(changes), previous=set_aside(folder))
     if changes and not recipe.checkpoint.accept_changes:
         raise ValueError(refusal(path, changes))
     previous = None
-    if resume != "auto" and path.parent == root.resolve():
+    if resume not in BY_ITSELF and path.parent == root.resolve():
         newer = [found for found in checkpoint_folders(root) if (step_of(found) or 0) > (step_of(path) or 0)]
         previous = move_to_previous(folder, newer, "checkpoints") if newer else None
-    elif resume != "auto":
+    elif resume not in BY_ITSELF:
         previous, rollbacks = set_aside(folder), rollbacks_of(path)
     for status in broken:
         set_broken_aside(status.path)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from accel_train.checkpoint.resume import ResumePoint
+from accel_train.checkpoint.resume import BY_ITSELF, ResumePoint
 from accel_train.core.state import Choice, Requests
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
@@ -96,7 +96,7 @@ class RunPlan:
     @property
     def how_to_resume(self) -> str:
         """Tells a user what to do to resume the run."""
-        auto = self.recipe.checkpoint.resume == "auto"
+        auto = self.recipe.checkpoint.resume in BY_ITSELF
         return "run the same command again" if auto else "set checkpoint.resume to auto"
 
 

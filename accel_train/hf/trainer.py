@@ -54,6 +54,7 @@ from accel_train.hf.training import (
     with_liger_kernels,
 )
 from accel_train.recipe.schema import Recipe
+from accel_train.runtime.private import with_plain_names
 
 __all__ = ["Trainer", "get_last_checkpoint"]
 
@@ -212,6 +213,7 @@ class Trainer:
 
     def _adopt(self, model: nn.Module) -> None:
         """Set the model, and find out how it computes its loss."""
+        model = with_plain_names(model)
         validate_quantization_for_training(model)
         if self.args.deepspeed:
             load_whole(model)

@@ -182,7 +182,7 @@ def simulate_step(
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
     with fake_tensors() as fake:
         _take_shapes_only(model, dtype if gathered else None)
-        inputs = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
+        inputs = {name: fake.from_tensor(each) if isinstance(each, Tensor) else each for name, each in batch.items()}
         tracker = PeakTracker(vocabulary_rows(model))
         with watch_operators(tracker.see), _like_cuda() if like_cuda else nullcontext():
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):

@@ -272,5 +272,5 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
         )
         yield f"per_device_batch_size and gradient_accumulation_steps are auto: {taken}; the memory above is that of the largest"
     found = checkpoint_folders(Path(recipe.output_dir) / "checkpoints")
-    if found and recipe.checkpoint.resume == "auto":
+    if found and recipe.checkpoint.resume in ("auto", "unchanged"):
         yield f"{recipe.output_dir} holds {found[-1].name}: if it is valid and of this run, the run resumes there"

@@ -67,6 +67,7 @@ class Checkpoint(Section):
     in_background: bool = True
     """Copy the state and write it in the background; off: training waits until it is on the disk."""
     resume: str = "auto"
-    """auto: resume from the newest valid checkpoint of this output folder; never: start anew; or a checkpoint's path."""
+    """auto: resume from the newest valid checkpoint of this output folder. unchanged: the same, and where data, code or settings have
+    changed, keep the old run in previous-N and start a new one. never: always start a new one. Or a checkpoint's path."""
     accept_changes: bool = False
     """Resume although the recipe differs from the checkpoint's in data, model, batch size or length."""

@@ -243,8 +243,10 @@ class Recipe(Section):
     @classmethod
     def own_tasks_need_no_model_and_no_data(cls, tree: Any) -> Any:
         if isinstance(tree, dict) and ":" in str(tree.get("task", "")):
-            own = {"model": {"config": {"model_type": "custom"}}, "data": {"train": "custom"}}
-            return {**tree, **{name: tree.get(name) or section for name, section in own.items()}}
+            model, data = tree.get("model") or {}, tree.get("data") or {}
+            if isinstance(model, dict) and not {"config", "pretrained"} & model.keys():
+                model = {"config": {"model_type": "custom"}, **model}
+            return {**tree, "model": model, "data": {"train": "custom", **data} if isinstance(data, dict) else data}
         return tree
 
     @model_validator(mode="after")

@@ -80,6 +80,26 @@ def set_constant_floats(is_on: bool) -> None:
     settings.specialize_float = is_on  # type: ignore[assignment, unused-ignore]
 
 
+def with_plain_names(module: Any) -> Any:
+    """Return a module that torch.compile has wrapped, and its submodules, compiled in place: the wrapper would put `_orig_mod.` into
+    the names of weights; `OptimizedModule._orig_mod`, `dynamo_ctx`, `Module._compiled_call_impl`, torch 2.13.
+    """
+
+    def plain(wrapped: Any) -> Any:
+        while "_orig_mod" in wrapped._modules:
+            inner = wrapped._modules["_orig_mod"]
+            inner._compiled_call_impl = wrapped.dynamo_ctx(inner._call_impl)
+            wrapped = inner
+        return wrapped
+
+    module = plain(module)
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = plain(child)
+    return module
+
+
 def end_failed_backward(module: DistributedDataParallel) -> None:
     """Let DDP begin another forward after a backward pass that did not end; `Reducer._reset_state`, torch 2.13."""
     reducer: Any = module.reducer

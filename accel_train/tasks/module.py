@@ -1,32 +1,36 @@
 """Any `nn.Module` as a task: data, model and loss are enough."""
 
 import copy
-import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
+from accel_train.core.json_io import json_digest
+from accel_train.data.digest import digest_of_code, digest_of_data, digest_of_module
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 
-_ITEM, _ALONE = "item ", "alone"
-"""Names under which the parts of a batch that is no mapping travel to the device."""
+_SAMPLES, _STRUCTURE = "samples", "structure"
+"""Names under which a batch carries a row for each sample, and the structure that `collate` gave it."""
+_LEFT: "WeakKeyDictionary[nn.Module, tuple[str, str]]" = WeakKeyDictionary()
+"""Digests of modules that this process has fitted: as they were given, and as the run left them."""
 
 
 class ModuleTask(Task):
     """A task of three methods: `data`, `model` and `loss`.
 
-    `batch` is what `collate` makes of the samples, on the device: for samples `(x, y)` the list of two tensors, for mappings a
-    mapping, for tensors one tensor. `self.recipe` is there in all methods.
+    `batch` is what `collate` makes of the samples, on the device, nested or not: for samples `(x, y)` the list of two tensors, for
+    mappings a mapping, for tensors one tensor. `self.recipe` is there in all methods.
     """
 
     recipe: Recipe
@@ -61,10 +65,26 @@ class ModuleTask(Task):
         train, evaluation = self.data()
         if not len(cast("Any", train)):
             raise ValueError("the training data are empty; give at least one sample")
-        sizes = {"num_train": len(cast("Any", train)), "num_eval": len(cast("Any", evaluation)) if evaluation else 0}
+        facts: dict[str, Any] = {"num_train": len(cast("Any", train)), "num_eval": len(cast("Any", evaluation or ()))}
+        digests = {}
+        for name, data in (("training", train), ("evaluation", evaluation or ())):
+            digests[name], is_stable = digest_of_data(data)
+            if not is_stable:
+                note = f"{name} data differ from read to read: a resume compares their number, not their content"
+                facts["notes"] = [*facts.get("notes", ()), note]
         return TaskData(
-            train, evaluation, self._named, _digest(cast("Any", train), sizes), facts=sizes, seeds_reading=True
+            train,
+            evaluation,
+            self._named,
+            fingerprint=json_digest(digests),
+            inputs={f"{name} data": digest for name, digest in digests.items()} | self.code(),
+            facts=facts,
+            seeds_reading=True,
         )
+
+    def code(self) -> dict[str, str]:
+        """Return digests of code that decides the result, by name; by default none, as a run digests the task's class."""
+        return {}
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Return `model()`, with the weights of a finished run where the recipe names its folder."""
@@ -75,13 +95,14 @@ class ModuleTask(Task):
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over the samples, fp32."""
-        return _summed(self.loss(model, _given(batch)), _size(batch), "loss")
+        return _summed(self.loss(model, self._given(batch)), len(batch[_SAMPLES]), "loss")
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum up the loss and the metrics over the samples."""
-        found = self.metrics(model, _given(batch))
-        sums = {name: _summed(value, _size(batch), name).double() for name, value in found.items()}
-        size = torch.tensor(_size(batch), device=next(iter(batch.values())).device)
+        samples = batch[_SAMPLES]
+        found = self.metrics(model, self._given(batch))
+        sums = {name: _summed(value, len(samples), f"metric {name}").double() for name, value in found.items()}
+        size = torch.tensor(len(samples), device=samples.device)
         return {"loss_sum": self.loss_sum(model, batch), **sums, "num_samples": size}
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
@@ -97,12 +118,37 @@ class ModuleTask(Task):
             (folder / "config.json").write_text(json.dumps({"module": type(model).__qualname__}) + "\n")
 
     def _named(self, samples: Sequence[Any]) -> dict[str, Any]:
-        batch = self.collate(samples)
-        if isinstance(batch, Tensor):
-            batch = {_ALONE: batch}
-        elif not isinstance(batch, Mapping):
-            batch = {f"{_ITEM}{number}": part for number, part in enumerate(batch)}
-        return {**batch, "num_targets": len(samples)}
+        """Return the tensors of a batch by name, and what `_given` needs to make the batch of them again."""
+        tensors: dict[str, Any] = {}
+
+        def take(leaf: Any, name: str) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            while not name or name in (_SAMPLES, _STRUCTURE, "num_targets", *tensors):
+                name += "_"
+            tensors[name] = leaf
+            return _Name(name)
+
+        structure = _Structure(_mapped(self.collate(samples), take))
+        # `collate` alone decides on shapes (time first, nodes of all graphs), so the count of samples has a tensor of its own.
+        rows = torch.zeros(len(samples), dtype=torch.uint8)
+        return {**tensors, _SAMPLES: rows, _STRUCTURE: structure, "num_targets": len(samples)}
+
+    def _given(self, batch: Mapping[str, Any]) -> Any:
+        """Return the batch in the form in which `collate` made it."""
+        structure, samples = batch.get(_STRUCTURE), batch[_SAMPLES]
+        if structure is None:  # a batch of an incident, which keeps tensors alone
+            example = self._named([cast("Any", self.data()[0])[0]] * len(samples))
+            structure = example[_STRUCTURE]
+            if {name for name, value in example.items() if isinstance(value, Tensor)} != batch.keys():
+                raise ValueError("this micro-batch has another structure than a batch of the first training sample")
+
+        def put(leaf: Any, name: str) -> Any:
+            if isinstance(leaf, _Name):
+                return batch[leaf]
+            return leaf.to(samples.device) if hasattr(leaf, "to") else leaf
+
+        return _mapped(structure.tree, put)
 
 
 class FittedModule(ModuleTask):
@@ -129,6 +175,25 @@ class FittedModule(ModuleTask):
             return copy.deepcopy(self.module).to("meta")
         return self.module
 
+    def code(self) -> dict[str, str]:
+        """Return digests of the functions, and of the module as it was before an earlier `fit` trained it in place."""
+        names = ("loss", "metrics", "collate")
+        return {name: digest_of_code(self.functions.get(name)) for name in names} | {"model": self._as_given()}
+
+    def _as_given(self) -> str:
+        now = digest_of_module(self.module)
+        given, left = _LEFT.get(self.module, ("", ""))
+        return given if now == left else now
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """On leaving, remember how the module was given and how it is left (frozen, say): it may be given again."""
+        given = self._as_given()
+        try:
+            yield
+        finally:
+            _LEFT[self.module] = given, digest_of_module(self.module)
+
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return what the program's function does."""
         return self.functions["loss"](model, batch)  # type: ignore[misc]
@@ -144,16 +209,31 @@ class FittedModule(ModuleTask):
         return super().collate(samples) if function is None else function(samples)
 
 
-def _given(batch: Mapping[str, Tensor]) -> Any:
-    """Return the batch in the form in which `collate` made it."""
-    if _ALONE in batch:
-        return batch[_ALONE]
-    parts = [part for name, part in batch.items() if name.startswith(_ITEM)]
-    return parts if parts else batch
+class _Name(str):
+    """The name of a tensor, in its place in a structure."""
 
 
-def _size(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
+class _Structure:
+    """The nested batch that `collate` made, with names in place of tensors: a plain object, so that no wrapper looks inside."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+
+def _mapped(part: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Return a nested batch with `change(leaf, name)` in place of each leaf; an object that moves itself (`to`) is a leaf."""
+    before = f"{name}." if name else ""
+    if isinstance(part, Mapping):
+        parts = {key: _mapped(value, change, f"{before}{key}") for key, value in part.items()}
+        if not isinstance(part, MutableMapping):
+            return parts
+        twin = copy.copy(part)
+        twin.update(parts)
+        return twin
+    if isinstance(part, list | tuple) and not hasattr(part, "to"):
+        items = [_mapped(each, change, f"{before}item {number}") for number, each in enumerate(part)]
+        return type(part)(*items) if hasattr(part, "_fields") else type(part)(items)
+    return change(part, name)
 
 
 def _summed(value: Tensor, size: int, name: str) -> Tensor:
@@ -162,19 +242,14 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
     Raises:
         ValueError: it has another shape.
     """
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; return a tensor of one number for each sample, or their mean"
+        )
     if value.dim() == 0:
         return value.float() * size
-    if value.shape[0] != size:
+    if value.shape != (size,):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)} for {size} samples; return one number for each sample, or their mean"
         )
-    return value.float().reshape(size, -1).mean(dim=1).sum()
-
-
-def _digest(train: Any, sizes: Mapping[str, int]) -> str:
-    """Return a digest of the sizes, and of 16 samples where they are tensors that are kept: code may make others each time."""
-    digest = hashlib.sha256(json.dumps(sizes).encode())
-    for tensor in getattr(train, "tensors", ()):
-        for row in np.linspace(0, len(tensor) - 1, 16).astype(int):
-            digest.update(np.ascontiguousarray(tensor[row].cpu().float().numpy()).tobytes())
-    return digest.hexdigest()
+    return value.float().sum()

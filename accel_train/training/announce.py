@@ -185,9 +185,13 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
     facts: dict[str, Any] = dict(launch_facts())
     if point.path is None:
         message = f"starting: {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
+        if point.changes:
+            message = f"starting a new run: {'; '.join(map(str, point.changes))}; {message.removeprefix('starting: ')}"
         observer.on_event("start", 0, message, **facts)
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
+        if has_finished:
+            message = f"the run has finished with step {step}: nothing is trained, and its model is loaded"
         observer.on_event("resume", step, message, **facts)
     if has_finished and setting_changes:
         kept = "; ".join(map(str, setting_changes))
@@ -198,7 +202,7 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         forgotten = "; what was best until then no longer counts" if change.name in OF_BEST else ""
         facts = {"setting": change.name, "was": change.was, "now": change.now}
         observer.on_event("settings_changed", step, f"{change}, from step {step + 1} on{forgotten}", **redact(facts))
-    if point.changes:
+    if point.changes and point.path is not None:
         changes = [str(change) for change in point.changes]
         names = [{change.was, change.now} for change in point.changes if change.name == "optimizer.name"]
         is_other = any(not each <= ALIKE for each in names)

@@ -1,13 +1,15 @@
 """Train a module of a program: `fit(model, train_data, loss=...)`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from accel_train.recipe.loader import make_recipe
 from accel_train.runtime.exit import exits_are_errors
+from accel_train.runtime.private import with_plain_names
 from accel_train.runtime.signals import StopRequest
 from accel_train.task import load_class
 from accel_train.training.setup import prepare_run
@@ -33,17 +35,20 @@ def fit(
     max_steps: int | None = None,
     batch_size: int = 32,
     learning_rate: float = 3e-4,
+    resume: Literal["auto", "always", "never"] = "auto",
     **sections: Mapping[str, Any],
 ) -> RunResult:
     """Train any `nn.Module` on a map-style data set, with the guards, the data order and the checkpoints of every run.
 
-    Call it again to resume: it goes on from the newest valid checkpoint of `output_dir`. Under `accelerate launch` or torchrun the same
-    program trains on all processes. The module is trained in place; where it is sharded, `result.model` has its weights.
+    Call it again to resume from the newest valid checkpoint of `output_dir`, or to get the finished model. Where data, loss, metrics,
+    model, or settings have changed, it says so, keeps the old run in `previous-N`, and trains a new one. Initial weights are not
+    compared. Under `accelerate launch` or torchrun the same program trains on all processes. The module is trained in place; where
+    it is sharded, `result.model` has its weights.
 
     Args:
         model: on the CPU, in fp32.
         train_data: samples by number, which `collate` makes a batch of.
-        loss: `loss(model, batch)` returns one number for each sample, or 0-dim their mean.
+        loss: `loss(model, batch)` returns one number for each sample (1-dim), or their mean (0-dim).
         output_dir: the run folder.
         eval_data: evaluated four times and at the end; None: never.
         metrics: `metrics(model, batch)` returns further numbers by name, each as the loss; they are averaged over `eval_data`.
@@ -52,6 +57,7 @@ def fit(
         max_steps: optimizer steps, in place of num_epochs.
         batch_size: samples of a step, over all processes.
         learning_rate: the peak of the schedule (warm-up and cosine, unless `schedule` says otherwise).
+        resume: auto: resume where nothing has changed; always: whatever has changed; never: train a new run.
         sections: sections of a recipe: `optimizer={"name": "muon"}, precision={"mixed_precision": "bf16"}, seed=1`.
 
     Raises:
@@ -71,11 +77,18 @@ def fit(
         if max_steps is not None
         else {"every_epochs": max(1, int((num_epochs or 3) // 4))},
     }
+    own["checkpoint"] = {
+        "auto": {"resume": "unchanged"},
+        "always": {"accept_changes": True},
+        "never": {"resume": "never"},
+    }[resume]
     for name, section in sections.items():
         own[name] = {**own[name], **section} if isinstance(section, Mapping) and name in own else section
     recipe = make_recipe(own, "fit()", arguments=[])
+    module = with_plain_names(model)
     task = load_class("task", _TASK, "accel_train.task.Task")(
-        model, train_data, eval_data, {"loss": loss, "metrics": metrics, "collate": collate}
+        module, train_data, eval_data, {"loss": loss, "metrics": metrics, "collate": collate}
     )
-    with StopRequest() as stop:
-        return train_run(prepare_run(recipe, task, stop=stop))
+    with StopRequest() as stop, task.remembered():
+        result = train_run(prepare_run(recipe, task, stop=stop))
+    return replace(result, model=model) if result.model is module else result

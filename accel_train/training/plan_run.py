@@ -12,6 +12,7 @@ from accel_train.checkpoint.resume import ResumePoint
 from accel_train.core.ownership import refuse_inputs_in
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
+from accel_train.data.digest import digest_of_code
 from accel_train.engine.loader import choose_reading
 from accel_train.engine.resolve import resolve_run
 from accel_train.engine.run_plan import Extensions, RunPlan
@@ -99,6 +100,8 @@ def plan_run(
     # Measured on one process, so that all of them go on, or none does.
     proved = on_main(lambda: prove_forward(task, recipe))
     data = read_data(task, recipe, progress=accelerator.is_main_process)
+    if ":" in recipe.task and not type(task).__module__.startswith("accel_train."):
+        data = replace(data, inputs={**data.inputs, "task": digest_of_code(type(task))})
     check_agreement(recipe, data, accelerator.num_processes)
     data = in_slices(data, strategy.dims)
     steps, order = resolve_run(recipe, data, sizes, extensions.epoch_order)

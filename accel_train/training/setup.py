@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -104,7 +105,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         on_main(lock)
         notifier = None if folder is None else open_notifier(recipe, resources)
         check_shared(plan.output_dir, accelerator.num_processes)
-        plan = replace(plan, resume_point=agree_on_checkpoint(recipe, accelerator, plan.identity))
+        plan = replace(plan, resume_point=agree_on_checkpoint(recipe, accelerator, plan.identity, settings_of(plan)))
         finished = on_main(lambda: finished_before(plan))
 
         def record() -> None:
@@ -161,7 +162,7 @@ def build_run(
     plan = wrap_model(plan, strategy, inner, graphs)
     check_choices(plan.choices, accelerator.num_processes)
     own_rates = plan.extensions.group_learning_rates
-    settings = training_settings(recipe, plan.choices, strategy.optimizer.param_groups if own_rates else None)
+    settings = settings_of(plan, strategy.optimizer.param_groups if own_rates else None)
     peak_flops, mfu = device_peak(accelerator.device, plan.choices)
     plan = plan.with_choices({"mfu": mfu})
     # Without its base no library could load the weights of a checkpoint, so it needs no configuration.
@@ -193,6 +194,14 @@ def build_run(
         graphs=graphs,
     )
     return run, changes
+
+
+def settings_of(plan: RunPlan, own_groups: Sequence[Mapping[str, Any]] | None = None) -> Settings:
+    """Return the settings that the training depends on, also before the model is built."""
+    section = plan.recipe.optimizer
+    rate = scale_learning_rate(section.learning_rate, section.lr_scaling, plan.sizes)
+    choices = {"optimizer.learning_rate": rate, **plan.choices}
+    return training_settings(plan.recipe, choices, plan.data.inputs, own_groups)
 
 
 def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -68,19 +68,18 @@ def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> No
     class Killed(Exception):
         """Ends the first call in the middle of its training."""
 
-    calls = 0
-
-    def breaks(model: nn.Module, batch: Any) -> Tensor:
+    def kill(module: nn.Module, inputs: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 20:
             raise Killed
-        return squared_error(model, batch)
 
+    calls, broken = 0, module()
+    broken.register_forward_pre_hook(kill)
     common: dict[str, Any] = {"max_steps": 30, "checkpoint": {"every_steps": 5}, **SETTINGS}
     whole = fit(module(), TRAIN, loss=squared_error, output_dir="whole", **common).model
     with pytest.raises(Killed):
-        fit(module(), TRAIN, loss=breaks, output_dir="run", **common)
+        fit(broken, TRAIN, loss=squared_error, output_dir="run", **common)
     resumed = fit(nn.Sequential(*module().children()), TRAIN, loss=squared_error, output_dir="run", **common).model
     assert all(torch.equal(weight, resumed.state_dict()[name]) for name, weight in whole.state_dict().items())
     assert losses(Path("run")) == losses(Path("whole"))
@@ -89,13 +88,23 @@ def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> No
     ) == 1
 
 
-@pytest.mark.parametrize("form", ["pair", "mapping", "tensor"])
+class Pair(NamedTuple):
+    """A sample with names."""
+
+    inputs: Tensor
+    target: Tensor
+
+
+@pytest.mark.parametrize("form", ["pair", "mapping", "tensor", "named", "nested", "rows of a list"])
 def test_a_batch_has_the_form_in_which_the_data_loader_of_torch_makes_it(form: str) -> None:
     rows = torch.cat([INPUTS, TARGETS[:, None]], dim=1)
     samples: dict[str, Sequence[Any]] = {
         "pair": [(row[:4], row[4]) for row in rows],
         "mapping": [{"inputs": row[:4], "target": row[4]} for row in rows],
         "tensor": list(rows),
+        "named": [Pair(row[:4], row[4]) for row in rows],
+        "nested": [{"id": "a", "of": [row[:4], {"samples": row[4]}]} for row in rows],
+        "rows of a list": list(rows),
     }
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -103,10 +112,14 @@ def test_a_batch_has_the_form_in_which_the_data_loader_of_torch_makes_it(form: s
             "pair": lambda: (batch[0], batch[1]),
             "mapping": lambda: (batch["inputs"], batch["target"]),
             "tensor": lambda: (batch[:, :4], batch[:, 4]),
+            "named": lambda: (batch.inputs, batch.target),
+            "nested": lambda: (batch["of"][0], batch["of"][1]["samples"]),
+            "rows of a list": lambda: (torch.stack(batch)[:, :4], torch.stack(batch)[:, 4]),
         }[form]()
         return (model(inputs)[:, 0] - target).square().mean()
 
-    fit(module(), samples[form], loss=loss, output_dir=form, max_steps=4, **SETTINGS)  # type: ignore[arg-type]
+    collate = list if form == "rows of a list" else None
+    fit(module(), samples[form], loss=loss, collate=collate, output_dir=form, max_steps=4, **SETTINGS)  # type: ignore[arg-type]
     fit(module(), TRAIN_OF_96, loss=squared_error, output_dir="reference", max_steps=4, **SETTINGS)
     reference = losses(Path("reference"))
     assert losses(Path(form)) == pytest.approx(reference, rel=1e-6)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from accel_train.core.errors import Preempted
-from accel_train.core.files import make_folders
+from accel_train.core.files import digests_of, make_folders
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import json_digest, json_text
 from accel_train.core.ownership import check_file, write_file
@@ -25,6 +25,7 @@ from accel_train.experiments.sweep.tpe import check_optuna, outcome_of, propose
 from accel_train.experiments.sweep.values import SEED, Combination, Space
 from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.plan.place import count_processes
+from accel_train.recipe.schema import Recipe
 from accel_train.report.report import write_report
 from accel_train.runtime.signals import StopRequest
 
@@ -91,7 +92,8 @@ def sweep(
     for name in (SWEEP_FILE, REPORT_FILE):
         check_file(root / name, root, str(root / name))
     with _alone(root), StopRequest() as stop:
-        running = _Sweep(path, space, selection, root, count_processes(processes, None), stop, say)
+        inputs = inputs_digest(first[0].recipe)
+        running = _Sweep(path, space, selection, root, count_processes(processes, None), stop, say, inputs)
         return running.run(first)
 
 
@@ -126,13 +128,15 @@ class _Sweep:
         world_size: int,
         stop: StopRequest,
         say: Callable[[str], None],
+        inputs: str,
     ) -> None:
         self.path, self.space, self.selection, self.root, self.say = path, space, selection, root, say
         self.world_size, self.stop = world_size, stop
         self.runs: list[Combination] = []
         self.records: list[JsonRecord] = []
         ranges = {name: str(values) for name, values in space.swept.items()}
-        self.chosen_by = {"optuna": selection.num_optuna is not None, "seed": selection.draw_seed, "values": ranges}
+        self.chosen_by: JsonRecord = {"optuna": selection.num_optuna is not None, "seed": selection.draw_seed}
+        self.chosen_by |= {"values": ranges, "inputs": inputs}
         self.earlier = read_record(root / SWEEP_FILE)
         is_same = selection.num_optuna is not None and self.earlier.get("chosen_by") == self.chosen_by
         self.chosen_before: list[JsonRecord] = self.earlier.get("runs", []) if is_same else []
@@ -198,6 +202,8 @@ class _Sweep:
         """Run one combination to its end, or to a stop request; return its exit code, and its error in one line."""
         begin, before = time.monotonic(), record["seconds"]
         words = [*self.space.fixed, *sweep_values.flags_of(each.values)]
+        if each.recipe.checkpoint.resume == "auto":  # a run on other data is kept in previous-N and trained again
+            words += ["--checkpoint.resume", "unchanged"]
         folder, logs = self.root / each.name, self.root / LOG_FOLDER
         for _ in range(ATTEMPTS):
             with TrainingProcess(each.name, self.path, words, folder, self.world_size, log_folder=logs) as training:
@@ -242,12 +248,15 @@ class _Sweep:
         earlier = lines.get(each.name, {})
         # Without defaults, so that a newer version with more settings finds its runs again.
         digest = json_digest(each.recipe.model_dump(mode="json", exclude={"output_dir"}, exclude_defaults=True))
-        is_same = earlier.get("recipe_digest") == digest
+        inputs = inputs_digest(each.recipe)
+        is_same = earlier.get("recipe_digest") == digest and earlier.get("inputs") == inputs
+        if earlier.get("inputs", inputs) != inputs:
+            self.say(f"{each.name}: its data has changed since it was trained; it is trained again")
         if is_same and earlier.get("status") == FINISHED and (self.root / each.name / SUMMARY_FILE).is_file():
             return dict(earlier)
         return {
             "name": each.name, "settings": each.values, "status": WAITING, "exit_code": None,
-            "seconds": earlier.get("seconds", 0.0) if is_same else 0.0, "recipe_digest": digest,
+            "seconds": earlier.get("seconds", 0.0) if is_same else 0.0, "recipe_digest": digest, "inputs": inputs,
         }  # fmt: skip
 
     def _write(self, combinations: Sequence[JsonRecord] = ()) -> None:
@@ -257,6 +266,26 @@ class _Sweep:
         ]  # chosen once, and not to be chosen anew
         content = {"runs": [*self.records, *later], "combinations": combinations, "chosen_by": self.chosen_by}
         write_file(self.root / SWEEP_FILE, json_text(content).encode(), self.root)
+
+
+def inputs_digest(recipe: Recipe) -> str:
+    """Return a digest of the local files that a run reads: contents of data files, names, sizes and times of folders."""
+    tokenizer = recipe.tokenizer_in_use
+    names = [recipe.model.pretrained, tokenizer if isinstance(tokenizer, str) else None]
+    for value in (recipe.data.train, recipe.data.eval):
+        names += [value] if isinstance(value, str) else value or []
+    return json_digest([_content(Path(name)) for name in names if name])
+
+
+def _content(path: Path) -> Any:
+    try:
+        if path.is_file():
+            return str(digests_of(path.parent, [path.name])[path.name])
+        files = sorted(each for each in path.rglob("*") if each.is_file())
+        facts = [(each, each.stat()) for each in files]
+        return [[str(each.relative_to(path)), stat.st_size, stat.st_mtime_ns] for each, stat in facts]
+    except OSError as error:  # the run itself reports it
+        return type(error).__name__
 
 
 def _without_seed(values: Mapping[str, str]) -> dict[str, str]:

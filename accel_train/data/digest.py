@@ -1,0 +1,236 @@
+"""Digests of a program's data and code: the same in every process and after a restart, and other where the content differs.
+
+No address, line number, or comment counts. Code of installed packages counts by name alone, and weights do not count.
+"""
+
+import copy
+import dis
+import hashlib
+import inspect
+import random
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+NUM_ITEMS = 16
+"""Items of a data set that are read, evenly spaced."""
+MOST_VALUES = 100_000
+"""Values of one list that are digested; of a longer one as many or fewer, evenly spaced."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_LIBRARIES = tuple({*sysconfig.get_paths().values()} - {sysconfig.get_paths()["data"]})
+_WRITES = {"append", "extend", "add", "update", "insert", "setdefault", "pop", "clear"}
+_DEEPEST = 12
+
+
+def digest_of_data(data: Any) -> tuple[str, bool]:
+    """Return a digest of a data set's class, length, and 16 items; False where an item that is read twice differs: then of class and
+    length alone."""
+    kind = f"{type(data).__qualname__} {len(data)}"
+    numbers = np.unique(np.linspace(0, max(len(data) - 1, 0), NUM_ITEMS).astype(int)).tolist() if len(data) else []
+    twin = _apart(data)
+    with _same_random_numbers() as seed:
+        first, second = ([_item(twin, number, seed) for number in numbers] for _ in range(2))
+    is_stable = first == second
+    return _hash([kind, *first] if is_stable else [kind]), is_stable
+
+
+def digest_of_code(value: Any) -> str:
+    """Return a digest of a function, a class, or an object: code, constants, and the simple values and own code that it uses."""
+    return _hash([*_parts(value, frozenset(), 0)])
+
+
+def digest_of_module(module: nn.Module) -> str:
+    """Return a digest of a module's structure, the shapes of its weights, which of them are trained, and the code of its own classes."""
+    weights = [
+        (name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in module.named_parameters()
+    ]
+    parts = [_ADDRESS.sub("", repr(module)), repr(weights)]
+    for kind in dict.fromkeys(map(type, module.modules())):
+        parts += _parts(kind, frozenset(), 0)
+    for part in module.modules():
+        if not _is_library(type(part)):
+            parts += _parts(_settings_of(part), frozenset(), 0)
+    return _hash(parts)
+
+
+def _hash(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
+
+
+def _apart(data: Any) -> Any:
+    """Return a copy for reading that shares the samples: a file that a read opens must not reach workers through a fork."""
+    twin = data
+    with suppress(Exception):
+        twin = copy.copy(data)
+        for name in {"dataset", "datasets"} & vars(twin).keys():
+            inner = getattr(twin, name)
+            setattr(twin, name, [_apart(each) for each in inner] if isinstance(inner, list) else _apart(inner))
+    return twin
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[Any]:
+    """Yield a function that seeds the generators of this process; put them back on leaving."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+
+    try:
+        yield seed
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _item(data: Any, number: int, seed: Any) -> str:
+    seed()
+    try:
+        return _hash([*_parts(data[number], frozenset(), 0)])
+    except Exception as error:  # a sample that cannot be read ends the step that needs it, not the start
+        return type(error).__name__
+
+
+def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
+    """Yield texts that stand for a value; `seen` are the objects around it."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
+        yield f"{type(value).__name__} {value!r}"
+        return
+    if id(value) in seen or depth > _DEEPEST:
+        yield "above"
+        return
+    inside, deeper = seen | {id(value)}, depth + 1
+    value = getattr(value, "_torchdynamo_orig_callable", value) if callable(value) else value
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        yield from _numbers(value)
+    elif isinstance(value, Mapping):
+        yield type(value).__name__
+        for key, each in value.items():
+            yield from (*_parts(key, inside, deeper), *_parts(each, inside, deeper))
+    elif isinstance(value, set | frozenset):
+        yield from sorted(_hash([*_parts(each, inside, deeper)]) for each in value)
+    elif isinstance(value, list | tuple):
+        yield f"{type(value).__name__} {len(value)}"
+        for each in value[:: 1 + len(value) // MOST_VALUES]:
+            yield from _parts(each, inside, deeper)
+    elif isinstance(value, CodeType):
+        yield value.co_code.hex()
+        yield " ".join(value.co_names)
+        for each in value.co_consts:
+            yield from _parts(each, inside, deeper)
+    elif isinstance(value, partial):
+        yield from _parts((value.func, value.args, value.keywords), inside, deeper)
+    elif isinstance(value, MethodType):
+        yield from (*_parts(value.__func__, inside, deeper), *_parts(value.__self__, inside, deeper))
+    elif isinstance(value, FunctionType):
+        function = inspect.unwrap(value)
+        yield from _parts_of_function(function, inside, deeper) if isinstance(function, FunctionType) else ["callable"]
+    elif isinstance(value, type):
+        yield from _parts_of_class(value, inside, deeper)
+    elif isinstance(value, nn.Module):
+        yield digest_of_module(value)
+    elif isinstance(value, ModuleType) or (callable(value) and _is_library(type(value))):
+        yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+    else:
+        yield type(value).__qualname__
+        if hasattr(value, "tobytes"):  # a picture
+            yield from (repr(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest())
+        elif not _is_library(type(value)) and callable(value):
+            yield from _parts_of_class(type(value), inside, deeper)
+        yield from _parts(_settings_of(value), inside, deeper)
+
+
+def _numbers(value: Any) -> Iterator[str]:
+    """Yield kind, shape, and content of a tensor or array."""
+    yield f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, Tensor):
+        with suppress(RuntimeError, TypeError, NotImplementedError):  # a sparse or quantized one, one without values
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            yield hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    elif value.dtype == object:
+        yield from _parts(value.tolist(), frozenset(), 1)
+    else:
+        yield hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+
+
+def _parts_of_function(function: FunctionType, seen: frozenset[int], depth: int) -> Iterator[str]:
+    """Yield code, defaults, and the values that the code takes from around it, less those that it changes itself (a counter, a log)."""
+    if _is_library(function):
+        yield f"{function.__module__}.{function.__qualname__}"
+        return
+    code = function.__code__
+    yield from _parts((code, function.__defaults__, function.__kwdefaults__), seen, depth)
+    codes = [code, *_nested(code)]
+    names = {name for each in codes for name in each.co_names}
+    steps = [step for each in codes for step in dis.get_instructions(each)]
+    written = {step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+    in_place = any(name.endswith("_") and not name.startswith("_") for name in names)
+    changes = bool(names & _WRITES) or in_place or any(step.opname == "STORE_SUBSCR" for step in steps)
+    around = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            around[name] = cell.cell_contents
+    around |= {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
+    for name, value in sorted(around.items()):
+        if name in written or (changes and isinstance(value, list | dict | set | Tensor | np.ndarray)):
+            continue
+        if isinstance(value, ModuleType) and not _is_library(value):
+            value = {each: vars(value)[each] for each in sorted(names & vars(value).keys())}
+        yield name
+        yield from _parts(value, seen, depth)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from (constant, *_nested(constant))
+
+
+def _parts_of_class(kind: type, seen: frozenset[int], depth: int) -> Iterator[str]:
+    for base in kind.__mro__:
+        yield f"{base.__module__}.{base.__qualname__}"
+        for name, value in sorted(vars(base).items()) if not _is_library(base) else ():
+            value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(value, FunctionType) or not name.startswith("_"):
+                yield name
+                yield from _parts(value, seen, depth)
+
+
+def _settings_of(value: Any) -> dict[str, Any]:
+    """Return an object's values, less private ones, those of torch's modules, and those that a method other than __init__ sets."""
+    found = getattr(value, "__dict__", {})
+    kind: Any = type(value)
+    state = _state_names(kind)
+    return {name: each for name, each in sorted(found.items()) if not name.startswith("_") and name not in state}
+
+
+@cache
+def _state_names(kind: type) -> set[str]:
+    methods = [each for base in kind.__mro__ if not _is_library(base) for each in vars(base).values()]
+    codes = [each.__code__ for each in methods if isinstance(each, FunctionType) and each.__name__ != "__init__"]
+    steps = [step for code in codes for step in dis.get_instructions(code)]
+    return {step.argval for step in steps if step.opname == "STORE_ATTR"} | {"training"}
+
+
+def _is_library(value: Any) -> bool:
+    """Return whether a function, class, or module belongs to Python, to an installed package, or to this one."""
+    name = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+    if name.partition(".")[0] in {"accel_train", "torch", "builtins"}:
+        return True
+    code = getattr(value, "__code__", None)
+    file = code.co_filename if code is not None else getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return name != "__main__"
+    return str(file).startswith((*_LIBRARIES, "<frozen"))
