@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_train.core.files import files_below, refuse_link_loops
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.data.delimited import DELIMITERS, delimiter_of
-from accel_train.data.encoding import encoding_of
+from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.recipe.data import Data
 
 if TYPE_CHECKING:
@@ -294,6 +294,8 @@ def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
     found: dict[str, list[Path]] = {}
     for file in files:
         kind = file_kind(file)
+        if kind in ("text", "csv", "jsonl", "conll"):
+            check_encoding(file, data)
         if kind == "csv" and file.suffix.lower() == ".csv" and (delimiter := delimiter_of(file, data)) != ",":
             name = DELIMITERS.get(delimiter, repr(delimiter))
             found.setdefault(f"separated by {name}, which divide its first lines alike", []).append(file)

@@ -116,9 +116,11 @@ class Table:
 def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[Any]]:
     """Return how a file has to be read where the defaults do not do: its encoding, and whether a header is missing."""
     settings: dict[str, Choice[Any]] = {}
-    if "data.encoding" not in given and file_kind(path) != "parquet" and (guess := guess_encoding(path)) is not None:
-        settings["data.encoding"] = Choice(*guess)
-        data = data.model_copy(update={"encoding": guess[0]})
+    if "data.encoding" not in given and file_kind(path) != "parquet":
+        guess = guess_encoding(path, data.encoding_errors)
+        if guess is not None:
+            settings["data.encoding"] = Choice(*guess)
+            data = data.model_copy(update={"encoding": guess[0]})
     if file_kind(path) == "csv" and "data.header" not in given and (why := _missing_header(path, data)) is not None:
         settings["data.header"] = Choice("none", why)
     return settings

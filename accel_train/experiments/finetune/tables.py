@@ -6,7 +6,8 @@ from typing import Any
 
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
-from accel_train.experiments.finetune.columns import Column, Table, read_table
+from accel_train.data.encoding import check_encoding
+from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
 from accel_train.experiments.finetune.found import Asked, Found
 from accel_train.experiments.finetune.images import sizes_of
 from accel_train.experiments.finetune.labels import recognise_label
@@ -36,6 +37,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     about = f"{path}: {format_count(len(table.wheres), 'row')}, columns {table.names}"
     settings = {"data.train": Choice(str(path), ""), **table.settings}
     if held_out is not None and "data.eval" not in asked.given:
+        check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "its name says that it is for evaluation")
     found = _chats(asked, table) or _pairs(asked, table) or _images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
