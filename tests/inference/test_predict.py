@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from accel_train.cli.main import main
 from accel_train.data.encoding import in_its_encoding
-from accel_train.inference.finished_run import check_own_encoding
 from accel_train.inference import predict as predicting
+from accel_train.inference.finished_run import check_own_encoding
 from accel_train.inference.predict import label_columns, write_table
 from accel_train.recipe.data import Data
 from tests.support import runs as runs

@@ -1,6 +1,5 @@
 """Text data as people have them: each is read right, or refused with the reason; nothing is left out in silence."""
 
-import json
 from pathlib import Path
 from typing import Any
 
