@@ -121,6 +121,14 @@ def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int 
     return text
 
 
+def read_text(path: Path, data: Data) -> str:
+    """Return the text of a whole file, without its byte order mark; line ends stay as they are."""
+    raw, encoding = path.read_bytes(), encoding_of(path, data)
+    body = raw.removeprefix(BOM) if encoding == "utf-8" else raw
+    text = decode(body, data, path, offset=len(raw) - len(body), encoding=encoding)
+    return text.removeprefix("\ufeff") if encoding != "utf-8" else text
+
+
 def read_lines(path: Path, data: Data) -> Iterator[tuple[str, int]]:
     """Yield lines with their ends and their bytes, split at LF only: other line ends may stand inside JSON and csv."""
     encoding = encoding_of(path, data)

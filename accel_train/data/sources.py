@@ -48,6 +48,7 @@ TABLE_KINDS: dict[str, FileKind] = {
 """One document is one row; in `.bin`, documents are separated by a token, in CoNLL files sentences by a blank line."""
 
 _KNOWN_SUFFIXES = ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
+_ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e|copying|notice|changelog|contributing)(?:[._-].*)?")
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test|eval)(?:[^a-z]|$)")
 
 
@@ -145,6 +146,12 @@ def file_kind(path: Path) -> FileKind | None:
     return TABLE_KINDS.get(suffix) or ("text" if suffix in TEXT_SUFFIXES else None)
 
 
+def is_about_data(path: Path, folder: Path) -> bool:
+    """Return whether a file at the top of a folder of data describes them, by its name: README.md, LICENSE."""
+    is_text = not path.suffix or file_kind(path) == "text"
+    return is_text and path.parent == folder and _ABOUT_DATA.fullmatch(path.name.lower()) is not None
+
+
 def _resolve(name: str, data: Data, key: str) -> Source:
     if name in EMBEDDED_CORPORA:
         return _embedded(name, data)
@@ -197,7 +204,18 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
         )
     _refuse_held_out_tables(name, files, key)
     left_out = sorted({*paths} - {*files})
-    notes = (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
+    notes: tuple[str, ...] = ()
+    notes += (
+        (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
+    )
+    about = [path for path in files if is_about_data(path, folder)]
+    if about and len(about) < len(files):
+        files = [path for path in files if path not in about]
+        notes += (f"{name}: left out {', '.join(path.name for path in about)}, which by name describe the data",)
+    loose = [path for path in files if path.parent == folder] if data.lines == "folder_names" else []
+    if loose and len(loose) < len(files):
+        files = [path for path in files if path.parent != folder]
+        notes += (f"{name}: left out {len(loose)} files outside of class folders ({loose[0].name} is the first)",)
     return _describe_files(name, files, data, notes=notes)
 
 

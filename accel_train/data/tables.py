@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.format import did_you_mean
 from accel_train.data.delimited import LINE_COLUMNS, read_delimited, read_label_lines
-from accel_train.data.encoding import decode, read_lines
+from accel_train.data.encoding import decode, read_lines, read_text
 from accel_train.data.sources import Source, file_kind, num_bytes_of
 from accel_train.recipe.data import Data
 
@@ -144,6 +144,10 @@ def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
 def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     check_columns(str(path), LINE_COLUMNS, columns, data)
     positions = [LINE_COLUMNS.index(column) for column in columns]
+    if data.lines == "folder_names":
+        row = (path.parent.name, read_text(path, data))
+        yield Row(tuple(row[position] for position in positions), str(path), path.stat().st_size)
+        return
     for record in read_label_lines(path, data):
         cells = tuple(record.fields[position] for position in positions)
         yield Row(cells, f"{path}:{record.line}", record.num_bytes)

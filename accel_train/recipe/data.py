@@ -102,9 +102,10 @@ class Data(Section):
     """csv and tsv: where the names of the columns stand; none: there are none, and columns are called "1", "2", ..."""
     delimiter: Annotated[str, AfterValidator(_one_character)] = "auto"
     """csv: one character, or tab; auto: comma, tab, semicolon or bar, the first that divides the first lines alike."""
-    lines: Literal["label_text", "fasttext", "fasttext_multi"] | None = None
+    lines: Literal["label_text", "fasttext", "fasttext_multi", "folder_names"] | None = None
     """Text files for a classifier: each line is `LABEL TEXT` (label_text), or `__label__LABEL TEXT` (fasttext; fasttext_multi: with
-    several labels). Their columns are called label and text; none: text files have no columns."""
+    several labels); or each file is a text, and the name of its folder the label (folder_names). Their columns are called label and
+    text; none: text files have no columns."""
     shuffle: bool = True
     """Read the samples of each epoch in a permuted order; off: in the order of the source."""
     num_workers: Auto | NonNegativeInt = "auto"

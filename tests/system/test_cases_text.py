@@ -1,5 +1,7 @@
 """Text data as people have them: each is read right, or refused with the reason; nothing is left out in silence."""
 
+import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,8 @@ import pytest
 import yaml
 
 from accel_train.cli.main import main
+from accel_train.data.sources import resolve_sources
+from accel_train.recipe.data import Data
 
 _WORDS = ("the film was long and dull", "a bright and funny story", "few people laughed at the end", "we all cried")
 
@@ -22,6 +26,79 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _recipe(path: str) -> Any:
     return yaml.safe_load(Path(path).read_text())
+
+
+def _aclimdb(folder: str) -> None:
+    for part in ("train", "test"):
+        for label in ("pos", "neg", *(["unsup"] if part == "train" else [])):
+            Path(folder, part, label).mkdir(parents=True)
+            for number in range(8):
+                text = f"{label} {_WORDS[number % 4]} {number}" + "\nsecond line" * (number == 3)
+                Path(folder, part, label, f"{number}.txt").write_text(text)
+    Path(folder, "train", "urls_pos.txt").write_text("http://x\n")
+    Path(folder, "README").write_text("about")
+    Path(folder, "imdb.vocab").write_text("the\na\n")
+
+
+def test_data_07_class_folders_of_texts_are_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    _aclimdb("imdb")
+    quick = ("--schedule.max_steps", "2", "--log.progress", "false", "--model.config.num_buckets", "4096")
+    assert main(["finetune", "imdb", *quick]) == 0
+    printed = capsys.readouterr().out
+    recipe = _recipe("runs/imdb.yaml")
+    assert recipe["task"] == "text-classification"
+    assert recipe["data"]["train"] == ["imdb/train/neg", "imdb/train/pos"]
+    assert "eval" not in recipe["data"]
+    assert "accel-train evaluate runs/imdb imdb/test)" in printed
+    for name in ("README", "imdb.vocab", "train/urls_pos.txt", "train/unsup/* (8 files)"):
+        assert name in printed[printed.index("  not used: ") :].splitlines()[0]
+    facts = json.loads(Path("runs/imdb/summary.json").read_text())["data"]
+    assert facts["num_train"] + facts["num_eval"] == 16
+    assert facts["label_names"] == ["neg", "pos"]
+    assert main(["run", "runs/imdb.yaml"]) == 0  # finished: it is found as it was
+    assert main(["evaluate", "runs/imdb", "imdb/test"]) == 0
+    assert main(["predict", "runs/imdb", "imdb/test", "--out", "predicted.csv"]) == 0
+    with open("predicted.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted((row["id"], row["true_label"]) for row in rows)[0] == ("imdb/test/neg/0.txt", "neg")
+    assert len(rows) == 16
+    assert main(["finetune", "imdb", "--task", "causal-lm", "--dry-run", "--output_dir", "runs/lm"]) == 0
+    assert _recipe("runs/lm.yaml")["data"]["train"] == "imdb/train"
+    Path("flat").mkdir()
+    for part in ("pos", "neg"):
+        Path("imdb/test", part).rename(Path("flat", part))
+    assert main(["finetune", "flat", "--dry-run"]) == 0
+    data = _recipe("runs/flat.yaml")["data"]
+    assert (data["train"], data["lines"]) == ("flat", "folder_names")
+
+
+def test_data_13_a_readme_is_not_the_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("polarity").mkdir()
+    Path("polarity/README.txt").write_text("about these data\n" * 20)
+    for suffix in ("pos", "neg"):
+        Path("polarity", f"rt.{suffix}").write_text("a text\n" * 20)
+    assert main(["finetune", "polarity", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "rt.neg, rt.pos" in said
+    assert "README" not in said
+    Path("polarity/rt.pos").rename("polarity/more.txt")
+    assert main(["finetune", "polarity", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 file, 140 characters" in printed
+    assert "not used: files README.txt, rt.neg" in printed
+    (source,) = resolve_sources("polarity", Data(train="polarity"), key="data.train")
+    assert [path.name for path in source.files] == ["more.txt"]
+    assert any("README.txt" in note for note in source.notes)
+
+
+def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("wiki").mkdir()
+    for part in ("train", "valid", "test"):
+        Path("wiki", f"wiki.{part}.txt").write_text(f"text of {part}\n" * 50)
+    assert main(["finetune", "wiki", "--dry-run"]) == 0
+    data = _recipe("runs/wiki.yaml")["data"]
+    assert (data["train"], data["eval"]) == ("wiki/wiki.train.txt", "wiki/wiki.valid.txt")
+    assert "accel-train evaluate runs/wiki wiki/wiki.test.txt" in capsys.readouterr().out
 
 
 def test_data_01_a_cut_letter_does_not_turn_utf8_into_mojibake(capsys: pytest.CaptureFixture[str]) -> None:

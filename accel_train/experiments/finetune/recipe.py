@@ -123,7 +123,14 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
     }
     lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
     lines += [f"  {len(found.counts)} classes: {_counts(found.counts)}"] if found.counts else []
-    return lines + [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
+    lines += [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
+    if found.unused is None:
+        return lines
+    tests = []
+    if found.test is not None:
+        command = f"accel-train evaluate {quote(recipe.output_dir)} {quote(found.test)}"
+        tests = [f"{found.test}, which is test data by its name (afterwards: {command})"]
+    return [*lines, f"  not used: {'; '.join((*found.unused, *tests)) or 'nothing'}"]
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -1,6 +1,5 @@
 """Columns of a table: texts, labels, prompts, chats or names of images; whatever is ambiguous is an error with the flag."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,10 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
-from accel_train.experiments.finetune.found import Asked, Found
+from accel_train.experiments.finetune.found import Asked, Found, Settings, lengths
 from accel_train.experiments.finetune.images import sizes_of
 from accel_train.experiments.finetune.labels import recognise_label
+from accel_train.experiments.finetune.unused import listed
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
 _TEXT_NAMES = frozenset(_USUAL.split())
@@ -42,7 +42,15 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     found = _chats(asked, table) or _pairs(asked, table) or _images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
     found["settings"] = {**settings, **found["settings"]}
+    found["unused"] = _unused_columns(found["settings"], table)
     return Found(description=about, num_samples=len(table.wheres), notes=tuple(table.notes), **found)
+
+
+def _unused_columns(settings: Settings, table: Table) -> tuple[str, ...]:
+    values = [each.value for name, each in settings.items() if "_column" in name]
+    read = {name for value in values for name in ([value] if isinstance(value, str) else value)}
+    names = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
+    return (f"{'column' if len(names) == 1 else 'columns'} {listed(names)}",) if names else ()
 
 
 def _check_flags(asked: Asked, table: Table) -> None:
@@ -82,7 +90,7 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
             "data.format": Choice("chat", why),
             **_column("messages_column", column.name, "the column of chats"),
         },
-        **_lengths(sizes),
+        **lengths(sizes),
         "is_chat": True,
     }
 
@@ -114,7 +122,7 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
             **_column("prompt_column", pair[0], "its name"),
             **_column("completion_column", pair[1], "its name"),
         },
-        **_lengths([len(one) + len(other) for one, other in zip(*(table[name].cells for name in pair))]),
+        **lengths([len(one) + len(other) for one, other in zip(*(table[name].cells for name in pair))]),
     }
 
 
@@ -154,7 +162,7 @@ def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
         if asked.task
         else "one column of text and no label: a language model learns to continue it",
         "settings": _column("text_column", text.name, why),
-        **_lengths([len(str(cell)) for cell in text.cells]),
+        **lengths([len(str(cell)) for cell in text.cells]),
     }
 
 
@@ -173,7 +181,7 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
         "settings": {"data.text_columns": Choice([column.name for column in texts], why), **label.settings},
         "counts": label.counts,
         "has_one_label": label.is_one,
-        **_lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
+        **lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
     }
 
 
@@ -201,7 +209,3 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
 
 def _column(setting: str, name: str, why: str) -> dict[str, Choice[Any]]:
     return {f"data.{setting}": Choice(name, why)}
-
-
-def _lengths(sizes: Sequence[int]) -> dict[str, int]:
-    return {"num_chars": sum(sizes), "longest": sorted(sizes)[len(sizes) * 19 // 20]}
