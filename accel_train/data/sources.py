@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_train.core.files import files_below, refuse_link_loops
 from accel_train.core.format import did_you_mean, format_count
-from accel_train.data.delimited import DELIMITERS, delimiter_of
+from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
 from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.recipe.data import Data
 
@@ -317,6 +317,9 @@ def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
         if kind == "csv" and file.suffix.lower() == ".csv" and (delimiter := delimiter_of(file, data)) != ",":
             name = DELIMITERS.get(delimiter, repr(delimiter))
             found.setdefault(f"separated by {name}, which divide its first lines alike", []).append(file)
+        if kind == "csv" and data.quoting == "auto" and quoting_of(file, data) == "none":
+            how = "tabs and lines alone: quotes are characters of the text, since csv quoting would swallow rows (data.quoting)"
+            found.setdefault(how, []).append(file)
         if kind in ("csv", "jsonl") and data.encoding == "auto" and encoding_of(file, data) != "utf-8":
             found.setdefault("UTF-16, as its byte order mark says", []).append(file)
     return tuple(

@@ -102,6 +102,9 @@ class Data(Section):
     """csv and tsv: where the names of the columns stand; none: there are none, and columns are called "1", "2", ..."""
     delimiter: Annotated[str, AfterValidator(_one_character)] = "auto"
     """csv: one character, or tab; auto: comma, tab, semicolon or bar, the first that divides the first lines alike."""
+    quoting: Literal["auto", "csv", "none"] = "auto"
+    """csv and tsv: quotes bind a field together (csv), or are characters of the text (none); auto: csv, and none for tabs where each
+    line has as many and csv quoting would fail or swallow lines."""
     lines: Literal["label_text", "fasttext", "fasttext_multi", "folder_names"] | None = None
     """Text files for a classifier: each line is `LABEL TEXT` (label_text), or `__label__LABEL TEXT` (fasttext; fasttext_multi: with
     several labels); or each file is a text, and the name of its folder the label (folder_names). Their columns are called label and

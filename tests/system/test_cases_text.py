@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from accel_train.cli.main import main
+from accel_train.data.delimited import read_delimited
 from accel_train.data.sources import resolve_sources
 from accel_train.recipe.data import Data
 
@@ -89,6 +90,33 @@ def test_data_13_a_readme_is_not_the_corpus(capsys: pytest.CaptureFixture[str]) 
     (source,) = resolve_sources("polarity", Data(train="polarity"), key="data.train")
     assert [path.name for path in source.files] == ["more.txt"]
     assert any("README.txt" in note for note in source.notes)
+
+
+def test_data_08_a_quote_in_a_tsv_swallows_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{'spam' if n % 2 else 'ham'}\tsee you at lunch number {n}" for n in range(18)]
+    rows[2], rows[9] = 'ham\t"good things take time and so on', 'spam\twin a "prize" now"'
+    Path("quotes.tsv").write_text("\n".join(["label\ttext", *rows, ""]))
+    assert main(["finetune", "quotes.tsv", "--dry-run"]) == 0
+    assert "quotes.tsv: 18 rows" in capsys.readouterr().out
+    names = ["label", "text"]
+    read = list(read_delimited(Path("quotes.tsv"), Data(train="quotes.tsv")))
+    assert [record.fields for record in read] == [names, *(row.split("\t") for row in rows)]
+    assert len(list(read_delimited(Path("quotes.tsv"), Data(train="", quoting="none")))) == 19
+    Path("multi.tsv").write_text('label\ttext\nham\t"one\nand two"\nspam\t"said ""hi"""\n')  # as csv writes it
+    read = list(read_delimited(Path("multi.tsv"), Data(train="multi.tsv")))
+    assert [record.fields for record in read] == [names, ["ham", "one\nand two"], ["spam", 'said "hi"']]
+
+
+def test_data_02_a_tsv_without_csv_quoting_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{'spam' if n % 2 else 'ham'}\tsee you at lunch number {n}" for n in range(18)]
+    rows[5] = 'spam\t"Quoted" and more'  # strict csv refuses it
+    Path("sms.tsv").write_text("\n".join(["label\ttext", *rows, ""]))
+    assert main(["finetune", "sms.tsv", "--dry-run"]) == 0
+    assert "sms.tsv: 18 rows" in capsys.readouterr().out
+    read = list(read_delimited(Path("sms.tsv"), Data(train="sms.tsv")))
+    assert read[6].fields == ["spam", '"Quoted" and more']
+    assert main(["finetune", "sms.tsv", "--dry-run", "--data.quoting", "csv", "--output_dir", "runs/b"]) == 2
+    assert "data.quoting: none" in capsys.readouterr().err
 
 
 def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
