@@ -75,7 +75,9 @@ def column_names(source: Source, data: Data) -> list[str]:
             return list(file.schema_arrow.names)
     if file_kind(path) == "text" and data.lines is not None:
         return list(LINE_COLUMNS)
-    if file_kind(path) == "csv":
+    if file_kind(path) == "json":
+        names = list(next((row for row, _, _ in _json_objects(path, data, "text")), ()))
+    elif file_kind(path) == "csv":
         header = next(read_delimited(path, data), None)
         names = [] if header is None else header.fields
     else:
@@ -182,7 +184,7 @@ def _parquet_file(path: Path) -> Any:
         raise ValueError(f"{path}: not a parquet file ({error}); is it complete?") from None
 
 
-_READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}
+_READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "json": _jsonl_rows, "parquet": _parquet_rows}
 
 
 def _arrow_rows(
@@ -237,12 +239,34 @@ def setting_of(column: str, data: Data) -> str:
     return " or ".join(f"data.{name}" for name, named in columns.items() if column in named) or "the recipe"
 
 
-def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Each object of a jsonl file, its file and line, and its bytes; without blank lines."""
+def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
+    """Each object of a jsonl file, its file and line, and its bytes; without blank lines. Of a json file, each of its array."""
+    if file_kind(path) == "json":
+        yield from _array_objects(path, data, example_column)
+        return
     for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
         if line.strip():
             where = f"{path}:{number}"
             yield _json_object(line, where, example_column), where, num_bytes
+
+
+def _array_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
+    try:
+        rows = json.loads(read_text(path, data))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); write one array of objects") from None
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"{path} holds {show_cell(rows)}, not an array of rows; write [{{{example_column!r}: ...}}, ...]"
+        )
+    num_bytes = path.stat().st_size / max(1, len(rows))
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, row {number}"
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{where}: {show_cell(row)} is not an object; write {{{example_column!r}: ...}} for each row"
+            )
+        yield row, where, num_bytes
 
 
 def _json_object(line: str, where: str, example_column: str) -> dict[str, Any]:

@@ -157,6 +157,8 @@ class Data(Section):
     """causal-lm fine-tuning: the column with prompts ..."""
     completion_column: str = "completion"
     """... and the one with the completions that are learned."""
+    input_column: str | None = None
+    """causal-lm fine-tuning: a column whose text, where a row has some, follows the prompt after a blank line (Alpaca's input)."""
     messages_column: str = "messages"
     """causal-lm fine-tuning: the column with a chat, a list of {role, content}; rendered by the tokenizer's chat template."""
     format: Literal["text", "prompt_completion", "chat"] = "text"

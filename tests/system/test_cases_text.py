@@ -10,8 +10,11 @@ import yaml
 
 from accel_train.cli.main import main
 from accel_train.data.delimited import read_delimited
+from accel_train.data.sft.corpus import check_row, columns_of
 from accel_train.data.sources import resolve_sources
+from accel_train.data.tables import read_rows
 from accel_train.recipe.data import Data
+from accel_train.recipe.loader import load_recipe
 
 _WORDS = ("the film was long and dull", "a bright and funny story", "few people laughed at the end", "we all cried")
 
@@ -117,6 +120,66 @@ def test_data_02_a_tsv_without_csv_quoting_is_read(capsys: pytest.CaptureFixture
     assert read[6].fields == ["spam", '"Quoted" and more']
     assert main(["finetune", "sms.tsv", "--dry-run", "--data.quoting", "csv", "--output_dir", "runs/b"]) == 2
     assert "data.quoting: none" in capsys.readouterr().err
+
+
+def _jsonl(name: str, rows: list[dict[str, Any]]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_data_05_bad_examples_are_not_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [
+        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(12)
+    ]
+    _jsonl("kto.jsonl", [{"messages": chat, "label": n % 3 > 0} for n, chat in enumerate(chats)])
+    assert main(["finetune", "kto.jsonl", "--dry-run"]) == 2
+    assert "'label' is false in 4 of 12 rows" in capsys.readouterr().err
+    _jsonl("pairs.jsonl", [{"prompt": f"{n}?", "completion": "yes", "label": n % 2 > 0} for n in range(12)])
+    assert main(["finetune", "pairs.jsonl", "--dry-run"]) == 2
+    assert "'label' is false in 6 of 12 rows" in capsys.readouterr().err
+    _jsonl("dpo.jsonl", [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(12)])
+    assert main(["finetune", "dpo.jsonl", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "DPO" in said
+    flags = ("--data.prompt_column", "prompt", "--data.completion_column", "chosen")
+    assert " ".join(flags) in said
+    assert main(["finetune", "dpo.jsonl", "--dry-run", *flags]) == 0
+    assert "not used: column 'rejected'" in capsys.readouterr().out
+    assert not Path("runs/kto.yaml").exists()
+
+
+def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [
+        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(12)
+    ]
+    _jsonl("tools.jsonl", [{"messages": chat, "tools": [{"type": "function"}]} for chat in chats])
+    assert main(["finetune", "tools.jsonl", "--dry-run"]) == 2
+    assert "tools" in capsys.readouterr().err
+    alpaca = [{"instruction": "To French", "input": f"cat {n}" if n else "", "output": f"chat {n}"} for n in range(12)]
+    Path("alpaca.json").write_text(json.dumps(alpaca))
+    _jsonl("alpaca.jsonl", alpaca)
+    for name in ("alpaca.json", "alpaca.jsonl"):
+        flags = ("--output_dir", f"runs/{name}", "--data.eval_fraction", "0")
+        assert main(["finetune", name, "--dry-run", *flags]) == 0
+        assert "not used: nothing" in capsys.readouterr().out
+        recipe = load_recipe(Path(f"runs/{name}.yaml"))
+        (source,) = resolve_sources(name, recipe.data, key="data.train")
+        parts = [check_row(row, recipe.data).parts for row in read_rows(source, columns_of(recipe.data), recipe.data)]
+        assert parts == [("To French", "chat 0"), *((f"To French\n\ncat {n}", f"chat {n}") for n in range(1, 12))]
+    names = {"user": "human", "assistant": "gpt"}
+    sharegpt = [{"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in chat]} for chat in chats]
+    Path("sharegpt.json").write_text(json.dumps(sharegpt))
+    in_parts = [[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in chat] for chat in chats]
+    _jsonl("parts.jsonl", [{"messages": chat} for chat in in_parts])
+    for name in ("sharegpt.json", "parts.jsonl"):
+        assert main(["finetune", name, "--dry-run", "--output_dir", f"runs/{name}"]) == 0
+        recipe = load_recipe(Path(f"runs/{name}.yaml"))
+        (source,) = resolve_sources(name, recipe.data, key="data.train")
+        rows = read_rows(source, columns_of(recipe.data), recipe.data)
+        assert [check_row(row, recipe.data).parts for row in rows] == chats
+    in_parts[3][0]["content"] = [{"type": "image_url", "image_url": "x"}]
+    _jsonl("parts.jsonl", [{"messages": chat} for chat in in_parts])
+    assert main(["finetune", "parts.jsonl", "--dry-run", "--output_dir", "runs/other"]) == 2
+    assert "parts.jsonl:4" in capsys.readouterr().err
 
 
 def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,9 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     settings = readings(path, data, given)
     data = with_settings(data, settings)
     (source,) = resolve_sources(str(path), data, key=str(path))
-    names, partial = shared_keys(path, data) if file_kind(path) == "jsonl" else (column_names(source, data), {})
+    names, partial = (
+        shared_keys(path, data) if file_kind(path) in ("jsonl", "json") else (column_names(source, data), {})
+    )
     names = [name for name in names if name]  # spreadsheets end rows with columns that have no name
     if not names:
         raise ValueError(f"{path}: no column is in every row; write the same keys on each line")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from accel_train.core.files import files_below
 from accel_train.core.format import did_you_mean
+from accel_train.data.encoding import read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, is_about_data
@@ -52,10 +53,12 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
         return recognise_table(asked, path)
     if kind == "text":
         return recognise_text(asked, [path])
+    if kind == "json" and next(iter(read_text(path, asked.data).lstrip()), "") == "[":
+        return recognise_table(asked, path)
     if kind == "json":
         raise ValueError(
-            f"{path}: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with "
-            f"json.dumps(row) for each row; SQuAD's own files: accel-train run question_answering --data.train {path}"
+            f"{path}: finetune reads an array of objects, or one object on each line (.jsonl), and this is one document: write "
+            f"[row, row, ...]; SQuAD's own files: accel-train run question_answering --data.train {path}"
         )
     if kind in ("tokens", "conll"):
         recipe = "gpt_tiny" if kind == "tokens" else "token_classification"
