@@ -1,7 +1,8 @@
 """Turn the cells of a label column into what a model is trained on: ids of classes, sets of them, or numbers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -159,7 +160,13 @@ def label_scheme(
         ordered = sorted(found, key=int) if all(map(_is_integer, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):
             ordered = list(known_names)
-        scheme = LabelScheme(kind, tuple(ordered), column, False, reason)
+        several = several_in_one(ordered) if kind == "single_label" and problem_type == "auto" else None
+        said = (
+            ()
+            if several is None
+            else (f"column {column!r}: {several[0]!r} is one class, not several with {several[1]}",)
+        )
+        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=said)
     if len(scheme.names) < (2 if kind == "single_label" else 1):
         scheme.encode(values, where)  # a label of the wrong type is the better message
         raise ValueError(
@@ -177,6 +184,23 @@ def label_name(value: Any) -> str | None:
         return "true" if value else "false"
     is_whole = isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer())
     return str(int(value)) if is_whole else None
+
+
+def several_in_one(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the name of a class that looks like several labels in one, and what divides them; None where none does.
+
+    Names with commas count only where a part is in another name, too: "css,html" next to "css", but not "Washington, DC" alone.
+    """
+    names = sorted(names)
+    for name in names:
+        if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()") and name[1:-1].strip():
+            return name, "brackets"
+    for separator, called in ((",", "commas"), ("|", "vertical bars"), (";", "semicolons")):
+        counts = Counter(part.strip() for name in names for part in set(name.split(separator)))
+        for name in names:
+            if separator in name and any(counts[part.strip()] > 1 for part in name.split(separator)):
+                return name, called
+    return None
 
 
 def _fault(value: Any, fault: str, remedy: str) -> ValueError:

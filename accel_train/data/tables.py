@@ -110,10 +110,23 @@ def shared_keys(path: Path, data: Data) -> tuple[list[str], dict[str, str]]:
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:
     """Return the names of the classes whose ids a column holds, where a data set knows them (`datasets.ClassLabel`)."""
     if source.dataset is None:
-        return None
+        is_parquet = bool(source.files) and file_kind(source.files[0]) == "parquet"
+        return _names_in_parquet(source.files[0], column) if is_parquet else None
     feature: Any = source.dataset.features.get(column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list of class labels, or of one
     return None if names is None else tuple(names)
+
+
+def _names_in_parquet(path: Path, column: str | None) -> tuple[str, ...] | None:
+    """Return the names that `datasets` writes into a parquet file's schema, of class labels and lists of them."""
+    with _parquet_file(path) as file:
+        written = (file.schema_arrow.metadata or {}).get(b"huggingface")
+    try:
+        feature = json.loads(written or b"{}")["info"]["features"][column]
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+        return tuple(map(str, feature["names"]))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
 
 
 def text_cell(cell: object, column: str, where: str, data: Data) -> str:

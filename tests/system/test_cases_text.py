@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -13,6 +15,7 @@ from accel_train.data.delimited import read_delimited
 from accel_train.data.sft.corpus import check_row, columns_of
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
+from accel_train.data.text.labelled import load_labelled_texts
 from accel_train.recipe.data import Data
 from accel_train.recipe.loader import load_recipe
 
@@ -180,6 +183,58 @@ def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused(capsys: 
     _jsonl("parts.jsonl", [{"messages": chat} for chat in in_parts])
     assert main(["finetune", "parts.jsonl", "--dry-run", "--output_dir", "runs/other"]) == 2
     assert "parts.jsonl:4" in capsys.readouterr().err
+
+
+def test_data_14_several_labels_in_a_cell_are_not_a_class(capsys: pytest.CaptureFixture[str]) -> None:
+    tags = ("python", "python,sql", "css,html", "python,sql")
+    Path("tags.csv").write_text("text,tags\n" + "".join(f'how do I do {n} here,"{tags[n % 4]}"\n' for n in range(24)))
+    assert main(["finetune", "tags.csv", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "commas" in said
+    assert "--model.problem_type single_label" in said
+    assert main(["finetune", "tags.csv", "--dry-run", "--model.problem_type", "single_label"]) == 0
+    lists = ("['css', 'html']", "['css']")
+    Path("lists.csv").write_text("text,tags\n" + "".join(f'how do I do {n} here,"{lists[n % 2]}"\n' for n in range(24)))
+    assert main(["finetune", "lists.csv", "--dry-run"]) == 2
+    assert "brackets" in capsys.readouterr().err
+    Path("places.csv").write_text("text,place\n" + "".join(f'a text {n} here,"{("Bonn, NW", "Washington, DC")[n % 2]}"\n' for n in range(24)))  # fmt: skip
+    assert main(["finetune", "places.csv", "--dry-run"]) == 0
+
+
+def test_data_06_columns_of_zeros_and_ones_name_the_way_to_many_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{n},this is comment number {n},{n % 2},{n // 2 % 2},{n // 4 % 2}" for n in range(40)]
+    Path("toxic.csv").write_text("\n".join(["id,comment,toxic,threat,insult", *rows, ""]))
+    assert main(["finetune", "toxic.csv", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "--label toxic or --label threat or --label insult" in said
+    assert "list" in said
+
+
+def _shard(path: str, numbers: range) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    names = {"label": {"names": ["negative", "positive"], "_type": "ClassLabel"}}
+    table = pa.table({"text": [f"{_WORDS[n % 4]} {n}" for n in numbers], "label": [n % 2 for n in numbers]})
+    schema = {"huggingface": json.dumps({"info": {"features": {"text": {"_type": "Value"}, **names}}})}
+    pq.write_table(table.replace_schema_metadata(schema), path)
+
+
+def test_data_12_shards_are_one_table_and_test_shards_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(2):
+        _shard(f"hub/data/train-{number:05d}-of-00002.parquet", range(20 * number, 20 * number + 20))
+    _shard("hub/data/test-00000-of-00001.parquet", range(50, 60))
+    assert main(["finetune", "hub", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "40 rows" in printed
+    assert "2 classes: negative 20, positive 20" in printed
+    assert "accel-train evaluate runs/hub 'hub/data/test-*-of-00001.parquet'" in printed
+    recipe = load_recipe(Path("runs/hub.yaml"))
+    assert recipe.data.train == "hub/data/train-*-of-00002.parquet"
+    texts = load_labelled_texts(recipe, None)
+    assert texts.scheme.names == ("negative", "positive")
+    assert len(texts.train) + len(texts.eval or []) == 40
+    assert main(["finetune", "hub/data/train-*.parquet", "--dry-run", "--output_dir", "runs/b"]) == 0
+    assert main(["finetune", "hub/data/train-00000-of-00002.parquet", "--dry-run", "--output_dir", "runs/c"]) == 0
+    assert "train-00001-of-00002.parquet" in capsys.readouterr().out.split("not used:")[-1]
 
 
 def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

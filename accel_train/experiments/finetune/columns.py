@@ -3,7 +3,7 @@
 import csv
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from accel_train.data.encoding import guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import label_name
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import column_names, read_rows, shared_keys
+from accel_train.data.tables import class_names, column_names, read_rows, shared_keys
 from accel_train.recipe.data import Data
 
 _MOST_CLASSES = 1000
@@ -100,6 +100,8 @@ class Table:
     notes: Sequence[str]
     partial: Mapping[str, str]
     """File and line of a row without it, for each column that only some rows have."""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the classes whose ids a column holds, where the file has them."""
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
@@ -151,7 +153,8 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
         raise ValueError(f"{path} holds no rows; name a table that has some")
     columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
     notes = [f"column {name!r} is left out: {where} has none" for name, where in partial.items()]
-    return Table(path, columns, [row.where for row in rows], settings, [*source.notes, *notes], partial)
+    known = {name: found for name in names if (found := class_names(source, name)) is not None}
+    return Table(path, columns, [row.where for row in rows], settings, [*source.notes, *notes], partial, known)
 
 
 def source_of(path: Path) -> Source:
@@ -168,13 +171,13 @@ def _missing_header(path: Path, data: Data) -> str | None:
         return None  # the reader names the row
     if len(rows) < 2 or all(field == str(number) for number, field in enumerate(filter(None, rows[0]))):
         return None  # numbers in order are the names that pandas gives
-    for number, field in enumerate(rows[0]):
-        if field and _is_number(field):
-            return f"the first row holds the number {field}, which is no name of a column"
-        if len(field.split()) > _WORDS_OF_A_NAME:
-            return f"the first row holds a text of {len(field.split())} words, which is no name of a column"
-        if field and any(row[number] == field for row in rows[1:]) and len(rows[0]) > 1:
-            return f"{field!r} of the first row comes again in later rows, so it is no name of a column"
+    for number, cell in enumerate(rows[0]):
+        if cell and _is_number(cell):
+            return f"the first row holds the number {cell}, which is no name of a column"
+        if len(cell.split()) > _WORDS_OF_A_NAME:
+            return f"the first row holds a text of {len(cell.split())} words, which is no name of a column"
+        if cell and any(row[number] == cell for row in rows[1:]) and len(rows[0]) > 1:
+            return f"{cell!r} of the first row comes again in later rows, so it is no name of a column"
     return None
 
 

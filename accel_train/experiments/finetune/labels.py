@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.state import Choice
 from accel_train.data.encoding import read_lines
-from accel_train.data.labels import label_scheme
+from accel_train.data.labels import label_scheme, several_in_one
 from accel_train.experiments.finetune.columns import Column, Table
 from accel_train.experiments.finetune.found import Asked
 
@@ -33,7 +33,11 @@ def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
         ValueError: none or several may be it, or a row has no label or a wrong one; the message names the row or shows the flag.
     """
     column, why = _label_of(asked, table, *used)
-    if asked.label is None and (names := _names_beside(table, column, used)) is not None:
+    if (
+        asked.label is None
+        and column.name not in table.class_names
+        and (names := _names_beside(table, column, used)) is not None
+    ):
         column, why = names, f"it names the numbers in column {column.name!r}, one by one"
     settings: dict[str, Choice[Any]] = {"data.label_column": Choice(column.name, why)}
     first = _with_names(asked, table, column, settings)
@@ -43,7 +47,7 @@ def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
         column=column.name,
         problem_type=asked.problem_type,
         label_names=settings["data.label_names"].value if "data.label_names" in settings else asked.data.label_names,
-        feature_names=None,
+        feature_names=table.class_names.get(column.name),
         first_id=first,
     )
     encoded = scheme.encode(column.cells, lambda index: table.wheres[index])
@@ -51,6 +55,15 @@ def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
         if asked.problem_type == "auto":
             settings["model.problem_type"] = Choice("regression", scheme.reason)
         return Label(column.name, settings, {})
+    several = (
+        several_in_one(scheme.names) if scheme.problem_type == "single_label" and asked.problem_type == "auto" else None
+    )
+    if several is not None and not scheme.are_ids:
+        raise ValueError(
+            f"{table.path}: column {column.name!r} holds several labels in one cell, with {several[1]} ({several[0]!r}), and each "
+            "combination would be a class. Write lists of names, in a .jsonl or .parquet file; or keep the combinations: "
+            "--model.problem_type single_label"
+        )
     if scheme.problem_type == "multi_label":
         counts = dict(zip(scheme.names, map(int, encoded.sum(0))))
     else:
@@ -81,7 +94,13 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
         return likely[0], f"the only column of few values: {len(likely[0].classes)} in {len(likely[0].cells):,} rows"
     if likely:
         some = [f"--label {column.name}" for column in likely]
-        raise ValueError(f"{table.path}: {len(likely)} columns may be the label; choose one: {' or '.join(some)}")
+        is_several = all({*column.classes} <= {"0", "1"} for column in likely)
+        also = (
+            "; to predict all at once, write one column with the list of those that are 1, in a .jsonl file"
+            if is_several
+            else ""
+        )
+        raise ValueError(f"{table.path}: {len(likely)} columns may be the label; choose one: {' or '.join(some)}{also}")
     decimal = [column for column in others if column.is_decimal]
     if len(decimal) == 1:
         return decimal[0], "the only column of decimal numbers"
@@ -119,7 +138,11 @@ def _are_integers(column: Column) -> bool:
 
 def _with_names(asked: Asked, table: Table, label: Column, settings: dict[str, Choice[Any]]) -> int:
     """Add the names in a file beside the table, where its labels are numbers; return the number of the first class."""
-    if not _are_integers(label) or {"data.label_names", "data.label_ids_from"} & asked.given:
+    if (
+        not _are_integers(label)
+        or label.name in table.class_names
+        or {"data.label_names", "data.label_ids_from"} & asked.given
+    ):
         return asked.data.label_ids_from
     for name in _NAME_FILES:
         path = table.path.with_name(name)

@@ -1,7 +1,9 @@
 """Find out what lies at a path: a table, chats, text, images by class, or images with masks."""
 
+import glob
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from accel_train.core.files import files_below
 from accel_train.core.format import did_you_mean
@@ -18,7 +20,14 @@ from accel_train.experiments.finetune.texts import (
     recognise_text,
     training_texts,
 )
-from accel_train.experiments.finetune.unused import EVAL_NAME, TEST_NAME, listed, with_unused_files
+from accel_train.experiments.finetune.unused import (
+    EVAL_NAME,
+    TEST_NAME,
+    TRAIN_NAME,
+    listed,
+    shards_of,
+    with_unused_files,
+)
 
 _TABLES = ("csv", "jsonl", "parquet")
 
@@ -35,6 +44,8 @@ def recognise(asked: Asked) -> Found:
     path = Path(asked.path).expanduser()
     if path.is_dir():
         return with_unused_files(_recognise_folder(asked, path), asked, path)
+    if glob.has_magic(path.name) and path.suffix == ".parquet" and any(path.parent.glob(path.name)):
+        return with_unused_files(_recognise_file(asked, path), asked, path)
     if not path.exists():
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, names, "check the path", least=0.5, show=lambda name: str(path.parent / name))
@@ -101,9 +112,13 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
 
 def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
     """Return the table to train on, and the one to evaluate on where its name says so."""
+    tables = list(dict.fromkeys(map(shards_of, tables)))
     held_out = [path for path in tables if EVAL_NAME.search(path.stem.lower())]
     others = [path for path in tables if path not in held_out and not TEST_NAME.search(path.stem.lower())]
+    others = [path for path in others if TRAIN_NAME.search(path.stem.lower())] or others
     if len(others) != 1 or len(held_out) > 1:
         named = ", ".join(str(path) for path in tables[:5])
-        raise ValueError(f"{folder} holds several tables ({named}); name one: accel-train finetune {tables[0]}")
+        raise ValueError(
+            f"{folder} holds several tables ({named}); name one: accel-train finetune {quote(str([*others, *tables][0]))}"
+        )
     return others[0], held_out[0] if held_out else None

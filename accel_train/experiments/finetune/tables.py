@@ -42,7 +42,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     about = f"{path}: {format_count(len(table.wheres), 'row')}, columns {table.names}"
     settings = {"data.train": Choice(str(path), ""), **table.settings}
     if held_out is not None and "data.eval" not in asked.given:
-        check_encoding(held_out, with_settings(asked.data, table.settings))
+        if held_out.is_file():
+            check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "its name says that it is for evaluation")
     found = _chats(asked, table) or _pairs(asked, table) or _images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)

@@ -17,7 +17,7 @@ from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
 from accel_train.experiments.finetune.found import Asked, Found, Settings, lengths
 from accel_train.experiments.finetune.labels import recognise_label
-from accel_train.experiments.finetune.unused import EVAL_NAME, TEST_NAME, TRAIN_NAME, UNLABELLED, part_of
+from accel_train.experiments.finetune.unused import EVAL_NAME, TEST_NAME, TRAIN_NAME, UNLABELLED, is_part, part_of
 
 _READ_AT_MOST = 50_000_000
 """Bytes of plain text that are counted in characters; of more, the bytes stand for them."""
@@ -36,8 +36,8 @@ def find_classes(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path 
     num_loose = sum(path.parent == root for path in below)
     if not is_flat or len(counts) < 2 or min(counts.values()) < max(2, num_loose):
         return None
-    is_part = [any(name.search(each.name.lower()) for name in (TRAIN_NAME, EVAL_NAME, TEST_NAME)) for each in counts]
-    if any(is_part):
+    are_parts = [any(name.search(each.name.lower()) for name in (TRAIN_NAME, EVAL_NAME, TEST_NAME)) for each in counts]
+    if any(are_parts):
         return None
     held_out = [path for path in parts if root != folder and EVAL_NAME.search(path.name.lower())]
     return sorted(counts), held_out[0] if len(held_out) == 1 else None
@@ -84,14 +84,13 @@ def training_texts(
     asked: Asked, texts: Sequence[Path], folder: Path
 ) -> tuple[Sequence[Path], Path, dict[str, Choice[Any]]]:
     """Return the texts to train on, the folder, and settings; files named train, val and test are told apart."""
-    parts = {path: part_of(path, folder) for path in texts}
-    if not any(TRAIN_NAME.search(part) for part in parts.values()) or "data.eval" in asked.given:
+    if not any(is_part(path, folder, TRAIN_NAME) for path in texts) or "data.eval" in asked.given:
         return texts, folder, {}
-    held_out = [path for path in texts if EVAL_NAME.search(parts[path])]
-    train = [path for path in texts if path not in held_out and not TEST_NAME.search(parts[path])]
+    held_out = [path for path in texts if is_part(path, folder, EVAL_NAME)]
+    train = [path for path in texts if path not in held_out and not is_part(path, folder, TEST_NAME)]
 
     def names(paths: Sequence[Path]) -> str | list[str]:
-        top = sorted({str(folder / path.relative_to(folder).parts[0]) for path in paths})
+        top = sorted({str(part_of(path, folder)) for path in paths})
         return top if len(top) > 1 else top[0]
 
     settings = {"data.train": Choice[Any](names(train), "their names say that they are for training")}

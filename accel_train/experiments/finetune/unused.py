@@ -17,12 +17,26 @@ TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)")
 UNLABELLED = ("unsup", "unlabeled", "unlabelled")
 """Folders of texts that have no class."""
 _MOST_LISTED = 5
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.parquet")
 
 
-def part_of(path: Path, folder: Path) -> str:
-    """Return the name, in lower case, that says whether a file is for training or tests: the file's or its top folder's below `folder`."""
-    first, *rest = path.relative_to(folder).parts
-    return (first if rest else Path(first).stem).lower()
+def part_of(path: Path, folder: Path) -> Path:
+    """Return the file or the folder above it, below `folder`, whose name says whether it is for training or tests; else the highest."""
+    below = [*reversed(path.relative_to(folder).parents[:-1]), path.relative_to(folder)]
+    patterns = (TRAIN_NAME, EVAL_NAME, TEST_NAME)
+    said = (each for each in below if any(pattern.search(each.stem.lower()) for pattern in patterns))
+    return folder / next(said, below[0])
+
+
+def is_part(path: Path, folder: Path, pattern: re.Pattern[str]) -> bool:
+    """Return whether the name of a file, or of a folder above it, says that it is for training (`TRAIN_NAME`), say."""
+    return pattern.search(part_of(path, folder).stem.lower()) is not None
+
+
+def shards_of(path: Path) -> Path:
+    """Return the pattern of all shards of a parquet file, as the hub names them; a path that is not a shard as it is."""
+    shard = _SHARD.fullmatch(path.name)
+    return path if shard is None else path.with_name(f"{shard[1]}-*-of-{shard[2]}.parquet")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -44,12 +58,13 @@ def with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
     others = [file for file in others if file.resolve() not in read]
     if "data.label_names" in found.settings:
         others = [file for file in others if str(file) not in found.settings["data.label_names"].reason]
-    tests = [file for file in others if TEST_NAME.search(part_of(file, folder)) and file_kind(file) is not None]
+    tests = [file for file in others if is_part(file, folder, TEST_NAME) and file_kind(file) is not None]
     if not path.is_dir():
         held_out = [file for file in others if EVAL_NAME.search(file.stem.lower())]
-        others = [file for file in (*held_out, *tests) if file.suffix == path.suffix]
+        shards = [file for file in others if shards_of(file) == shards_of(path) != path]
+        others = [file for file in (*held_out, *shards, *tests) if file.suffix == path.suffix]
         tests = [file for file in tests if file in others]
-    top = sorted({folder / test.relative_to(folder).parts[0] for test in tests})
+    top = sorted({shards_of(part_of(test, folder)) for test in tests})
     test = str(top[0]) if top else None
     rest = _by_folder([file.relative_to(folder) for file in others if file not in tests])
     unused = (*found.unused, *((f"files {rest}",) if rest else ()))
