@@ -61,7 +61,7 @@ class LabelScheme:
         return encoded
 
     def _encoded(self, value: Any) -> Any:
-        if _is_missing(value):
+        if is_missing(value):
             raise ValueError(_NO_LABEL)
         if self.problem_type == "single_label":
             return self._class_id(value)
@@ -109,6 +109,7 @@ def label_scheme(
     feature_names: Sequence[str] | None,
     known_names: Sequence[str] | None = None,
     first_id: int = 0,
+    may_drop: bool = False,
 ) -> LabelScheme:
     """Return what the labels of the training rows mean; `where` names a row.
 
@@ -116,6 +117,8 @@ def label_scheme(
     Without either the classes are the labels that occur, sorted (numbers by value), or in the order of a pretrained
     classifier's `known_names`, if those are just the same. Without a column there are rows to
     predict, and the recipe says what the answers of the trained model mean.
+
+    `may_drop` says whether `data.missing_labels` can leave rows out.
 
     Raises:
         ValueError: a label is missing, the labels do not fit the problem type, or there is only one class.
@@ -125,9 +128,13 @@ def label_scheme(
             raise ValueError("data.label_column: none is for rows to predict; then data.label_names says the classes")
         asked: Any = problem_type if problem_type in ("multi_label", "regression") else "single_label"
         return LabelScheme(asked, tuple(label_names or ("value",)), "", False, "as the recipe says")
-    missing = next((row for row, value in enumerate(values) if _is_missing(value)), None)
+    missing = next((row for row, value in enumerate(values) if is_missing(value)), None)
     if missing is not None:
-        raise ValueError(f"{where(missing)}, column {column!r}: {_NO_LABEL}")
+        count = sum(map(is_missing, values))
+        drop = (
+            f" ({count:,} of {len(values):,} have none: data.missing_labels: drop leaves them out)" if may_drop else ""
+        )
+        raise ValueError(f"{where(missing)}, column {column!r}: {_NO_LABEL}{drop}")
     given = label_names if label_names is not None else feature_names
     kind, reason = _problem_type(values, problem_type, given is not None)
     if kind == "regression":
@@ -207,7 +214,8 @@ def _fault(value: Any, fault: str, remedy: str) -> ValueError:
     return ValueError(f"{show_cell(value)} {fault}; {remedy}")
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Return whether the cell of a label is empty."""
     return value is None or value == ""
 
 

@@ -141,6 +141,8 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
         check_own_encoding(folder, section)
+        if recipe.origin("data.missing_labels").kind != "command line":  # each row of other data has its prediction
+            section = section.model_copy(update={"missing_labels": "error"})
         by_index = config.get("id2label") if changes["problem_type"] != "regression" else None
         names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
         section = section.model_copy(

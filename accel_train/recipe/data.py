@@ -127,6 +127,8 @@ class Data(Section):
     predict, without labels."""
     label_names: tuple[str, ...] | None = Field(default=None, examples=[["negative", "positive"]])
     """The classes, in the order of their ids; none: those of the training data, sorted."""
+    missing_labels: Literal["error", "drop"] = "error"
+    """text-classification: a row without a label stops the run, naming it, or is left out (drop); the start says how many."""
     label_ids_from: NonNegativeInt = 0
     """The number of the first class, where the labels are numbers and label_names has their names."""
     id_column: str | None = None
@@ -157,7 +159,7 @@ class Data(Section):
     """causal-lm fine-tuning: the column with prompts ..."""
     completion_column: str = "completion"
     """... and the one with the completions that are learned."""
-    input_column: str | None = None
+    input_column: str | None = Field(default=None, examples=["input"])
     """causal-lm fine-tuning: a column whose text, where a row has some, follows the prompt after a blank line (Alpaca's input)."""
     messages_column: str = "messages"
     """causal-lm fine-tuning: the column with a chat, a list of {role, content}; rendered by the tokenizer's chat template."""

@@ -74,7 +74,10 @@ def test_a_csv_becomes_a_text_classifier(capsys: pytest.CaptureFixture[str]) -> 
     assert sizes is not None
     assert sum(map(int, sizes.groups())) == 62
     assert " training texts are empty (reviews.csv:62 is the first), and trained on as they are" in printed
-    assert 'pipeline("text-classification", model="runs/reviews/model", trust_remote_code=True)("a text")' in printed
+    assert (
+        'pipeline("text-classification", model="runs/reviews/model", trust_remote_code=True)("a text", truncation=True)'
+        in printed
+    )
     assert "data.text_columns: [review] (the only column of texts: 6 words on average)" in printed
     assert "data.label_column: stars (its name)" in printed
     assert "evaluate.metric_for_best_model: accuracy (the classes are of like size)" in printed
@@ -414,7 +417,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         columns("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
         "t.csv",
         (),
-        "t.csv:9, column 'label': there is no label; fill it in, or drop the row",
+        "t.csv:9, column 'label': there is no label; fill it in, or drop the row (1 of 40 have none: data.missing_labels: drop leaves them out)",
     ),
     "a row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"label": "xy"[n % 2]} if n != 4 else {})),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,69 @@ def test_data_12_shards_are_one_table_and_test_shards_are_left_alone(capsys: pyt
     assert main(["finetune", "hub/data/train-*.parquet", "--dry-run", "--output_dir", "runs/b"]) == 0
     assert main(["finetune", "hub/data/train-00000-of-00002.parquet", "--dry-run", "--output_dir", "runs/c"]) == 0
     assert "train-00001-of-00002.parquet" in capsys.readouterr().out.split("not used:")[-1]
+
+
+def test_data_03_rows_without_a_label_are_counted_and_dropped_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"a {word} day number {n},{word if n != 7 else ''}" for n in range(20) for word in ("good", "bad")]
+    Path("reviews.csv").write_text("\n".join(["words,Kind", *rows, ""]))
+    assert main(["finetune", "reviews.csv", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "reviews.csv:16, column 'Kind'" in said
+    assert "2 of 40" in said
+    assert "data.missing_labels: drop" in said
+    assert main(["finetune", "reviews.csv", "--dry-run", "--data.missing_labels", "drop"]) == 0
+    printed = capsys.readouterr().out
+    assert "not used: 2 rows without a label" in printed
+    assert "2 classes: bad 19, good 19" in printed
+    texts = load_labelled_texts(load_recipe(Path("runs/reviews.yaml")), None)
+    assert len(texts.train) + len(texts.eval or []) == 38
+    assert any("2 of 40 rows" in note for note in texts.notes)
+
+
+def test_test_data_next_to_the_training_data_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train", "test", "val"):
+        rows = [f"{n},{_WORDS[n % 4]} {n},{'xy'[n % 2]}" for n in range(40)]
+        Path(f"{name}.csv").write_text("\n".join(["id,text,label", *rows, ""]))
+    assert main(["finetune", "train.csv", "--dry-run"]) == 0
+    unused = capsys.readouterr().out.split("not used: ")[1]
+    assert unused.startswith("column 'id'; files val.csv; test.csv, ")
+    assert "accel-train evaluate runs/train test.csv" in unused
+    assert main(["finetune", ".", "--dry-run", "--output_dir", "runs/b"]) == 0
+    printed = capsys.readouterr().out
+    assert "data.eval_fraction" not in printed
+    data = _recipe("runs/b.yaml")["data"]
+    assert (data["train"], data["eval"]) == ("train.csv", "val.csv")
+    assert "eval_fraction" not in data
+
+
+def test_pairs_that_share_a_side_with_training_pairs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"question {n // 10} of many,answer {n} to it,{n % 2}" for n in range(100)]
+    Path("pairs.csv").write_text("\n".join(["q,a,label", *rows, ""]))
+    assert main(["finetune", "pairs.csv", "--text", "q,a", "--dry-run"]) == 0
+    texts = load_labelled_texts(load_recipe(Path("runs/pairs.yaml")), None)
+    held_out, trained = texts.eval or [], {row.texts[0] for row in texts.train}
+    count = sum(row.texts[0] in trained for row in held_out)
+    assert count > 0
+    assert [note for note in texts.notes if note.startswith(f"{count} of {len(held_out)} evaluation pairs have a 'q'")]
+    assert not any("'a'" in note for note in texts.notes)
+
+
+def test_the_steps_that_are_announced_are_those_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{_WORDS[n % 4]} {n},{'xy'[n % 2]}" for n in range(6_000)]
+    Path("many.csv").write_text("\n".join(["text,label", *rows, ""]))
+    assert main(["finetune", "many.csv", "--dry-run"]) == 0
+    said = re.search(r"schedule.num_epochs: (\d+) \(about ([\d,]+) steps of (\d+)\)", capsys.readouterr().out)
+    assert said is not None
+    epochs, steps, batch = (int(number.replace(",", "")) for number in said.groups())
+    texts = load_labelled_texts(load_recipe(Path("runs/many.yaml")), None)
+    assert steps == pytest.approx(epochs * len(texts.train) / batch, rel=0.03)
+
+
+def test_tables_of_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("sonar.csv").write_text("".join(f"{n / 7:.3f},{n / 3:.3f},{n % 2}\n" for n in range(40)))
+    for flags in ((), ("--text", "1", "--label", "3")):
+        assert main(["finetune", "sonar.csv", "--dry-run", *flags]) == 2
+        assert "no task for tables of numbers" in capsys.readouterr().err
 
 
 def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,14 @@ from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
-from accel_train.data.labels import label_name
+from accel_train.data.labels import is_missing, label_name
 from accel_train.data.sources import Source, file_kind, resolve_sources
 from accel_train.data.tables import class_names, column_names, read_rows, shared_keys
 from accel_train.recipe.data import Data
 
 _MOST_CLASSES = 1000
+_MOST_MISSING = 0.2
+"""The share of cells that a column of labels may lack."""
 _ROWS_LOOKED_AT = 200
 _WORDS_OF_A_NAME = 5
 _WORDS_OF_TEXT = 3.0
@@ -42,11 +44,12 @@ class Column(NamedTuple):
 
     @property
     def classes(self) -> Counter[str]:
-        """Return how often each class occurs, where every cell is the name or number of one, or a list of them; else nothing."""
+        """Return how often each class occurs, where nearly every cell is the name or number of one, or a list of them; else nothing."""
         names: list[str | None] = []
-        for cell in self.cells:
+        present = [cell for cell in self.cells if not is_missing(cell)]
+        for cell in present:
             names += map(label_name, cell) if isinstance(cell, list) else [label_name(cell)]
-        if None in names or "" in names:
+        if None in names or "" in names or len(self.cells) - len(present) > _MOST_MISSING * len(self.cells):
             return Counter()
         return Counter(name for name in names if name is not None)
 
@@ -59,6 +62,11 @@ class Column(NamedTuple):
             return False
         is_float = any(isinstance(cell, float) for cell in self.cells)
         return len(numbers) == len(self.cells) and (is_float or any(number % 1 for number in numbers))
+
+    @property
+    def is_numbers(self) -> bool:
+        """Return whether every cell is a number."""
+        return all(isinstance(cell, int | float) or (isinstance(cell, str) and _is_number(cell)) for cell in self.cells)
 
     @property
     def is_text(self) -> bool:

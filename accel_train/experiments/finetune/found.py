@@ -58,6 +58,8 @@ class Found:
     """Each text has one label: they are no numbers to predict, and no lists."""
     is_grey: bool = False
     is_chat: bool = False
+    eval_fraction: float | None = None
+    """The share that is held out as the command line says, 0 where evaluation data are named; None where it is chosen."""
     unused: tuple[str, ...] | None = None
     """Columns and files that are not read; None where that is not known."""
     test: str | None = None

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.state import Choice
 from accel_train.data.encoding import read_lines
-from accel_train.data.labels import label_scheme, several_in_one
+from accel_train.data.labels import is_missing, label_scheme, several_in_one
 from accel_train.experiments.finetune.columns import Column, Table
 from accel_train.experiments.finetune.found import Asked
 
@@ -24,15 +24,18 @@ class Label(NamedTuple):
     """Rows of each class; empty for numbers to predict."""
     is_one: bool = False
     """Each row has one label, and no list of them."""
+    num_dropped: int = 0
+    """Rows without a label, which are left out."""
 
 
-def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
-    """Return the label among the columns that are not `used`.
+def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = True) -> Label:
+    """Return the label among the columns that are not `used`; `may_drop` says whether the task reads `data.missing_labels`.
 
     Raises:
         ValueError: none or several may be it, or a row has no label or a wrong one; the message names the row or shows the flag.
     """
     column, why = _label_of(asked, table, *used)
+    drops = asked.data.missing_labels == "drop"
     if (
         asked.label is None
         and column.name not in table.class_names
@@ -40,21 +43,26 @@ def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
     ):
         column, why = names, f"it names the numbers in column {column.name!r}, one by one"
     settings: dict[str, Choice[Any]] = {"data.label_column": Choice(column.name, why)}
+    kept = [row for row, cell in enumerate(column.cells) if not (may_drop and drops and is_missing(cell))]
+    dropped = len(column.cells) - len(kept)
+    column = Column(column.name, tuple(column.cells[row] for row in kept))
+    wheres = [table.wheres[row] for row in kept]
     first = _with_names(asked, table, column, settings)
     scheme = label_scheme(
         column.cells,
-        lambda index: table.wheres[index],
+        lambda index: wheres[index],
         column=column.name,
         problem_type=asked.problem_type,
         label_names=settings["data.label_names"].value if "data.label_names" in settings else asked.data.label_names,
         feature_names=table.class_names.get(column.name),
         first_id=first,
+        may_drop=may_drop,
     )
-    encoded = scheme.encode(column.cells, lambda index: table.wheres[index])
+    encoded = scheme.encode(column.cells, lambda index: wheres[index])
     if scheme.problem_type == "regression":
         if asked.problem_type == "auto":
             settings["model.problem_type"] = Choice("regression", scheme.reason)
-        return Label(column.name, settings, {})
+        return Label(column.name, settings, {}, num_dropped=dropped)
     several = (
         several_in_one(scheme.names) if scheme.problem_type == "single_label" and asked.problem_type == "auto" else None
     )
@@ -69,7 +77,7 @@ def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
     else:
         counts = {scheme.names[number]: count for number, count in sorted(Counter(encoded.tolist()).items())}
     _check_classes(asked, table, column, counts)
-    return Label(column.name, settings, counts, scheme.problem_type == "single_label")
+    return Label(column.name, settings, counts, scheme.problem_type == "single_label", dropped)
 
 
 def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:

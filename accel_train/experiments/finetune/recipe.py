@@ -155,8 +155,14 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     model = os.path.join(output_dir, "model")
     has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"  # a file beside the weights
     consent = ", trust_remote_code=True" if has_own_code else ""
+    columns = found.settings.get("data.text_columns")
+    is_pair = columns is not None and len(columns.value) == 2
+    text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
     code = {
-        "text-classification": (f'pipeline("text-classification", model="{model}"{consent})("a text")', "NEW.csv"),
+        "text-classification": (
+            f'pipeline("text-classification", model="{model}"{consent})({text}, truncation=True)',
+            "NEW.csv",
+        ),
         "causal-lm": (f'pipeline("text-generation", model="{model}")("Once upon a time")', ""),
         "image-classification": (f'pipeline("image-classification", model="{model}")("an_image.jpg")', "FOLDER"),
         "semantic-segmentation": (f'pipeline("image-segmentation", model="{model}")("an_image.jpg")', "FOLDER"),

@@ -2,6 +2,7 @@
 
 import glob
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -41,6 +42,19 @@ def recognise(asked: Asked) -> Found:
     if asked.task is not None and asked.task not in TASKS:
         meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
         raise ValueError(f"--task {asked.task}: finetune writes no recipe for it; {meant}")
+    found = _recognise(asked)
+    folder = Path(found.settings["data.train"].value) if found.task == "image-classification" else Path()
+    parts = (
+        [each.name for each in folder.iterdir()]
+        if (folder / "train").is_dir() and found.task == "image-classification"
+        else []
+    )
+    if "data.eval" in {*found.settings, *asked.given} or any(EVAL_NAME.fullmatch(name) for name in parts):
+        return replace(found, eval_fraction=0.0)
+    return replace(found, eval_fraction=asked.data.eval_fraction) if "data.eval_fraction" in asked.given else found
+
+
+def _recognise(asked: Asked) -> Found:
     path = Path(asked.path).expanduser()
     if path.is_dir():
         return with_unused_files(_recognise_folder(asked, path), asked, path)

@@ -48,8 +48,10 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     found = _chats(asked, table) or _pairs(asked, table) or _images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
     found["settings"] = {**settings, **found["settings"]}
-    found["unused"] = _unused_columns(found["settings"], table)
-    return Found(description=about, num_samples=len(table.wheres), notes=tuple(table.notes), **found)
+    dropped = found.pop("num_dropped", 0)
+    rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
+    found["unused"] = (*_unused_columns(found["settings"], table), *rows)
+    return Found(description=about, num_samples=len(table.wheres) - dropped, notes=tuple(table.notes), **found)
 
 
 def _unused_columns(settings: Settings, table: Table) -> tuple[str, ...]:
@@ -197,7 +199,7 @@ def _images(asked: Asked, table: Table) -> dict[str, Any] | None:
             f"{table.path}: {' and '.join(column.name for column in images)} are names of images; with masks: "
             f"accel-train run segmentation --data.train {table.path} --data.image_column {images[0].name} --data.mask_column {images[1].name}"
         )
-    label = recognise_label(asked, table, images[0].name)
+    label = recognise_label(asked, table, images[0].name, may_drop=False)
     return {
         "task": "image-classification",
         "why": f"column {images[0].name!r} names images, column {label.name!r} their classes",
@@ -242,11 +244,18 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
         "settings": {"data.text_columns": Choice([column.name for column in texts], why), **label.settings},
         "counts": label.counts,
         "has_one_label": label.is_one,
+        "num_dropped": label.num_dropped,
         **lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
     }
 
 
 def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column], str]:
+    named = [table[name] for name in asked.text] or list(table.columns.values())
+    if all(column.is_numbers for column in named):
+        raise ValueError(
+            f"{table.path}: {'the columns of --text' if asked.text else 'all columns'} hold numbers, and accel_train has no task for tables "
+            "of numbers. Gradient-boosted trees are the right tool: HistGradientBoostingClassifier of scikit-learn, XGBoost or LightGBM"
+        )
     if asked.text:
         return [table[name] for name in asked.text], "as --text says"
     others = [column for column in table.columns.values() if column.name != label]
