@@ -26,7 +26,7 @@ _MOST_FIRST_WORDS = 50
 
 
 def find_classes(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path | None] | None:
-    """Return the folders CLASS/*.txt, or train/CLASS/*.txt, and the folder of such folders for evaluation; None without classes."""
+    """Return the folders CLASS/*.txt, or train/CLASS/*.txt, and the folder to evaluate on; None without classes."""
     parts = [path for path in sorted(folder.iterdir()) if path.is_dir()]
     train = [path for path in parts if TRAIN_NAME.search(path.name.lower())]
     root = train[0] if len(train) == 1 else folder

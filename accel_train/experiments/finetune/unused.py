@@ -21,7 +21,7 @@ _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.parquet")
 
 
 def part_of(path: Path, folder: Path) -> Path:
-    """Return the file or the folder above it, below `folder`, whose name says whether it is for training or tests; else the highest."""
+    """Return the file or the folder above it whose name says whether it is for training or tests; else the highest."""
     below = [*reversed(path.relative_to(folder).parents[:-1]), path.relative_to(folder)]
     patterns = (TRAIN_NAME, EVAL_NAME, TEST_NAME)
     said = (each for each in below if any(pattern.search(each.stem.lower()) for pattern in patterns))
@@ -34,7 +34,7 @@ def is_part(path: Path, folder: Path, pattern: re.Pattern[str]) -> bool:
 
 
 def shards_of(path: Path) -> Path:
-    """Return the pattern of all shards of a parquet file, as the hub names them; a path that is not a shard as it is."""
+    """Return the pattern of all shards of a parquet file, as the hub names them; any other path as it is."""
     shard = _SHARD.fullmatch(path.name)
     return path if shard is None else path.with_name(f"{shard[1]}-*-of-{shard[2]}.parquet")
 
@@ -46,7 +46,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
-    """Return the same, with the files that will not be read: of a folder all below it, of a file test data next to it."""
+    """Return the same with the files that the run will not read: all below a folder, or test data next to a file."""
     if found.unused is None:
         return found
     data, read = with_settings(asked.data, found.settings), set[Path]()
