@@ -4,9 +4,10 @@ import csv
 import re
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from accel_train.data.encoding import read_lines
 from accel_train.recipe.data import Data
@@ -46,7 +47,13 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             num_bytes += line_bytes
             yield "\n" if number == 0 and _DELIMITER_LINE.fullmatch(line) else line
 
-    reader = csv.reader(read(), delimiter=delimiter_of(path, data), strict=True)
+    has_quotes = quoting_of(path, data) == "csv"
+    reader = csv.reader(
+        read(),
+        delimiter=delimiter_of(path, data),
+        strict=True,
+        quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
+    )
     header: list[str] | None = None
     number = 1
     try:
@@ -64,14 +71,59 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             if row and len(row) != len(header):
                 raise ValueError(
                     f"{path}:{number}: the row has {len(row)} fields, the header {len(header)} ({', '.join(header)}); "
-                    f'put quotes around a text that holds a separator or line end: "a, b"'
+                    f"{_remedy(path, data, len(row), len(header))}"
                 )
             if row:
                 row_bytes, num_bytes = num_bytes, 0
                 yield Record(row, number, row_bytes)
             number = reader.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line") from None
+        raise ValueError(
+            f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line, or set data.quoting: none where they are "
+            "characters of the text"
+        ) from None
+
+
+def _remedy(path: Path, data: Data, num_fields: int, num_columns: int) -> str:
+    if num_fields < num_columns:
+        name = DELIMITERS.get(delimiter_of(path, data), "separators")
+        return f"{name} are missing in it, or it ends early: repair or drop it"
+    return 'put quotes around a text that holds a separator or line end: "a, b"'
+
+
+def quoting_of(path: Path, data: Data) -> Literal["csv", "none"]:
+    """Return whether quotes bind a field together, as in csv, or are characters of the text: `data.quoting`; of tabs, what the lines say.
+
+    Quotes are characters where each line alone has the same number of tabs, and csv quoting fails or makes fewer rows of the lines.
+    """
+    if data.quoting != "auto":
+        return data.quoting
+    if delimiter_of(path, data) != "\t":
+        return "csv"
+    status = path.stat()
+    return _quoting_of_tabs(path, data.encoding, data.encoding_errors, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=64)
+def _quoting_of_tabs(
+    path: Path, encoding: str, errors: Literal["strict", "replace"], mtime: int, size: int
+) -> Literal["csv", "none"]:
+    """Read the file once for each answer; `mtime` and `size` make another file of it when it changes."""
+    data = Data(train=str(path), encoding=encoding, encoding_errors=errors)
+    num_tabs, num_lines, has_quotes = set(), 0, False
+    for line, _ in read_lines(path, data):
+        has_quotes = has_quotes or '"' in line
+        if line.strip("\r\n"):
+            num_tabs.add(line.count("\t"))
+            num_lines += 1
+    if not has_quotes or len(num_tabs) != 1 or num_tabs == {0}:
+        return "csv"
+    rows = csv.reader((line for line, _ in read_lines(path, data)), delimiter="\t", strict=True)
+    try:
+        num_rows = sum(bool(row) for row in _with_long_fields(rows))
+    except csv.Error:
+        return "none"
+    return "csv" if num_rows == num_lines else "none"
 
 
 def _with_long_fields(reader: Iterator[list[str]]) -> Iterator[list[str]]:

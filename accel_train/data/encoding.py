@@ -10,6 +10,8 @@ BOM = codecs.BOM_UTF8
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _GUESSED_FROM_BYTES = 50_000_000
 _LOOKED_AT_FOR_NULS = 4_000
+_ONE_BYTE_ENCODINGS = ("cp1252", "iso8859-1", "iso8859-15")
+"""Encodings that can read nearly every file, whatever it holds."""
 
 
 def encoding_of(path: Path, data: Data) -> str:
@@ -21,10 +23,15 @@ def encoding_of(path: Path, data: Data) -> str:
         return "utf-16" if file.read(2) in _UTF16_MARKS else "utf-8"
 
 
-def guess_encoding(path: Path) -> tuple[str, str] | None:
-    """Return an encoding in which a file that is no UTF-8 can be read, and why; None for UTF-8, and UTF-16 with its mark."""
-    with path.open("rb") as file:
-        raw = file.read(_GUESSED_FROM_BYTES)
+def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None:
+    """Return an encoding in which a file that is not UTF-8 can be read, and why; None for UTF-8, and UTF-16 with its mark.
+
+    With `errors="replace"` a file that is mostly UTF-8 counts as UTF-8.
+
+    Raises:
+        ValueError: the file is UTF-8 except for some bytes; the message names the line of the first one.
+    """
+    raw = _beginning_of(path)
     if raw[:2] in _UTF16_MARKS:
         return None
     for start, name in ((1, "utf-16-le"), (0, "utf-16-be")):
@@ -33,7 +40,16 @@ def guess_encoding(path: Path) -> tuple[str, str] | None:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(raw)  # which may end within a character
     except UnicodeDecodeError as error:
+        num_valid, num_wrong = _count_utf8(raw)
         where = f"byte 0x{raw[error.start]:02x} at position {error.start} is not UTF-8"
+        if num_valid >= num_wrong and errors == "strict":
+            line = raw.count(b"\n", 0, error.start) + 1
+            raise ValueError(
+                f"{path}:{line}: {where}, but {num_valid:,} other characters are (bytes like this one: {num_wrong:,}). Repair the line, "
+                "set data.encoding_errors: replace to read U+FFFD there, or name the encoding in data.encoding"
+            ) from None
+        if num_valid >= num_wrong:
+            return None
         try:
             raw.decode("cp1252")
         except UnicodeDecodeError:
@@ -42,13 +58,41 @@ def guess_encoding(path: Path) -> tuple[str, str] | None:
     return None
 
 
+def check_encoding(path: Path, data: Data) -> None:
+    """Check that a file is not UTF-8 where `data.encoding` takes each byte for a character, so that no byte would be wrong.
+
+    Raises:
+        ValueError: it is UTF-8; the message names file and setting.
+    """
+    if data.encoding == "auto" or codecs.lookup(data.encoding).name not in _ONE_BYTE_ENCODINGS:
+        return
+    num_valid, num_wrong = _count_utf8(_beginning_of(path))
+    if num_valid and num_valid >= num_wrong:
+        raise ValueError(
+            f"{path} is UTF-8, and data.encoding={data.encoding} would read {num_valid:,} of its characters as other letters. Set "
+            f"data.encoding: auto{'' if not num_wrong else ' and data.encoding_errors: replace'}"
+        )
+
+
+def _beginning_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_GUESSED_FROM_BYTES)
+
+
+def _count_utf8(raw: bytes) -> tuple[int, int]:
+    """Return how many characters outside ASCII are valid UTF-8, and in how many places bytes are not."""
+    valid = raw.decode("utf-8", "ignore")
+    num_wrong = raw.decode("utf-8", "replace").count("\ufffd") - valid.count("\ufffd")
+    return len(valid) - len(valid.encode("ascii", "ignore")), num_wrong
+
+
 def in_its_encoding(data: Data) -> tuple[Data, list[str]]:
     """Return how a trained model's other data is read where it is UTF-8 and the run's own was not, and a note on it.
 
     In Latin-1 and Windows' every byte is a letter, so that reading would not fail.
     """
     path = Path(str(data.train)).expanduser()
-    if data.encoding == "auto" or not path.is_file() or guess_encoding(path) is not None:
+    if data.encoding == "auto" or not path.is_file() or guess_encoding(path, data.encoding_errors) is not None:
         return data, []
     note = f"{path} is read as UTF-8, which it is, and not as {data.encoding}, as the run's own data"
     return data.model_copy(update={"encoding": "auto"}), [note]
@@ -75,6 +119,14 @@ def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int 
             "data.encoding_errors: replace to read it all the same"
         )
     return text
+
+
+def read_text(path: Path, data: Data) -> str:
+    """Return the text of a whole file, without its byte order mark; line ends stay as they are."""
+    raw, encoding = path.read_bytes(), encoding_of(path, data)
+    body = raw.removeprefix(BOM) if encoding == "utf-8" else raw
+    text = decode(body, data, path, offset=len(raw) - len(body), encoding=encoding)
+    return text.removeprefix("\ufeff") if encoding != "utf-8" else text
 
 
 def read_lines(path: Path, data: Data) -> Iterator[tuple[str, int]]:

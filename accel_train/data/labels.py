@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -64,7 +65,7 @@ class LabelScheme:
         return encoded
 
     def _encoded(self, value: Any) -> Any:
-        if _is_missing(value):
+        if is_missing(value):
             raise ValueError(_NO_LABEL)
         if self.problem_type == "single_label":
             return self._class_id(value)
@@ -112,6 +113,7 @@ def label_scheme(
     feature_names: Sequence[str] | None,
     known_names: Sequence[str] | None = None,
     first_id: int = 0,
+    may_drop: bool = False,
 ) -> LabelScheme:
     """Return what the labels of the training rows mean; `where` names a row.
 
@@ -119,6 +121,8 @@ def label_scheme(
     Without either the classes are the labels that occur, sorted (numbers by value), or in the order of a pretrained
     classifier's `known_names`, if those are just the same. Without a column there are rows to
     predict, and the recipe says what the answers of the trained model mean.
+
+    `may_drop` says whether `data.missing_labels` can leave rows out.
 
     Raises:
         ValueError: a label is missing, the labels do not fit the problem type, or there is only one class.
@@ -128,9 +132,13 @@ def label_scheme(
             raise ValueError("data.label_column: none is for rows to predict; then data.label_names says the classes")
         asked: Any = problem_type if problem_type in ("multi_label", "regression") else "single_label"
         return LabelScheme(asked, tuple(label_names or ("value",)), "", False, "as the recipe says")
-    missing = next((row for row, value in enumerate(values) if _is_missing(value)), None)
+    missing = next((row for row, value in enumerate(values) if is_missing(value)), None)
     if missing is not None:
-        raise ValueError(f"{where(missing)}, column {column!r}: {_NO_LABEL}")
+        count = sum(map(is_missing, values))
+        drop = (
+            f" ({count:,} of {len(values):,} have none: data.missing_labels: drop leaves them out)" if may_drop else ""
+        )
+        raise ValueError(f"{where(missing)}, column {column!r}: {_NO_LABEL}{drop}")
     given = label_names if label_names is not None else feature_names
     kind, reason = _problem_type(values, problem_type, given is not None)
     if kind == "regression":
@@ -164,7 +172,14 @@ def label_scheme(
         ordered = sorted(found, key=int) if all(map(_is_integer, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):
             ordered = list(known_names)
-        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=tuple(_mixed_kinds(labels, column)))
+        several = several_in_one(ordered) if kind == "single_label" and problem_type == "auto" else None
+        said = (
+            ()
+            if several is None
+            else (f"column {column!r}: {several[0]!r} is one class, not several with {several[1]}",)
+        )
+        notes = (*said, *_mixed_kinds(labels, column))
+        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=notes)
     if len(scheme.names) < (2 if kind == "single_label" else 1):
         scheme.encode(values, where)  # a label of the wrong type is the better message
         raise ValueError(
@@ -230,11 +245,29 @@ def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
     return [f"column {column!r} mixes labels of several types: {shown}. Write all of them in one way"]
 
 
+def several_in_one(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the name of a class that looks like several labels in one, and what divides them; None where none does.
+
+    Names with commas count only where a part is in another name, too: "css,html" next to "css", but not "Washington, DC" alone.
+    """
+    names = sorted(names)
+    for name in names:
+        if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()") and name[1:-1].strip():
+            return name, "brackets"
+    for separator, called in ((",", "commas"), ("|", "vertical bars"), (";", "semicolons")):
+        counts = Counter(part.strip() for name in names for part in set(name.split(separator)))
+        for name in names:
+            if separator in name and any(counts[part.strip()] > 1 for part in name.split(separator)):
+                return name, called
+    return None
+
+
 def _fault(value: Any, fault: str, remedy: str) -> ValueError:
     return ValueError(f"{show_cell(value)} {fault}; {remedy}")
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Return whether the cell of a label is empty."""
     return value is None or value == ""
 
 

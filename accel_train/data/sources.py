@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_train.core.files import files_below, refuse_link_loops
 from accel_train.core.format import did_you_mean, format_count
-from accel_train.data.delimited import DELIMITERS, delimiter_of
-from accel_train.data.encoding import encoding_of
+from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
+from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.recipe.data import Data
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ TABLE_KINDS: dict[str, FileKind] = {
 """One document is one row; in `.bin`, documents are separated by a token, in CoNLL files sentences by a blank line."""
 
 _KNOWN_SUFFIXES = ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
+_ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e|copying|notice|changelog|contributing)(?:[._-].*)?")
 _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test|eval)(?:[^a-z]|$)")
 
 
@@ -145,6 +146,12 @@ def file_kind(path: Path) -> FileKind | None:
     return TABLE_KINDS.get(suffix) or ("text" if suffix in TEXT_SUFFIXES else None)
 
 
+def is_about_data(path: Path, folder: Path) -> bool:
+    """Return whether a file at the top of a folder of data describes them, by its name: README.md, LICENSE."""
+    is_text = not path.suffix or file_kind(path) == "text"
+    return is_text and path.parent == folder and _ABOUT_DATA.fullmatch(path.name.lower()) is not None
+
+
 def _resolve(name: str, data: Data, key: str) -> Source:
     if name in EMBEDDED_CORPORA:
         return _embedded(name, data)
@@ -197,7 +204,18 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
         )
     _refuse_held_out_tables(name, files, key)
     left_out = sorted({*paths} - {*files})
-    notes = (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
+    notes: tuple[str, ...] = ()
+    notes += (
+        (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
+    )
+    about = [path for path in files if is_about_data(path, folder)]
+    if about and len(about) < len(files):
+        files = [path for path in files if path not in about]
+        notes += (f"{name}: left out {', '.join(path.name for path in about)}, which by name describe the data",)
+    loose = [path for path in files if path.parent == folder] if data.lines == "folder_names" else []
+    if loose and len(loose) < len(files):
+        files = [path for path in files if path.parent != folder]
+        notes += (f"{name}: left out {len(loose)} files outside of class folders ({loose[0].name} is the first)",)
     return _describe_files(name, files, data, notes=notes)
 
 
@@ -294,9 +312,14 @@ def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
     found: dict[str, list[Path]] = {}
     for file in files:
         kind = file_kind(file)
+        if kind in ("text", "csv", "jsonl", "conll"):
+            check_encoding(file, data)
         if kind == "csv" and file.suffix.lower() == ".csv" and (delimiter := delimiter_of(file, data)) != ",":
             name = DELIMITERS.get(delimiter, repr(delimiter))
             found.setdefault(f"separated by {name}, which divide its first lines alike", []).append(file)
+        if kind == "csv" and data.quoting == "auto" and quoting_of(file, data) == "none":
+            how = "tabs and lines alone: quotes are characters of the text, since csv quoting would swallow rows (data.quoting)"
+            found.setdefault(how, []).append(file)
         if kind in ("csv", "jsonl") and data.encoding == "auto" and encoding_of(file, data) != "utf-8":
             found.setdefault("UTF-16, as its byte order mark says", []).append(file)
     return tuple(

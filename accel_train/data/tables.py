@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.format import did_you_mean
 from accel_train.data.delimited import LINE_COLUMNS, read_delimited, read_label_lines
-from accel_train.data.encoding import decode, read_lines
+from accel_train.data.encoding import decode, read_lines, read_text
 from accel_train.data.sources import Source, file_kind, num_bytes_of
 from accel_train.recipe.data import Data
 
@@ -75,7 +75,9 @@ def column_names(source: Source, data: Data) -> list[str]:
             return list(file.schema_arrow.names)
     if file_kind(path) == "text" and data.lines is not None:
         return list(LINE_COLUMNS)
-    if file_kind(path) == "csv":
+    if file_kind(path) == "json":
+        names = list(next((row for row, _, _ in _json_objects(path, data, "text")), ()))
+    elif file_kind(path) == "csv":
         header = next(read_delimited(path, data), None)
         names = [] if header is None else header.fields
     else:
@@ -108,10 +110,23 @@ def shared_keys(path: Path, data: Data) -> tuple[list[str], dict[str, str]]:
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:
     """Return the names of the classes whose ids a column holds, where a data set knows them (`datasets.ClassLabel`)."""
     if source.dataset is None:
-        return None
+        is_parquet = bool(source.files) and file_kind(source.files[0]) == "parquet"
+        return _names_in_parquet(source.files[0], column) if is_parquet else None
     feature: Any = source.dataset.features.get(column)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list of class labels, or of one
     return None if names is None else tuple(names)
+
+
+def _names_in_parquet(path: Path, column: str | None) -> tuple[str, ...] | None:
+    """Return the names that `datasets` writes into a parquet file's schema, of class labels and lists of them."""
+    with _parquet_file(path) as file:
+        written = (file.schema_arrow.metadata or {}).get(b"huggingface")
+    try:
+        feature = json.loads(written or b"{}")["info"]["features"][column]
+        feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+        return tuple(map(str, feature["names"]))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
 
 
 def text_cell(cell: object, column: str, where: str, data: Data) -> str:
@@ -144,6 +159,10 @@ def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
 def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     check_columns(str(path), LINE_COLUMNS, columns, data)
     positions = [LINE_COLUMNS.index(column) for column in columns]
+    if data.lines == "folder_names":
+        row = (path.parent.name, read_text(path, data))
+        yield Row(tuple(row[position] for position in positions), str(path), path.stat().st_size)
+        return
     for record in read_label_lines(path, data):
         cells = tuple(record.fields[position] for position in positions)
         yield Row(cells, f"{path}:{record.line}", record.num_bytes)
@@ -178,7 +197,7 @@ def _parquet_file(path: Path) -> Any:
         raise ValueError(f"{path}: not a parquet file ({error}); is it complete?") from None
 
 
-_READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "parquet": _parquet_rows}
+_READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "json": _jsonl_rows, "parquet": _parquet_rows}
 
 
 def _arrow_rows(
@@ -233,12 +252,34 @@ def setting_of(column: str, data: Data) -> str:
     return " or ".join(f"data.{name}" for name, named in columns.items() if column in named) or "the recipe"
 
 
-def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Each object of a jsonl file, its file and line, and its bytes; without blank lines."""
+def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
+    """Each object of a jsonl file, its file and line, and its bytes; without blank lines. Of a json file, each of its array."""
+    if file_kind(path) == "json":
+        yield from _array_objects(path, data, example_column)
+        return
     for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
         if line.strip():
             where = f"{path}:{number}"
             yield _json_object(line, where, example_column), where, num_bytes
+
+
+def _array_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
+    try:
+        rows = json.loads(read_text(path, data))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); write one array of objects") from None
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"{path} holds {show_cell(rows)}, not an array of rows; write [{{{example_column!r}: ...}}, ...]"
+        )
+    num_bytes = path.stat().st_size / max(1, len(rows))
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, row {number}"
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{where}: {show_cell(row)} is not an object; write {{{example_column!r}: ...}} for each row"
+            )
+        yield row, where, num_bytes
 
 
 def _json_object(line: str, where: str, example_column: str) -> dict[str, Any]:

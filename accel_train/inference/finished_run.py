@@ -20,8 +20,8 @@ from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, 
 from accel_train.core.errors import DataError
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
-from accel_train.data.encoding import in_its_encoding
-from accel_train.data.sources import is_path, is_there, located
+from accel_train.data.encoding import check_encoding, in_its_encoding
+from accel_train.data.sources import file_kind, is_path, is_there, located
 from accel_train.data.tables import MissingColumn
 from accel_train.engine.loader import Reading, choose_reading
 from accel_train.inference.data_notes import changes_of, notes_on, of_other
@@ -140,6 +140,9 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     if recipe.origin("data.cache_dir").kind == "command line":
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
+        check_own_encoding(folder, section)
+        if recipe.origin("data.missing_labels").kind != "command line":  # each row of other data has its prediction
+            section = section.model_copy(update={"missing_labels": "error"})
         by_index = config.get("id2label") if changes["problem_type"] != "regression" else None
         names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
         section = section.model_copy(
@@ -162,6 +165,23 @@ def _started_in(folder: Path) -> str | None:
     """Return the folder from which a run was started: relative paths of its recipe are relative to it."""
     started_in = read_record(folder / SUMMARY_FILE).get("started_in")
     return started_in if isinstance(started_in, str) else None
+
+
+def check_own_encoding(folder: Path, data: Data) -> None:
+    """Check that a run's own files, where they are still there, were not UTF-8 read as Latin-1.
+
+    Raises:
+        ValueError: they were: other data would hold characters that the model never saw.
+    """
+    for name in [data.train] if isinstance(data.train, str) else data.train:
+        path = Path(name).expanduser()
+        if path.is_file() and file_kind(path) not in ("parquet", "tokens", "json", None):
+            try:
+                check_encoding(path, data)
+            except ValueError as error:
+                raise ValueError(
+                    f"{folder} was trained on letters that its data do not hold: {error}, and train again"
+                ) from None
 
 
 def _check_data_is_there(folder: Path, data: Data) -> None:

@@ -102,9 +102,13 @@ class Data(Section):
     """csv and tsv: where the names of the columns stand; none: there are none, and columns are called "1", "2", ..."""
     delimiter: Annotated[str, AfterValidator(_one_character)] = "auto"
     """csv: one character, or tab; auto: comma, tab, semicolon or bar, the first that divides the first lines alike."""
-    lines: Literal["label_text", "fasttext", "fasttext_multi"] | None = None
+    quoting: Literal["auto", "csv", "none"] = "auto"
+    """csv and tsv: quotes bind a field together (csv), or are characters of the text (none); auto: csv, and none for tabs where each
+    line has as many and csv quoting would fail or swallow lines."""
+    lines: Literal["label_text", "fasttext", "fasttext_multi", "folder_names"] | None = None
     """Text files for a classifier: each line is `LABEL TEXT` (label_text), or `__label__LABEL TEXT` (fasttext; fasttext_multi: with
-    several labels). Their columns are called label and text; none: text files have no columns."""
+    several labels); or each file is a text, and the name of its folder the label (folder_names). Their columns are called label and
+    text; none: text files have no columns."""
     shuffle: bool = True
     """Read the samples of each epoch in a permuted order; off: in the order of the source."""
     num_workers: Auto | NonNegativeInt = "auto"
@@ -123,6 +127,8 @@ class Data(Section):
     predict, without labels."""
     label_names: tuple[str, ...] | None = Field(default=None, examples=[["negative", "positive"]])
     """The classes, in the order of their ids; none: those of the training data, sorted."""
+    missing_labels: Literal["error", "drop"] = "error"
+    """text-classification: a row without a label stops the run, naming it, or is left out (drop); the start says how many."""
     label_ids_from: NonNegativeInt = 0
     """The number of the first class, where the labels are numbers and label_names has their names."""
     id_column: str | None = None
@@ -153,6 +159,8 @@ class Data(Section):
     """causal-lm fine-tuning: the column with prompts ..."""
     completion_column: str = "completion"
     """... and the one with the completions that are learned."""
+    input_column: str | None = Field(default=None, examples=["input"])
+    """causal-lm fine-tuning: a column whose text, where a row has some, follows the prompt after a blank line (Alpaca's input)."""
     messages_column: str = "messages"
     """causal-lm fine-tuning: the column with a chat, a list of {role, content}; rendered by the tokenizer's chat template."""
     format: Literal["text", "prompt_completion", "chat"] = "text"

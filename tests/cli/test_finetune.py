@@ -74,7 +74,10 @@ def test_a_csv_becomes_a_text_classifier(capsys: pytest.CaptureFixture[str]) -> 
     assert sizes is not None
     assert sum(map(int, sizes.groups())) == 62
     assert " training texts are empty (reviews.csv:62 is the first), and trained on as they are" in printed
-    assert 'pipeline("text-classification", model="runs/reviews/model", trust_remote_code=True)("a text")' in printed
+    assert (
+        'pipeline("text-classification", model="runs/reviews/model", trust_remote_code=True)("a text", truncation=True)'
+        in printed
+    )
     assert "data.text_columns: [review] (the only column of texts: 6 words on average)" in printed
     assert "data.label_column: stars (its name)" in printed
     assert "evaluate.metric_for_best_model: accuracy (the classes are of like size)" in printed
@@ -385,17 +388,17 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "'[0, 100, 200]'",
     ),
     "chats with other keys": (
-        lambda: write_chats("t.jsonl", role="from", content="value"),
+        lambda: write_chats("t.jsonl", role="speaker", content="value"),
         "t.jsonl",
         (),
-        "column 'messages' holds messages with the keys from, value; write each as {role: user or assistant, content: ...}",
+        "column 'messages' holds messages with the keys speaker, value; write each as {role: user or assistant, content: ...}",
     ),
     "prompts with a third column": (
-        lambda: (Path("t.jsonl").write_text((json.dumps({"instruction": "translate", "input": "a word", "output": "ein Wort"}) + "\n") * 3), None)[1],
+        lambda: (Path("t.jsonl").write_text((json.dumps({"instruction": "translate", "context": "a word", "output": "ein Wort"}) + "\n") * 3), None)[1],
         "t.jsonl",
         (),
-        "t.jsonl: instruction and output look like prompt and completion, and input would not be read; join them in your data, or say "
-        "--data.prompt_column instruction --data.completion_column output",
+        "t.jsonl: instruction and output look like prompt and completion, and context would not be read; join them in your data; --data.input_column "
+        "context puts it behind the prompt; or leave it out: --data.prompt_column instruction --data.completion_column output",
     ),
     "lines that may begin with labels": (
         lambda: (Path("t.txt").write_text("".join(f"{'ab'[n % 2]} {WORDS[n % 4]}\n" for n in range(20))), None)[1],
@@ -414,7 +417,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         columns("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
         "t.csv",
         (),
-        "t.csv:9, column 'label': there is no label; fill it in, or drop the row",
+        "t.csv:9, column 'label': there is no label; fill it in, or drop the row (1 of 40 have none: data.missing_labels: drop leaves them out)",
     ),
     "a row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"label": "xy"[n % 2]} if n != 4 else {})),
@@ -449,11 +452,11 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "t.txt is empty; name text that a model can learn from",
     ),
     "one JSON document": (
-        lambda: (Path("t.json").write_text("[]"), None)[1],
+        lambda: (Path("t.json").write_text("{}"), None)[1],
         "t.json",
         (),
-        "t.json: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with json.dumps(row) for each "
-        "row; SQuAD's own files: accel-train run question_answering --data.train t.json",
+        "t.json: finetune reads an array of objects, or one object on each line (.jsonl), and this is one document: write [row, row, ...]; "
+        "SQuAD's own files: accel-train run question_answering --data.train t.json",
     ),
     "a task of another kind": (
         lambda: (Path("t.txt").write_text("text"), None)[1],

@@ -90,6 +90,23 @@ def test_an_encoding_is_guessed_where_utf8_fails(tmp_path: Path) -> None:
     )
 
 
+def test_a_cut_letter_does_not_make_utf8_another_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes("text\nпоез".encode()[:-1] + b"\n" + "дом\n".encode() * 5)
+    with pytest.raises(
+        ValueError, match=r"a\.csv:2: byte 0xd0 at position 11 is not UTF-8, but 18 other .*encoding_errors: replace"
+    ):
+        guess_encoding(path)
+    assert guess_encoding(path, "replace") is None
+    with pytest.raises(
+        ValueError, match=r"is UTF-8, and data.encoding=latin-1 would read 18 of its characters as other letters"
+    ):
+        resolve_sources(str(path), Data(train=str(path), encoding="latin-1"), key="data.train")
+    path.write_bytes("text\nschön für \u00c3\u00a9\n".encode("latin-1"))  # valid UTF-8 by accident
+    assert guess_encoding(path) is not None
+    resolve_sources(str(path), Data(train=str(path), encoding="latin-1"), key="data.train")
+
+
 @pytest.mark.parametrize(
     ("lines", "content", "rows"),
     [

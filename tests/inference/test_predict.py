@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from accel_train.cli.main import main
 from accel_train.data.encoding import in_its_encoding
 from accel_train.inference import predict as predicting
+from accel_train.inference.finished_run import check_own_encoding
 from accel_train.inference.predict import label_columns, write_table
 from accel_train.recipe.data import Data
 from tests.support import runs as runs
@@ -131,6 +132,14 @@ def test_other_data_in_utf_8_is_read_as_such_whatever_the_encoding_of_the_runs_o
     found, (note,) = in_its_encoding(data)
     assert found.encoding == "auto"
     assert "is read as UTF-8, which it is, and not as cp1252" in note
+
+
+def test_a_model_of_utf8_that_was_read_as_latin_1_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("text\ncafé\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"run was trained on letters that its data do not hold: .*own\.csv is UTF-8"):
+        check_own_encoding(tmp_path / "run", Data(train=str(path), encoding="cp1252"))
+    check_own_encoding(tmp_path / "run", Data(train=str(path)))
 
 
 def test_ids_in_other_data_are_said_to_be_taken_for_the_classes_in_their_order(

@@ -12,7 +12,7 @@ from accel_train.data.sft import encoding
 from accel_train.data.sft.encoding import Encoder, Example, Messages
 from accel_train.data.sft.packing import TokenRows
 from accel_train.data.sources import Source, describe, resolve_both
-from accel_train.data.tables import Row, check_text, read_rows, show_cell, text_cell
+from accel_train.data.tables import Row, check_text, column_names, read_rows, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe
@@ -20,6 +20,9 @@ from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 
 _ROWS_AT_ONCE = 1024
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+_MEANINGFUL = ("tools", "label", "chosen", "rejected", "system", "input", "context", "history")
+"""Columns that change what a row of chats or prompts means."""
 
 RowCorpus = Corpus[TokenRows]
 
@@ -33,6 +36,8 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
     rows = _read(sources, data, "data.train", progress)
+    unread = [name for name in column_names(sources[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
+    notes += [f"data.train: columns that are not read: {', '.join(unread)}"] if unread else []
     if eval_sources:
         held_out = _read(eval_sources, data, "data.eval", progress)
     else:
@@ -82,7 +87,9 @@ def _read(sources: Sequence[Source], data: Data, key: str, progress: bool) -> li
 
 def columns_of(data: Data) -> tuple[str, ...]:
     """Return the columns that `data.format` reads."""
-    return (data.messages_column,) if data.format == "chat" else (data.prompt_column, data.completion_column)
+    if data.format == "chat":
+        return (data.messages_column,)
+    return (data.prompt_column, data.completion_column, *([] if data.input_column is None else [data.input_column]))
 
 
 def check_row(row: Row, data: Data) -> Example:
@@ -93,7 +100,11 @@ def check_row(row: Row, data: Data) -> Example:
     """
     if data.format == "chat":
         return Example(_messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data), row.where)
-    prompt, completion = (text_cell(*cell, row.where, data) for cell in zip(row.cells, columns_of(data)))
+    texts = [
+        text_cell(cell or "", column, row.where, data) for cell, column in zip(row.cells[2:], columns_of(data)[2:])
+    ]
+    prompt, completion = (text_cell(*cell, row.where, data) for cell in zip(row.cells, columns_of(data)[:2]))
+    prompt = "\n\n".join([prompt, *filter(None, texts)])
     if not completion:
         raise ValueError(
             f"{row.where}: column {data.completion_column!r} is empty, so there is nothing to learn; drop the row"
@@ -110,6 +121,12 @@ def _messages(value: Any, at: str, data: Data) -> Messages:
     messages: Messages = []
     for number, message in enumerate(value, start=1):
         given = {name: item for name, item in message.items() if item is not None}  # Arrow fills absent keys with null
+        if "role" not in given and isinstance(given.get("from"), str):  # as in ShareGPT
+            role = given.pop("from")
+            given = {"role": _SHAREGPT_ROLES.get(role, role), "content": given.pop("value", None), **given}
+        parts = given.get("content")
+        if isinstance(parts, list) and parts and all(_is_text_part(part) for part in parts):  # as in OpenAI's API
+            given["content"] = "".join(part["text"] for part in parts)
         role, content = given.get("role"), given.get("content")
         if not isinstance(role, str):
             raise ValueError(
@@ -130,6 +147,10 @@ def _messages(value: Any, at: str, data: Data) -> Messages:
             "drop the row, or set data.completion_only_loss: false"
         )
     return messages
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def texts_of(rows: Iterable[Example]) -> Iterator[str]:

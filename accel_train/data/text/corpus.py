@@ -29,6 +29,7 @@ _READING = (
     "encoding",
     "header",
     "delimiter",
+    "quoting",
 )  # in the key only where they are no defaults, so that earlier tokens are found
 
 Samples = TypeVar("Samples")

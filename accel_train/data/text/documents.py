@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from accel_train.core.files import digest64
-from accel_train.data.encoding import BOM, decode, encoding_of
+from accel_train.data.encoding import read_text
 from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import read_rows, text_cell
 from accel_train.recipe.data import Data
@@ -35,10 +35,7 @@ def read_documents(source: Source, data: Data) -> Iterator[Document]:
     """
     for part in [replace(source, files=(file,)) for file in source.files] or [source]:
         if part.files and file_kind(part.files[0]) == "text":
-            raw, encoding = part.files[0].read_bytes(), encoding_of(part.files[0], data)
-            body = raw.removeprefix(BOM) if encoding == "utf-8" else raw
-            text = decode(body, data, part.files[0], offset=len(raw) - len(body), encoding=encoding)
-            yield Document(text.removeprefix("\ufeff") if encoding != "utf-8" else text, len(raw))
+            yield Document(read_text(part.files[0], data), part.files[0].stat().st_size)
             continue
         for row in read_rows(part, (data.text_column,), data):
             yield Document(text_cell(row.cells[0], data.text_column, row.where, data), row.num_source_bytes)

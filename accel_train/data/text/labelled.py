@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import class_names, read_rows, text_cell
 from accel_train.data.text.documents import divide_rows
@@ -89,7 +89,8 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
-    rows = read_text_rows(sources, data, key="data.train")
+    rows, dropped = _with_labels(read_text_rows(sources, data, key="data.train"), data, "data.train")
+    notes += dropped
     scheme = label_scheme(
         [row.label for row in rows],
         lambda index: rows[index].where,
@@ -99,12 +100,15 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         feature_names=class_names(sources[0], data.label_column),
         known_names=known_names,
         first_id=data.label_ids_from,
+        may_drop=True,
     )
     train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
-        evaluation = read_text_rows(eval_sources, data, key="data.eval")
+        evaluation, dropped = _with_labels(read_text_rows(eval_sources, data, key="data.eval"), data, "data.eval")
+        notes += dropped
         notes += repeated_texts(train, evaluation) if data.label_column is not None else []
+    notes += shared_sides(train, evaluation or [], data.text_columns)
 
     def labels_of(some: list[TextRow]) -> NDArray[Any]:
         return scheme.encode([row.label for row in some], lambda index: some[index].where)
@@ -186,6 +190,34 @@ def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed]) -> list[
     if not count:
         return []
     return [f"{count:,} of {len(evaluation):,} evaluation texts are in data.train too, so their score says little"]
+
+
+def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], columns: Sequence[str]) -> list[str]:
+    """Return a note for each column of pairs where evaluation pairs have a text that another, a training pair has as well."""
+    notes = []
+    trained_pairs = {row.texts for row in train}
+    others = [row.texts for row in evaluation if row.texts not in trained_pairs]
+    for side, column in enumerate(columns if len(columns) == 2 else ()):
+        trained = {row.texts[side] for row in train}
+        count = sum(texts[side] in trained for texts in others)
+        if count:
+            notes.append(
+                f"{count:,} of {len(evaluation):,} evaluation pairs have a {column!r} that another pair in data.train too has: their score "
+                "says little of new ones"
+            )
+    return notes
+
+
+def _with_labels(rows: list[TextRow], data: Data, key: str) -> tuple[list[TextRow], list[str]]:
+    """Return the rows that have a label, and a note on the others, where `data.missing_labels` leaves these out."""
+    if data.missing_labels == "error" or data.label_column is None:
+        return rows, []
+    kept = [row for row in rows if not is_missing(row.label)]
+    if not kept:
+        raise ValueError(f"{key}: no row has a label in column {data.label_column!r}; name another data.label_column")
+    missing = [row.where for row in rows if is_missing(row.label)]
+    note = f"{key}: {len(missing):,} of {len(rows):,} rows have no label and are left out ({', '.join(missing[:1])} is the first)"
+    return kept, [note] if missing else []
 
 
 class Sample(NamedTuple):

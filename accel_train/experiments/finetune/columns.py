@@ -3,7 +3,7 @@
 import csv
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +12,14 @@ from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
-from accel_train.data.labels import label_name
+from accel_train.data.labels import is_missing, label_name
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import column_names, read_rows, shared_keys
+from accel_train.data.tables import class_names, column_names, read_rows, shared_keys
 from accel_train.recipe.data import Data
 
 _MOST_CLASSES = 1000
+_MOST_MISSING = 0.2
+"""The share of cells that a column of labels may lack."""
 _ROWS_LOOKED_AT = 200
 _WORDS_OF_A_NAME = 5
 _WORDS_OF_TEXT = 3.0
@@ -42,11 +44,12 @@ class Column(NamedTuple):
 
     @property
     def classes(self) -> Counter[str]:
-        """Return how often each class occurs, where every cell is the name or number of one, or a list of them; else nothing."""
+        """Return how often each class occurs, where nearly every cell is the name or number of one, or a list of them; else nothing."""
         names: list[str | None] = []
-        for cell in self.cells:
+        present = [cell for cell in self.cells if not is_missing(cell)]
+        for cell in present:
             names += map(label_name, cell) if isinstance(cell, list) else [label_name(cell)]
-        if None in names or "" in names:
+        if None in names or "" in names or len(self.cells) - len(present) > _MOST_MISSING * len(self.cells):
             return Counter()
         return Counter(name for name in names if name is not None)
 
@@ -59,6 +62,11 @@ class Column(NamedTuple):
             return False
         is_float = any(isinstance(cell, float) for cell in self.cells)
         return len(numbers) == len(self.cells) and (is_float or any(number % 1 for number in numbers))
+
+    @property
+    def is_numbers(self) -> bool:
+        """Return whether every cell is a number."""
+        return all(isinstance(cell, int | float) or (isinstance(cell, str) and _is_number(cell)) for cell in self.cells)
 
     @property
     def is_text(self) -> bool:
@@ -100,6 +108,8 @@ class Table:
     notes: Sequence[str]
     partial: Mapping[str, str]
     """File and line of a row without it, for each column that only some rows have."""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the classes whose ids a column holds, where the file has them."""
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
@@ -116,9 +126,11 @@ class Table:
 def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[Any]]:
     """Return how a file has to be read where the defaults do not do: its encoding, and whether a header is missing."""
     settings: dict[str, Choice[Any]] = {}
-    if "data.encoding" not in given and file_kind(path) != "parquet" and (guess := guess_encoding(path)) is not None:
-        settings["data.encoding"] = Choice(*guess)
-        data = data.model_copy(update={"encoding": guess[0]})
+    if "data.encoding" not in given and file_kind(path) != "parquet":
+        guess = guess_encoding(path, data.encoding_errors)
+        if guess is not None:
+            settings["data.encoding"] = Choice(*guess)
+            data = data.model_copy(update={"encoding": guess[0]})
     if file_kind(path) == "csv" and "data.header" not in given and (why := _missing_header(path, data)) is not None:
         settings["data.header"] = Choice("none", why)
     return settings
@@ -138,7 +150,9 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     settings = readings(path, data, given)
     data = with_settings(data, settings)
     (source,) = resolve_sources(str(path), data, key=str(path))
-    names, partial = shared_keys(path, data) if file_kind(path) == "jsonl" else (column_names(source, data), {})
+    names, partial = (
+        shared_keys(path, data) if file_kind(path) in ("jsonl", "json") else (column_names(source, data), {})
+    )
     names = [name for name in names if name]  # spreadsheets end rows with columns that have no name
     if not names:
         raise ValueError(f"{path}: no column is in every row; write the same keys on each line")
@@ -147,7 +161,8 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
         raise ValueError(f"{path} holds no rows; name a table that has some")
     columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
     notes = [f"column {name!r} is left out: {where} has none" for name, where in partial.items()]
-    return Table(path, columns, [row.where for row in rows], settings, [*source.notes, *notes], partial)
+    known = {name: found for name in names if (found := class_names(source, name)) is not None}
+    return Table(path, columns, [row.where for row in rows], settings, [*source.notes, *notes], partial, known)
 
 
 def source_of(path: Path) -> Source:
@@ -164,13 +179,13 @@ def _missing_header(path: Path, data: Data) -> str | None:
         return None  # the reader names the row
     if len(rows) < 2 or all(field == str(number) for number, field in enumerate(filter(None, rows[0]))):
         return None  # numbers in order are the names that pandas gives
-    for number, field in enumerate(rows[0]):
-        if field and _is_number(field):
-            return f"the first row holds the number {field}, which is no name of a column"
-        if len(field.split()) > _WORDS_OF_A_NAME:
-            return f"the first row holds a text of {len(field.split())} words, which is no name of a column"
-        if field and any(row[number] == field for row in rows[1:]) and len(rows[0]) > 1:
-            return f"{field!r} of the first row comes again in later rows, so it is no name of a column"
+    for number, cell in enumerate(rows[0]):
+        if cell and _is_number(cell):
+            return f"the first row holds the number {cell}, which is no name of a column"
+        if len(cell.split()) > _WORDS_OF_A_NAME:
+            return f"the first row holds a text of {len(cell.split())} words, which is no name of a column"
+        if cell and any(row[number] == cell for row in rows[1:]) and len(rows[0]) > 1:
+            return f"{cell!r} of the first row comes again in later rows, so it is no name of a column"
     return None
 
 

@@ -1,6 +1,6 @@
 """Facts that a recipe is made of: what was asked for, and what was found in the data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,5 +58,16 @@ class Found:
     """Each text has one label: they are no numbers to predict, and no lists."""
     is_grey: bool = False
     is_chat: bool = False
+    eval_fraction: float | None = None
+    """The share that is held out as the command line says, 0 where evaluation data are named; None where it is chosen."""
+    unused: tuple[str, ...] | None = None
+    """Columns and files that are not read; None where that is not known."""
+    test: str | None = None
+    """A file or folder of test data, which is left alone."""
     notes: tuple[str, ...] = ()
     """Sentences on how the data are read."""
+
+
+def lengths(sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of `Found` for texts of so many characters each."""
+    return {"num_chars": sum(sizes), "longest": sorted(sizes)[len(sizes) * 19 // 20]}

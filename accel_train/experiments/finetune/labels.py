@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.state import Choice
 from accel_train.data.encoding import read_lines
-from accel_train.data.labels import label_scheme
+from accel_train.data.labels import is_missing, label_scheme, several_in_one
 from accel_train.experiments.finetune.columns import Column, Table
 from accel_train.experiments.finetune.found import Asked
 
@@ -24,39 +24,60 @@ class Label(NamedTuple):
     """Rows of each class; empty for numbers to predict."""
     is_one: bool = False
     """Each row has one label, and no list of them."""
+    num_dropped: int = 0
+    """Rows without a label, which are left out."""
 
 
-def recognise_label(asked: Asked, table: Table, *used: str) -> Label:
-    """Return the label among the columns that are not `used`.
+def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = True) -> Label:
+    """Return the label among the columns that are not `used`; `may_drop` says whether the task reads `data.missing_labels`.
 
     Raises:
         ValueError: none or several may be it, or a row has no label or a wrong one; the message names the row or shows the flag.
     """
     column, why = _label_of(asked, table, *used)
-    if asked.label is None and (names := _names_beside(table, column, used)) is not None:
+    drops = asked.data.missing_labels == "drop"
+    if (
+        asked.label is None
+        and column.name not in table.class_names
+        and (names := _names_beside(table, column, used)) is not None
+    ):
         column, why = names, f"it names the numbers in column {column.name!r}, one by one"
     settings: dict[str, Choice[Any]] = {"data.label_column": Choice(column.name, why)}
+    kept = [row for row, cell in enumerate(column.cells) if not (may_drop and drops and is_missing(cell))]
+    dropped = len(column.cells) - len(kept)
+    column = Column(column.name, tuple(column.cells[row] for row in kept))
+    wheres = [table.wheres[row] for row in kept]
     first = _with_names(asked, table, column, settings)
     scheme = label_scheme(
         column.cells,
-        lambda index: table.wheres[index],
+        lambda index: wheres[index],
         column=column.name,
         problem_type=asked.problem_type,
         label_names=settings["data.label_names"].value if "data.label_names" in settings else asked.data.label_names,
-        feature_names=None,
+        feature_names=table.class_names.get(column.name),
         first_id=first,
+        may_drop=may_drop,
     )
-    encoded = scheme.encode(column.cells, lambda index: table.wheres[index])
+    encoded = scheme.encode(column.cells, lambda index: wheres[index])
     if scheme.problem_type == "regression":
         if asked.problem_type == "auto":
             settings["model.problem_type"] = Choice("regression", scheme.reason)
-        return Label(column.name, settings, {})
+        return Label(column.name, settings, {}, num_dropped=dropped)
+    several = (
+        several_in_one(scheme.names) if scheme.problem_type == "single_label" and asked.problem_type == "auto" else None
+    )
+    if several is not None and not scheme.are_ids:
+        raise ValueError(
+            f"{table.path}: column {column.name!r} holds several labels in one cell, with {several[1]} ({several[0]!r}), and each "
+            "combination would be a class. Write lists of names, in a .jsonl or .parquet file; or keep the combinations: "
+            "--model.problem_type single_label"
+        )
     if scheme.problem_type == "multi_label":
         counts = dict(zip(scheme.names, map(int, encoded.sum(0))))
     else:
         counts = {scheme.names[number]: count for number, count in sorted(Counter(encoded.tolist()).items())}
     _check_classes(asked, table, column, counts)
-    return Label(column.name, settings, counts, scheme.problem_type == "single_label")
+    return Label(column.name, settings, counts, scheme.problem_type == "single_label", dropped)
 
 
 def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
@@ -81,7 +102,13 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
         return likely[0], f"the only column of few values: {len(likely[0].classes)} in {len(likely[0].cells):,} rows"
     if likely:
         some = [f"--label {column.name}" for column in likely]
-        raise ValueError(f"{table.path}: {len(likely)} columns may be the label; choose one: {' or '.join(some)}")
+        is_several = all({*column.classes} <= {"0", "1"} for column in likely)
+        also = (
+            "; to predict all at once, write one column with the list of those that are 1, in a .jsonl file"
+            if is_several
+            else ""
+        )
+        raise ValueError(f"{table.path}: {len(likely)} columns may be the label; choose one: {' or '.join(some)}{also}")
     decimal = [column for column in others if column.is_decimal]
     if len(decimal) == 1:
         return decimal[0], "the only column of decimal numbers"
@@ -119,7 +146,11 @@ def _are_integers(column: Column) -> bool:
 
 def _with_names(asked: Asked, table: Table, label: Column, settings: dict[str, Choice[Any]]) -> int:
     """Add the names in a file beside the table, where its labels are numbers; return the number of the first class."""
-    if not _are_integers(label) or {"data.label_names", "data.label_ids_from"} & asked.given:
+    if (
+        not _are_integers(label)
+        or label.name in table.class_names
+        or {"data.label_names", "data.label_ids_from"} & asked.given
+    ):
         return asked.data.label_ids_from
     for name in _NAME_FILES:
         path = table.path.with_name(name)

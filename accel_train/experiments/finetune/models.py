@@ -5,7 +5,13 @@ from accel_train.core.state import Choice
 from accel_train.experiments.finetune.found import Found
 from accel_train.experiments.finetune.image_models import image_classifier, segmenter
 from accel_train.experiments.finetune.text_models import language_model, text_classifier
-from accel_train.experiments.finetune.training import LORA_FROM_PARAMETERS, Choices, Pretrained, num_parameters_in_words
+from accel_train.experiments.finetune.training import (
+    LORA_FROM_PARAMETERS,
+    Choices,
+    Pretrained,
+    eval_fraction_for,
+    num_parameters_in_words,
+)
 
 
 def choose(found: Found, pretrained: Pretrained | None) -> Choices:
@@ -27,7 +33,7 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
         }
     return {
         **chosen,
-        "data.eval_fraction": _held_out(found),
+        **({"data.eval_fraction": _held_out(found)} if found.eval_fraction is None else {}),
         "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights that evaluated best"),
     }
 
@@ -41,9 +47,7 @@ def _adapters(pretrained: Pretrained) -> Choices:
 
 def _held_out(found: Found) -> Choice[float]:
     number = found.num_samples
-    fraction = 0.2 if number < 2_000 else 0.1 if number < 20_000 else 0.05
-    if found.task == "causal-lm" and found.num_chars > 20_000_000:
-        fraction = 0.02
+    fraction = eval_fraction_for(found)
     if number == 1:
         return Choice(fraction, "the end of the one document")
     return Choice(fraction, f"of {format_count(number, 'sample')}, by a hash of each: the same in every run")

@@ -123,7 +123,14 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
     }
     lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
     lines += [f"  {len(found.counts)} classes: {class_counts(found.counts)}"] if found.counts else []
-    return lines + [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
+    lines += [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
+    if found.unused is None:
+        return lines
+    tests = []
+    if found.test is not None:
+        command = f"accel-train evaluate {quote(recipe.output_dir)} {quote(found.test)}"
+        tests = [f"{found.test}, which is test data by its name (afterwards: {command})"]
+    return [*lines, f"  not used: {'; '.join((*found.unused, *tests)) or 'nothing'}"]
 
 
 def _short(choice: Choice[Any]) -> str:
@@ -139,8 +146,14 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     model = os.path.join(output_dir, "model")
     has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"  # a file beside the weights
     consent = ", trust_remote_code=True" if has_own_code else ""
+    columns = found.settings.get("data.text_columns")
+    is_pair = columns is not None and len(columns.value) == 2
+    text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
     code = {
-        "text-classification": (f'pipeline("text-classification", model="{model}"{consent})("a text")', "NEW.csv"),
+        "text-classification": (
+            f'pipeline("text-classification", model="{model}"{consent})({text}, truncation=True)',
+            "NEW.csv",
+        ),
         "causal-lm": (f'pipeline("text-generation", model="{model}")("Once upon a time")', ""),
         "image-classification": (f'pipeline("image-classification", model="{model}")("an_image.jpg")', "FOLDER"),
         "semantic-segmentation": (f'pipeline("image-segmentation", model="{model}")("an_image.jpg")', "FOLDER"),

@@ -1,21 +1,35 @@
 """Find out what lies at a path: a table, chats, text, images by class, or images with masks."""
 
-import re
+import glob
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from accel_train.core.files import files_below
 from accel_train.core.format import did_you_mean
+from accel_train.data.encoding import read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
-from accel_train.data.sources import file_kind
+from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.found import TASKS, Asked, Found
 from accel_train.experiments.finetune.images import Pairs, find_pairs, recognise_classes, recognise_masks
 from accel_train.experiments.finetune.tables import recognise_table
-from accel_train.experiments.finetune.texts import recognise_text
+from accel_train.experiments.finetune.texts import (
+    find_classes,
+    recognise_classes_of_texts,
+    recognise_text,
+    training_texts,
+)
+from accel_train.experiments.finetune.unused import (
+    EVAL_NAME,
+    TEST_NAME,
+    TRAIN_NAME,
+    listed,
+    shards_of,
+    with_unused_files,
+)
 
-_EVAL_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
-_TEST_NAME = re.compile(r"(?:^|[^a-z])test(?:[^a-z]|$)")
 _TABLES = ("csv", "jsonl", "parquet")
 
 
@@ -28,14 +42,29 @@ def recognise(asked: Asked) -> Found:
     if asked.task is not None and asked.task not in TASKS:
         meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
         raise ValueError(f"--task {asked.task}: finetune writes no recipe for it; {meant}")
+    found = _recognise(asked)
+    folder = Path(found.settings["data.train"].value) if found.task == "image-classification" else Path()
+    parts = (
+        [each.name for each in folder.iterdir()]
+        if (folder / "train").is_dir() and found.task == "image-classification"
+        else []
+    )
+    if "data.eval" in {*found.settings, *asked.given} or any(EVAL_NAME.fullmatch(name) for name in parts):
+        return replace(found, eval_fraction=0.0)
+    return replace(found, eval_fraction=asked.data.eval_fraction) if "data.eval_fraction" in asked.given else found
+
+
+def _recognise(asked: Asked) -> Found:
     path = Path(asked.path).expanduser()
     if path.is_dir():
-        return _recognise_folder(asked, path)
+        return with_unused_files(_recognise_folder(asked, path), asked, path)
+    if glob.has_magic(path.name) and path.suffix == ".parquet" and any(path.parent.glob(path.name)):
+        return with_unused_files(_recognise_file(asked, path), asked, path)
     if not path.exists():
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, names, "check the path", least=0.5, show=lambda name: str(path.parent / name))
         raise ValueError(f"there is no file or folder {asked.path!r} (seen from {Path.cwd()}); {meant}")
-    return _recognise_file(asked, path)
+    return with_unused_files(_recognise_file(asked, path), asked, path)
 
 
 def _recognise_file(asked: Asked, path: Path) -> Found:
@@ -49,10 +78,12 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
         return recognise_table(asked, path)
     if kind == "text":
         return recognise_text(asked, [path])
+    if kind == "json" and next(iter(read_text(path, asked.data).lstrip()), "") == "[":
+        return recognise_table(asked, path)
     if kind == "json":
         raise ValueError(
-            f"{path}: finetune reads one JSON object on each line (.jsonl), and this is one document: write it with "
-            f"json.dumps(row) for each row; SQuAD's own files: accel-train run question_answering --data.train {path}"
+            f"{path}: finetune reads an array of objects, or one object on each line (.jsonl), and this is one document: write "
+            f"[row, row, ...]; SQuAD's own files: accel-train run question_answering --data.train {path}"
         )
     if kind in ("tokens", "conll"):
         recipe = "gpt_tiny" if kind == "tokens" else "token_classification"
@@ -71,6 +102,7 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     if asked.task != "image-classification" and (pairs := find_pairs(asked.path)) is not None:
         return recognise_masks(asked, pairs)
     files = [path for path in files_below(folder) if path.is_file()]
+    files = [path for path in files if not is_about_data(path, folder)]
     tables = [path for path in files if file_kind(path) in _TABLES]
     images, _ = list_images(folder)
     if images and len(tables) == 1 and not any("/" in name for name in images):
@@ -80,19 +112,27 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     if tables:
         return recognise_table(asked, *_training_table(folder, tables))
     texts = [path for path in files if file_kind(path) == "text"]
+    if texts and asked.task != "causal-lm" and (classes := find_classes(folder, texts)) is not None:
+        return recognise_classes_of_texts(asked, folder, classes)
     if texts:
-        return recognise_text(asked, texts, folder)
+        return recognise_text(asked, *training_texts(asked, texts, folder))
+    there = listed([path.relative_to(folder).as_posix() for path in files])
     raise ValueError(
-        f"{folder} holds nothing that finetune reads: a table (.csv, .tsv, .jsonl, .parquet), text files, images in CLASS/ "
-        "folders, or images/ and masks/"
+        f"{folder} holds nothing that finetune reads (there are {there or 'no files'}). It reads a table (.csv, .tsv, .jsonl, .parquet), "
+        "text files, CLASS/ folders of images or of texts, or images/ and masks/. For a file of one class with a text on each line, "
+        "write a table with the columns text and label"
     )
 
 
 def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
     """Return the table to train on, and the one to evaluate on where its name says so."""
-    held_out = [path for path in tables if _EVAL_NAME.search(path.stem.lower())]
-    others = [path for path in tables if path not in held_out and not _TEST_NAME.search(path.stem.lower())]
+    tables = list(dict.fromkeys(map(shards_of, tables)))
+    held_out = [path for path in tables if EVAL_NAME.search(path.stem.lower())]
+    others = [path for path in tables if path not in held_out and not TEST_NAME.search(path.stem.lower())]
+    others = [path for path in others if TRAIN_NAME.search(path.stem.lower())] or others
     if len(others) != 1 or len(held_out) > 1:
         named = ", ".join(str(path) for path in tables[:5])
-        raise ValueError(f"{folder} holds several tables ({named}); name one: accel-train finetune {tables[0]}")
+        raise ValueError(
+            f"{folder} holds several tables ({named}); name one: accel-train finetune {quote(str([*others, *tables][0]))}"
+        )
     return others[0], held_out[0] if held_out else None

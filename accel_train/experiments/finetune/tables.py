@@ -6,10 +6,14 @@ from typing import Any
 
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
-from accel_train.experiments.finetune.columns import Column, Table, read_table
-from accel_train.experiments.finetune.found import Asked, Found
+from accel_train.data.encoding import check_encoding
+from accel_train.data.sft.corpus import check_row, columns_of
+from accel_train.data.tables import Row
+from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
+from accel_train.experiments.finetune.found import Asked, Found, Settings, lengths
 from accel_train.experiments.finetune.images import sizes_of
 from accel_train.experiments.finetune.labels import recognise_label
+from accel_train.experiments.finetune.unused import listed
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
 _TEXT_NAMES = frozenset(_USUAL.split())
@@ -21,6 +25,8 @@ _PAIRS = (
     ("question", "answer"),
     ("input", "output"),
 )
+_FURTHER_OF_CHATS = ("tools", "functions", "system")
+"""Columns that a chat template could show, and that are not passed to it."""
 _FURTHER_INPUTS = ("input", "context", "system", "history")
 """Columns that belong to the prompt, however short: without them the answer cannot be known."""
 
@@ -36,11 +42,23 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     about = f"{path}: {format_count(len(table.wheres), 'row')}, columns {table.names}"
     settings = {"data.train": Choice(str(path), ""), **table.settings}
     if held_out is not None and "data.eval" not in asked.given:
+        if held_out.is_file():
+            check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "its name says that it is for evaluation")
     found = _chats(asked, table) or _pairs(asked, table) or _images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
     found["settings"] = {**settings, **found["settings"]}
-    return Found(description=about, num_samples=len(table.wheres), notes=tuple(table.notes), **found)
+    dropped = found.pop("num_dropped", 0)
+    rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
+    found["unused"] = (*_unused_columns(found["settings"], table), *rows)
+    return Found(description=about, num_samples=len(table.wheres) - dropped, notes=tuple(table.notes), **found)
+
+
+def _unused_columns(settings: Settings, table: Table) -> tuple[str, ...]:
+    values = [each.value for name, each in settings.items() if "_column" in name]
+    read = {name for value in values for name in ([value] if isinstance(value, str) else value)}
+    names = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
+    return (f"{'column' if len(names) == 1 else 'columns'} {listed(names)}",) if names else ()
 
 
 def _check_flags(asked: Asked, table: Table) -> None:
@@ -58,6 +76,7 @@ def _check_flags(asked: Asked, table: Table) -> None:
 def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
     """A column of messages."""
     chats = [column for column in table.columns.values() if column.is_chat]
+    _refuse_preferences(asked, table, [column.name for column in chats])
     if not chats or asked.label or asked.task not in (None, "causal-lm"):
         return None
     named = [column for column in chats if column.name == asked.data.messages_column] or chats
@@ -66,13 +85,23 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
         raise ValueError(f"{' and '.join(names)} hold messages; choose one: --data.messages_column {names[0]}")
     (column,) = named
     keys = set(next(filter(None, column.cells))[0])
-    if "role" not in keys or "content" not in keys:
+    if not {"role", "content"} <= keys and not {"from", "value"} <= keys:
         raise ValueError(
             f"column {column.name!r} holds messages with the keys {', '.join(sorted(keys))}; write each as "
             "{role: user or assistant, content: ...}"
         )
-    sizes = [sum(len(str(message.get("content", ""))) for message in chat or ()) for chat in column.cells]
-    why = "each is a list of {role, content}; the loss counts what the assistant says"
+    others = [name for name in (*table.columns, *table.partial) if name in _FURTHER_OF_CHATS]
+    if others and "data.messages_column" not in asked.given:
+        raise ValueError(
+            f"{table.path}: column {column.name!r} holds chats, and the model would not be shown {', '.join(others)}. Put the text into the "
+            f"chats, as a message of the role system; or leave it out: --data.messages_column {column.name}"
+        )
+    data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name})
+    for cell, where in zip(column.cells, table.wheres):
+        check_row(Row((cell,), where, 0), data)
+    text = "content" if "content" in keys else "value"
+    sizes = [sum(len(str(message.get(text, ""))) for message in chat or ()) for chat in column.cells]
+    why = f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; the loss counts what the assistant says"
     return {
         "task": "causal-lm",
         "why": f"column {column.name!r} holds chats",
@@ -80,9 +109,37 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
             "data.format": Choice("chat", why),
             **_column("messages_column", column.name, "the column of chats"),
         },
-        **_lengths(sizes),
+        **lengths(sizes),
         "is_chat": True,
     }
+
+
+def _refuse_preferences(asked: Asked, table: Table, chats: Sequence[str]) -> None:
+    """Refuse rows of which some are examples of bad answers: they would be learned like the good ones."""
+    if asked.text or asked.label or {"data.messages_column", "data.completion_column"} & asked.given:
+        return
+    if {"chosen", "rejected"} <= {*table.columns}:
+        columns = (
+            "--data.messages_column chosen"
+            if "chosen" in chats
+            else f"--data.prompt_column {_prompt_of(table)} --data.completion_column chosen"
+        )
+        raise ValueError(
+            f"{table.path}: chosen and rejected are preferences (DPO), for which accel_train has no task. To learn the chosen answers "
+            f"alone: {columns}"
+        )
+    answers = chats[0] if chats else "completion" if {"prompt", "completion"} <= {*table.columns} else None
+    bad = sum(cell is False for cell in table["label"].cells) if "label" in table else 0
+    if answers is not None and bad:
+        raise ValueError(
+            f"{table.path}: column 'label' is false in {bad:,} of {format_count(len(table.wheres), 'row')}, examples of bad answers (KTO), "
+            "for which accel_train has no task. Drop the rows with false and the column, and finetune learns the others"
+        )
+
+
+def _prompt_of(table: Table) -> str:
+    names = [name for name in ("prompt", "instruction", "question", "input") if name in table]
+    return names[0] if names else "COLUMN"
 
 
 def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
@@ -94,16 +151,31 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
     pair = next((pair for pair in (own, *_PAIRS) if set(pair) <= set(table.columns)), None)
     if pair is None or not all(table[name].is_strings for name in pair) or ("label" in table and not is_given):
         return None
+    inputs = asked.data.input_column
+    if inputs is None and pair == ("instruction", "output") and "input" in table and table["input"].is_strings:
+        inputs = "input"
     others = [
         name
         for name, column in table.columns.items()
-        if name not in pair and (column.is_text or (name in _FURTHER_INPUTS and any(column.cells)))
+        if name not in (*pair, inputs) and (column.is_text or (name in _FURTHER_INPUTS and any(column.cells)))
     ] + [name for name in table.partial if name in _FURTHER_INPUTS]
     if others and not is_given:
         raise ValueError(
             f"{table.path}: {' and '.join(pair)} look like prompt and completion, and {', '.join(others)} would not be read; "
-            f"join them in your data, or say --data.prompt_column {pair[0]} --data.completion_column {pair[1]}"
+            f"join them in your data; --data.input_column {others[0]} puts it behind the prompt; or leave it out: --data.prompt_column {pair[0]} "
+            f"--data.completion_column {pair[1]}"
         )
+    data = asked.data.model_copy(
+        update={
+            "format": "prompt_completion",
+            "prompt_column": pair[0],
+            "completion_column": pair[1],
+            "input_column": inputs,
+        }
+    )
+    names = columns_of(data)
+    for *cells, where in zip(*(table[name].cells for name in names), table.wheres):
+        check_row(Row(tuple(cells), where, 0), data)
     return {
         "task": "causal-lm",
         "why": f"columns {pair[0]!r} and {pair[1]!r} are prompt and completion",
@@ -111,8 +183,9 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
             "data.format": Choice("prompt_completion", "the loss counts completions"),
             **_column("prompt_column", pair[0], "its name"),
             **_column("completion_column", pair[1], "its name"),
+            **(_column("input_column", inputs, "it follows the prompt, after a blank line") if inputs else {}),
         },
-        **_lengths([len(one) + len(other) for one, other in zip(*(table[name].cells for name in pair))]),
+        **lengths([sum(len(cell or "") for cell in row) for row in zip(*(table[name].cells for name in names))]),
     }
 
 
@@ -126,7 +199,7 @@ def _images(asked: Asked, table: Table) -> dict[str, Any] | None:
             f"{table.path}: {' and '.join(column.name for column in images)} are names of images; with masks: "
             f"accel-train run segmentation --data.train {table.path} --data.image_column {images[0].name} --data.mask_column {images[1].name}"
         )
-    label = recognise_label(asked, table, images[0].name)
+    label = recognise_label(asked, table, images[0].name, may_drop=False)
     return {
         "task": "image-classification",
         "why": f"column {images[0].name!r} names images, column {label.name!r} their classes",
@@ -152,7 +225,7 @@ def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
         if asked.task
         else "one column of text and no label: a language model learns to continue it",
         "settings": _column("text_column", text.name, why),
-        **_lengths([len(str(cell)) for cell in text.cells]),
+        **lengths([len(str(cell)) for cell in text.cells]),
     }
 
 
@@ -171,11 +244,18 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
         "settings": {"data.text_columns": Choice([column.name for column in texts], why), **label.settings},
         "counts": label.counts,
         "has_one_label": label.is_one,
-        **_lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
+        "num_dropped": label.num_dropped,
+        **lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
     }
 
 
 def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column], str]:
+    named = [table[name] for name in asked.text] or list(table.columns.values())
+    if all(column.is_numbers for column in named):
+        raise ValueError(
+            f"{table.path}: {'the columns of --text' if asked.text else 'all columns'} hold numbers, and accel_train has no task for tables "
+            "of numbers. Gradient-boosted trees are the right tool: HistGradientBoostingClassifier of scikit-learn, XGBoost or LightGBM"
+        )
     if asked.text:
         return [table[name] for name in asked.text], "as --text says"
     others = [column for column in table.columns.values() if column.name != label]
@@ -199,7 +279,3 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
 
 def _column(setting: str, name: str, why: str) -> dict[str, Choice[Any]]:
     return {f"data.{setting}": Choice(name, why)}
-
-
-def _lengths(sizes: Sequence[int]) -> dict[str, int]:
-    return {"num_chars": sum(sizes), "longest": sorted(sizes)[len(sizes) * 19 // 20]}

@@ -52,9 +52,18 @@ def batch_for(found: Found) -> int:
 
 def epochs_for(found: Found, batch: int, steps: int, least: int, most: int) -> Choice[int]:
     """Return as many passes over the data as make about so many steps, between `least` and `most`."""
-    per_epoch = max(1, round(found.num_samples * 0.8 / batch))
+    per_epoch = max(1, round(found.num_samples * (1 - eval_fraction_for(found)) / batch))
     epochs = min(most, max(least, round(steps / per_epoch)))
-    return Choice(epochs, f"{epochs * per_epoch:,} steps of {batch}")
+    return Choice(epochs, f"about {epochs * per_epoch:,} steps of {batch}")
+
+
+def eval_fraction_for(found: Found) -> float:
+    """Return the share of the samples that is held out for evaluation: less of many."""
+    if found.eval_fraction is not None:
+        return found.eval_fraction
+    if found.task == "causal-lm" and found.num_chars > 20_000_000:
+        return 0.02
+    return 0.2 if found.num_samples < 2_000 else 0.1 if found.num_samples < 20_000 else 0.05
 
 
 def metric_for(found: Found) -> Choice[str]:
