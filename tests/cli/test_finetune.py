@@ -443,7 +443,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         "t",
         (),
         "t: Testing, Training are no classes, but parts of the data, by their names; say which is trained on: accel-train finetune "
-        "t/Training --data.eval t/Testing",
+        "t/Training; after training: accel-train evaluate RUN t/Testing",
     ),
     "an empty text file": (
         lambda: Path("t.txt").touch(),

@@ -21,7 +21,7 @@ from accel_train.data.images.pools import read_pools
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
 from accel_train.recipe.data import Data
 
-_EVAL_NAMES = ("val", "validation", "valid", "dev", "test")
+_EVAL_NAMES = ("val", "validation", "valid", "dev")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None)
     Raises:
         ValueError: something is missing or broken; the message names file, row or column.
     """
-    train_names, eval_names, notes = _eval_beside_train(data)
+    train_names, eval_names, notes = eval_beside_train(data)
     pool = read_pools(train_names, data, "data.train", masks=False)
     if data.label_names is None and isinstance(pool.images, FileImages) and len(set(pool.labels)) == 1:
         folder = pool.images.root / pool.labels[0]
@@ -155,21 +155,28 @@ def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:
     return ImageRows(pool.images, rows, pool.ids, labels, pool.masks)
 
 
-def _eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:
-    """The names to train and to evaluate on, and a note: in a folder with splits, `train` and the held-out one."""
+def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the names to train and to evaluate on, and notes: in a folder with splits, `train` and the held-out one.
+
+    A folder `test` is kept for the end: whoever chooses the best weights by it has no test left.
+    """
     train = (data.train,) if isinstance(data.train, str) else data.train
     held = (data.eval,) if isinstance(data.eval, str) else data.eval
     root = Path(train[0]).expanduser() if len(train) == 1 else None
     if root is None or not root.is_dir():
         return train, held, ()
     folder = root if root.name == "train" else root / "train"
-    beside = next((found for name in _EVAL_NAMES if (found := folder.with_name(name)).is_dir()), None)
-    if beside is None or not folder.is_dir():
+    if not folder.is_dir():
         return train, held, ()
+    beside = next((found for name in _EVAL_NAMES if (found := folder.with_name(name)).is_dir()), None)
+    test = folder.with_name("test")
+    if held == train and folder != root and (shown := beside or (test if test.is_dir() else None)) is not None:
+        return (str(shown),), (str(shown),), (f"of {root}, {shown.name} is read",)  # to a trained model
+    notes = (f"{test} is left alone; after training: accel-train evaluate RUN {test}",) if test.is_dir() else ()
+    if beside is None:
+        return (str(folder),) if test.is_dir() else train, held, notes if held is None else ()
     if held is None:
-        return (str(folder),), (str(beside),), (f"evaluation is on {beside}, found next to {folder}",)
-    if held == train and folder != root:  # a trained model is shown a folder with splits
-        return (str(beside),), (str(beside),), (f"of {root}, {beside.name} is read",)
+        return (str(folder),), (str(beside),), (f"evaluation is on {beside}, found next to {folder}", *notes)
     return (str(folder),), held, ()
 
 

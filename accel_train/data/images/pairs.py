@@ -10,8 +10,14 @@ from accel_train.data.encoding import read_lines
 from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, list_images
 from accel_train.recipe.data import Data
 
-FOLDERS = {"images": ("masks", "annotations", "labels"), "JPEGImages": ("SegmentationClass",)}
-"""Names of a folder of images, and of that of their masks beside it."""
+_IMAGES = ("images", "image", "imgs", "img", "jpegimages")
+_MASK_WORDS = """masks mask annotations annotation annots annot labels label gt gts groundtruth
+segmentationclass segmentationclasspng segmentations segmentation"""
+_MASKS = tuple(_MASK_WORDS.split())
+"""Words in the names of folders of images and of masks, the likeliest first; in any case (`Images`, `train_masks`)."""
+_MAYBE_IMAGES = ("input", "inputs", "original", "originals", "raw", "source", "rgb")
+_MAYBE_MASKS = ("target", "targets", "segmented", "seg", "output", "outputs")
+"""Words that may also name classes: these folders are pairs only where their files have the same names."""
 BESIDE = ("annot", "_annot", "_masks", "_mask", "_labels")
 """Ends by which a folder of masks is told from that of its images: CamVid's `train` and `trainannot`."""
 LISTED_SUFFIXES = frozenset((".txt", ".lst"))
@@ -23,23 +29,66 @@ _LEVELS = 4
 
 def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
     """Return the folders of images and masks below a path; or, for a folder of images, itself and that of its masks."""
-    for images, twins in FOLDERS.items():
-        for masks in twins:
-            if (path / images).is_dir() and _holds_masks(path / masks):
-                return path / images, path / masks
-        if images in path.parts:
-            last = len(path.parts) - 1 - path.parts[::-1].index(images)
-            for masks in twins:
-                twin = Path(*path.parts[:last], masks, *path.parts[last + 1 :])
-                if _holds_masks(twin):
-                    return path, twin
+    if len(below := pairs_below(path)) == 1:
+        return below[0]
+    for number in range(len(path.parts) - 1, -1, -1):
+        above, further = Path(*path.parts[:number]), path.parts[number + 1 :]
+        if any(word in (*_IMAGES, *_MAYBE_IMAGES) for word in _words(path.parts[number])):
+            for twin in _twins(above, path.parts[number]):
+                if _are_a_pair(path, twin.joinpath(*further), _is_sure(path.parts[number], twin.name)):
+                    return path, twin.joinpath(*further)
     beside = (path.with_name(path.name + end) for end in BESIDE) if path.name else ()
     return next(((path, twin) for twin in beside if _holds_masks(twin)), None)
 
 
+def pairs_below(path: Path) -> list[tuple[Path, Path]]:
+    """Return each folder of images that lies in a folder with its masks; one folder of masks for each."""
+    pairs = []
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        if {*_words(entry.name)} & {*_IMAGES, *_MAYBE_IMAGES}:
+            twins = (
+                twin for twin in _twins(path, entry.name) if _are_a_pair(entry, twin, _is_sure(entry.name, twin.name))
+            )
+            pairs += [(entry, twin) for twin in islice(twins, 1)]
+    return pairs
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", re.sub(r"ground[ _-]truth", "groundtruth", name.lower()))
+
+
+def _twins(folder: Path, name: str) -> list[Path]:
+    """The folders whose name has a word for masks where `name` has one for images, the likeliest first."""
+    words, found = _words(name), []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        others = _words(entry.name)
+        different = [pair for pair in zip(words, others) if pair[0] != pair[1]] if len(words) == len(others) else []
+        if len(different) == 1 and different[0][0] in (*_IMAGES, *_MAYBE_IMAGES) and entry.is_dir():
+            rank = (*_MASKS, *_MAYBE_MASKS)
+            found += [(rank.index(different[0][1]), entry)] if different[0][1] in rank else []
+    return [entry for _, entry in sorted(found)]
+
+
+def _is_sure(images: str, masks: str) -> bool:
+    return bool({*_IMAGES} & {*_words(images)} and {*_MASKS} & {*_words(masks)})
+
+
+def _are_a_pair(images: Path, masks: Path, is_sure: bool) -> bool:
+    if not images.is_dir() or not _holds_masks(masks):
+        return False
+    return is_sure or have_the_same_names(list_images(images)[0], list_images(masks)[0])
+
+
+def have_the_same_names(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether nearly all files of the smaller side have one of the same name on the other, whatever their ends."""
+    stems, twins = ({os.path.splitext(name)[0] for name in side} for side in (names, others))
+    twins = {stem if stem in stems else _MASK_ENDS.sub("", stem) for stem in twins}
+    return bool(stems and twins) and len(stems & twins) >= 0.9 * min(len(stems), len(twins))
+
+
 def _holds_masks(folder: Path) -> bool:
     """Return whether a folder is one of masks: its name says so, or images are in it."""
-    return folder.is_dir() and (folder.name == "masks" or bool(list_images(folder)[0]))
+    return folder.is_dir() and (folder.name.lower() in ("masks", "mask") or bool(list_images(folder)[0]))
 
 
 def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) -> ImagePool:
@@ -64,7 +113,7 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
     wanted = (
         list(map(os.path.normpath, stems)) if stems is not None else [os.path.splitext(name)[0] for name in image_names]
     )
-    if images.name == "JPEGImages" and stems is None:
+    if images.name.lower() == "jpegimages" and stems is None:
         wanted = [stem for stem in wanted if stem in mask_of]
     missing = [stem for stem in wanted if stem not in image_of]
     if missing:

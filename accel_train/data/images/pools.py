@@ -9,6 +9,7 @@ from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.builtin.digit_scenes import digit_scenes, digits
 from accel_train.data.images.images import FileImages, ImagePool, join_images, list_images
 from accel_train.data.images.masks import renumbered
+from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_classes
 from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
 from accel_train.data.sources import resolve_sources
@@ -84,7 +85,7 @@ def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | N
     notes = (f"{folder}: left out {num_others} files that are no images",) if num_others else ()
     pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {len(files):,} images", notes=notes)
     if data.label_column is not None:
-        return _with_class_folders(pool, folder, files, key)
+        return _with_class_folders(pool, folder, files, key, has_names=data.label_names is not None)
     if data.mask_column is not None:
         raise ValueError(
             f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names (or images/ and annotations/, "
@@ -93,8 +94,11 @@ def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | N
     return pool
 
 
-def _with_class_folders(pool: ImagePool, folder: Path, files: list[str], key: str) -> ImagePool:
+def _with_class_folders(pool: ImagePool, folder: Path, files: list[str], key: str, *, has_names: bool) -> ImagePool:
     """The pool with labels from root/CLASS/.../image: the first folder below the root is the class."""
+    if not has_names:
+        refuse_masks_as_classes(folder, files)
+        refuse_annotations(folder, files)
     classless = [file for file in files if "/" not in file]
     if classless:
         raise ValueError(

@@ -107,6 +107,11 @@ def _label_names(
     if train.masks is None:
         raise ValueError("data.mask_column: none is for images to predict; then data.label_names says the classes")
     counts = count_pixels(train)
+    if np.count_nonzero(counts) == 2 and counts[0] and counts[data.ignore_index]:
+        raise ValueError(
+            f"data.train: the masks hold 0 and {data.ignore_index} alone, and data.ignore_index={data.ignore_index} leaves one class. For "
+            f"black and white masks set data.mask_values: [0, {data.ignore_index}]"
+        )
     counts[data.ignore_index] = 0
     if not counts.any():
         raise ValueError(f"data.train: every pixel of the masks is data.ignore_index={data.ignore_index}")

@@ -1,5 +1,6 @@
 """Images in tables (parquet, csv, jsonl, data sets), read on request, and in numpy's own files (.npz, .npy)."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.data.cache import cache_root
-from accel_train.data.images.images import ArrayImages, ImagePool, RowImages
+from accel_train.data.images.images import IMAGE_SUFFIXES, ArrayImages, ImagePool, RowImages, evenly_spaced
 from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import check_columns, class_names, read_rows
 from accel_train.recipe.data import Data
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import datasets
 
 ARRAY_SUFFIXES = frozenset((".npz", ".npy"))
+_NUM_PROBED = 20
+"""Cells whose files are looked for in the folders next to a table."""
 
 
 def table_pool(source: Source, data: Data) -> ImagePool:
@@ -45,7 +48,8 @@ def table_pool(source: Source, data: Data) -> ImagePool:
         rows = list(read_rows(source, (*image_columns, *columns), data))
         places = tuple(row.where for row in rows)
         cells = list(zip(*(row.cells for row in rows))) or [()]
-        images = [RowImages(values, folder, column, name, places) for values, column in zip(cells, image_columns)]
+        found = [find_images(folder, name, values) or values for values in cells[: len(image_columns)]]
+        images = [RowImages(values, folder, column, name, places) for values, column in zip(found, image_columns)]
         cells = cells[len(image_columns) :]
     if not len(images[0]):
         raise ValueError(f"{name}: there are no rows; take the file out")
@@ -59,6 +63,40 @@ def table_pool(source: Source, data: Data) -> ImagePool:
         ids=None if data.id_column is None else [str(value) for value in values[data.id_column]],
         notes=source.notes,
     )
+
+
+def find_images(folder: Path, table: str, values: Sequence[Any]) -> Sequence[Any] | None:
+    """Return the files that a table's cells name, relative to its `folder`; None where they are not found.
+
+    They lie next to the table, or in one folder there (`train/` for `train.csv`), perhaps with an ending that the cells lack.
+
+    Raises:
+        ValueError: two folders hold them.
+    """
+    names = [value for value in values if isinstance(value, str) and value]
+    probes = [names[index] for index in evenly_spaced(len(names), _NUM_PROBED)]
+    if not probes or any(_file_of(folder, probe) == probe for probe in probes):
+        return values if probes else None
+    folders = [entry.name for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+    preferred = ["", *(name for name in folders if name == Path(table).stem)]
+    places = [place for place in (*preferred, *folders) if any(_file_of(folder / place, probe) for probe in probes)]
+    places = list(dict.fromkeys(places))
+    if not places:
+        return None
+    if len(places) > 1 and places[0] not in preferred:
+        raise ValueError(
+            f"{table}: {places[0]}/ and {places[1]}/ both hold its images; write the folder into the cells ({places[0]}/{probes[0]})"
+        )
+    found = (
+        (value, _file_of(folder / places[0], value) if isinstance(value, str) and value else None) for value in values
+    )
+    return [value if file is None else os.path.join(places[0], file) for value, file in found]
+
+
+def _file_of(folder: Path, name: str) -> str | None:
+    """The name of the file, with the ending that it has in the folder; None where it is not there."""
+    endings = ("",) if name.lower().endswith(IMAGE_SUFFIXES) else ("", *IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES))
+    return next((name + ending for ending in endings if os.path.isfile(folder / (name + ending))), None)
 
 
 def _parquet(path: Path, data: Data) -> "datasets.Dataset":

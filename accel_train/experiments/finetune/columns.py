@@ -81,6 +81,11 @@ class Column(NamedTuple):
         return 2 <= len(self.classes) <= min(_MOST_CLASSES, len(self.cells) // 2)
 
     @property
+    def is_ids(self) -> bool:
+        """Return whether every cell is one word, and each another one."""
+        return self.is_strings and self.mean_words <= 1 and len(set(self.cells)) == len(self.cells) > 1
+
+    @property
     def is_chat(self) -> bool:
         """Return whether the cells are lists of messages."""
         first = next(filter(None, self.cells), None)

@@ -1,59 +1,86 @@
 """Folders of images: by class, or with masks; their sizes and colours."""
 
+import io
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.images.images import ImagePool, evenly_spaced, in_threads, list_images
+from accel_train.data.images.images import ImagePool, Images, evenly_spaced, in_threads, list_images
+from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.masks import mask_values
-from accel_train.data.images.pairs import pair_of_folders
+from accel_train.data.images.misread import refuse_annotations
+from accel_train.data.images.pairs import pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.experiments.finetune.found import Asked, Found
 
 _NUM_LOOKED_AT = 200
 """Images, evenly spaced, whose headers are read for their sizes and colours."""
 _MASKS_LOOKED_AT = 2_000
-_TRAIN = re.compile("train(?:ing|[0-9]+)?")
-_EVAL = re.compile("(?:val|valid|validation|dev)(?:[0-9]+)?")
+_TRAIN = re.compile("(?:.*[^a-z])?train(?:ing|[0-9]+)?(?:[^a-z].*)?")
+_EVAL = re.compile("(?:.*[^a-z])?(?:val|valid|validation|dev)(?:[0-9]+)?(?:[^a-z].*)?")
+_TEST = re.compile("(?:.*[^a-z])?test(?:ing|[0-9]+)?(?:[^a-z].*)?")
 _PARTS = re.compile(r"(?:.*[^a-z])?(?:train(?:ing)?|val(?:id|idation)?|dev|test(?:ing)?)(?:[^a-z].*)?")
+_VOC = ("JPEGImages", "SegmentationClass")
+_MOST_NUMBERS = 200
+"""Masks with more different numbers are photos, or masks that were resized with smoothing."""
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 
-def recognise_classes(asked: Asked, folder: Path) -> Found:
-    """Return the classes of a folder with CLASS/*.jpg in it, or train/CLASS/*.jpg.
+def lie_in_classes(folder: Path, names: Sequence[str]) -> bool:
+    """Return whether images lie in folders that may be classes: CLASS/*.jpg or train/CLASS/*.jpg, two or more."""
+    inner = [name.removeprefix("train/") for name in names if name.startswith("train/")] or names
+    classes = {name.split("/", 1)[0] for name in inner}
+    return (
+        all("/" in name for name in inner)
+        and len(classes) > 1
+        and not all(_PARTS.fullmatch(name.lower()) for name in classes)
+    )
+
+
+def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
+    """Return the classes of a folder with CLASS/*.jpg in it, or train/CLASS/*.jpg; `tables` there do not name the images.
 
     Raises:
         ValueError: images lie in no class folder, or there is one class; the message shows how they should lie.
     """
     _refuse_columns(asked, folder, "images")
     root = folder / "train" if (folder / "train").is_dir() else folder
-    names, _ = list_images(root)
+    names, num_others = list_images(root)
+    has_names = asked.data.label_names is not None
+    if num_others and not has_names:
+        refuse_annotations(folder, names)
     loose = [name for name in names if "/" not in name]
     if loose:
         raise ValueError(
             f"{folder}: {root / loose[0]} lies in no class folder; for classes put each image into {root}/CLASS/; for "
-            f"segmentation put images into {root}/images/ and masks of the same names into {root}/masks/"
+            f"segmentation put images into {root}/images/ and masks of the same names into {root}/masks/{_tables_there(tables)}"
+        )
+    classes = sorted({name.split("/", 1)[0] for name in names})
+    if len(classes) > 1 and all(_PARTS.fullmatch(name.lower()) for name in classes):
+        raise ValueError(
+            f"{root}: {', '.join(classes)} are no classes, but parts of the data, by their names; say which is trained on: "
+            + _command_for_parts(root, classes)
         )
     pool = read_pools(
         asked.path if root is folder else str(root), asked.data, asked.path, masks=False
     )  # names folders that are empty
     counts = Counter(map(str, pool.labels))
     if len(counts) < 2:
-        raise ValueError(f"{root} has the one class folder {next(iter(counts), 'none')!r}, and a classifier needs two")
-    if all(_PARTS.fullmatch(name.lower()) for name in counts):
-        first, *others = sorted(counts, key=lambda name: "train" not in name.lower())
         raise ValueError(
-            f"{root}: {', '.join(sorted(counts))} are no classes, but parts of the data, by their names; say which is trained on: "
-            f"accel-train finetune {root / first} --data.eval {root / others[0]}"
+            f"{root} has the one class folder {next(iter(counts), 'none')!r}, and a classifier needs two{_tables_there(tables)}"
         )
+    _, held, notes = eval_beside_train(asked.data)
+    used = [root / name for name in classes] + [Path(name) for name in held or ()]
     return Found(
         "image-classification",
         f"images in {len(counts)} folders, one for each class",
@@ -61,8 +88,43 @@ def recognise_classes(asked: Asked, folder: Path) -> Found:
         num_samples=len(names),
         settings={"data.train": Choice(asked.path, "")},
         counts=counts,
-        **sizes_of([root / name for name in names]),
+        notes=(*notes, not_used(folder, used, num_others)),
+        **sizes_of(pool.images),
     )
+
+
+def _tables_there(tables: Sequence[Path]) -> str:
+    """What is to be said of tables that lie next to images."""
+    if not tables:
+        return ""
+    names = ", ".join(map(str, tables[:3]))
+    return f". No column of {names} names these images; a table needs a column with their file names, relative to it"
+
+
+def _command_for_parts(root: Path, parts: Sequence[str]) -> str:
+    """The command that trains on one part of the data; a test set is shown to the trained model alone."""
+    train = next((name for name in parts if _TRAIN.fullmatch(name.lower())), parts[0])
+    others = [name for name in parts if name != train]
+    held = [name for name in others if not _TEST.fullmatch(name.lower())]
+    command = f"accel-train finetune {quote(str(root / train))}" + "".join(
+        f" --data.eval {quote(str(root / name))}" for name in held[:1]
+    )
+    tests = [name for name in others if name not in held]
+    return command + "".join(
+        f"; after training: accel-train evaluate RUN {quote(str(root / name))}" for name in tests[:1]
+    )
+
+
+def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
+    """Return the line that says which files and folders of `root` are not read; `num_others` lie within those that are."""
+    left = [
+        entry.name + "/" * entry.is_dir()
+        for entry in sorted(root.iterdir())
+        if not entry.name.startswith(".") and not any(entry == path or entry in path.parents for path in used)
+    ]
+    shown = [*left[:6], *([f"{len(left) - 6} more"] if len(left) > 6 else [])]
+    within = [f"{format_count(num_others, 'file')} that are not images"] if num_others else []
+    return f"not used: {', '.join([*shown, *within]) or 'nothing'}"
 
 
 class Pairs(NamedTuple):
@@ -81,6 +143,18 @@ def find_pairs(name: str) -> Pairs | None:
         return Pairs(
             str(lists[0]), str(lists[1]), "JPEGImages/ and SegmentationClass/ hold images and masks, as in VOC"
         )
+    if len(below := pairs_below(folder)) > 1:
+        train_pair, held_pair = (
+            [pair for pair in below if part.fullmatch(pair[0].name.lower())] for part in (_TRAIN, _EVAL)
+        )
+        if len(train_pair) != 1 or len(held_pair) > 1:
+            listed = ", ".join(str(images) for images, _ in below)
+            raise ValueError(
+                f"{folder} holds several folders of images with masks ({listed}); name one: accel-train finetune {below[0][0]}"
+            )
+        ((images, masks),) = train_pair
+        why = f"{images.name}/ and {masks.name}/ hold images and masks of the same names"
+        return Pairs(str(images), str(held_pair[0][0]) if held_pair else None, why)
     whole = pair_of_folders(folder)
     train = _side(whole[0] if whole else folder, _TRAIN)
     pair = pair_of_folders(train) if train is not None else None
@@ -99,7 +173,7 @@ def find_pairs(name: str) -> Pairs | None:
 
 def _side(folder: Path, pattern: re.Pattern[str]) -> Path | None:
     """The folder of training or evaluation images below a folder, by its name."""
-    found = [path for path in sorted(folder.iterdir()) if path.is_dir() and pattern.fullmatch(path.name)]
+    found = [path for path in sorted(folder.iterdir()) if path.is_dir() and pattern.fullmatch(path.name.lower())]
     return found[0] if len(found) == 1 else None
 
 
@@ -119,14 +193,20 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
     if pairs.eval is not None and "data.eval" not in asked.given:
         settings["data.eval"] = Choice(pairs.eval, "its name says that it is for evaluation")
     classes, notes = _classes_of(asked, pool)
+    root = Path(asked.path).expanduser()
+    names = [name for name in (pairs.train, pairs.eval) if name is not None]
+    used = [
+        folder for name in names for folder in pair_of_folders(Path(name).expanduser()) or (Path(name).expanduser(),)
+    ]
+    used += [root / name for name in _VOC] if Path(pairs.train).suffix and root.is_dir() else []
     return Found(
         "semantic-segmentation",
         pairs.why,
         pool.description,
         num_samples=len(pool.images),
         settings={**settings, **classes},
-        notes=(*pool.notes, *notes),
-        **sizes_of([Path(pool.images.where(index)) for index in range(len(pool.images))]),
+        notes=(*pool.notes, *notes, *((not_used(root, used),) if root.is_dir() else ())),
+        **sizes_of(pool.images),
     )
 
 
@@ -146,6 +226,11 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
             "data.mask_values": Choice(numbers, why),
             "data.label_names": Choice(["background", "object"], f"{numbers[0]} and {numbers[1]}"),
         }, ()
+    if len(numbers) > _MOST_NUMBERS:
+        raise ValueError(
+            f"{asked.path}: masks hold {len(numbers)} different numbers, as photos do, or masks that were resized with smoothing "
+            f"(first: {masks.where(0)}). Write one class number into each pixel, or list the numbers: --data.mask_values '[0, 255]'"
+        )
     classes = [number for number in numbers if number != asked.data.ignore_index]
     if len(classes) > 1 and classes[-1] >= 4 * len(classes):
         raise ValueError(
@@ -165,19 +250,25 @@ def _refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
             raise ValueError(f"{flag}: {folder} holds {what} and no columns; leave it out, or name a table")
 
 
-def sizes_of(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the short edge and the aspect of the median image, and whether all are grey; broken ones are named later, by the run."""
-    edges, aspects, modes = [], [], set()
-    for index in evenly_spaced(len(paths), _NUM_LOOKED_AT):
+def sizes_of(images: Images) -> dict[str, Any]:
+    """Return the short edge and the aspect of the median image, and whether all are grey; a few broken ones are named by the run.
+
+    Raises:
+        ValueError: none of those looked at can be opened; the message names the first.
+    """
+    edges, aspects, modes, fault = [], [], set(), ""
+    for index in evenly_spaced(len(images), _NUM_LOOKED_AT):
         try:
-            with Image.open(paths[index]) as image:
+            content = images.content(index)
+            assert not isinstance(content, np.ndarray)
+            with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
                 edges.append(min(image.size))
                 aspects.append(image.width / image.height)
                 modes.add(image.mode)
-        except (OSError, SyntaxError):
-            continue
+        except (OSError, SyntaxError, DataError) as error:
+            fault = fault or (str(error) if isinstance(error, DataError) else f"{images.where(index)}: {error}")
     if not edges:
-        return {}
+        raise ValueError(f"{fault}. None of the images can be opened; check the files")
     return {"edge": int(median(edges)), "aspect": median(aspects), "is_grey": bool(modes) and modes <= {*_GREY_MODES}}
 
 

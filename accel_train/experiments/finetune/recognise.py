@@ -13,7 +13,14 @@ from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.found import TASKS, Asked, Found
-from accel_train.experiments.finetune.images import Pairs, find_pairs, recognise_classes, recognise_masks
+from accel_train.experiments.finetune.image_tables import table_of_images
+from accel_train.experiments.finetune.images import (
+    Pairs,
+    find_pairs,
+    lie_in_classes,
+    recognise_classes,
+    recognise_masks,
+)
 from accel_train.experiments.finetune.tables import recognise_table
 from accel_train.experiments.finetune.texts import (
     find_classes,
@@ -105,10 +112,10 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     files = [path for path in files if not is_about_data(path, folder)]
     tables = [path for path in files if file_kind(path) in _TABLES]
     images, _ = list_images(folder)
-    if images and len(tables) == 1 and not any("/" in name for name in images):
-        return recognise_table(asked, tables[0])  # of file names and labels
     if images and asked.task not in ("causal-lm", "text-classification"):
-        return recognise_classes(asked, folder)
+        if tables and not lie_in_classes(folder, images) and (named := table_of_images(asked, folder, tables)):
+            return recognise_table(asked, *named)
+        return recognise_classes(asked, folder, tables)
     if tables:
         return recognise_table(asked, *_training_table(folder, tables))
     texts = [path for path in files if file_kind(path) == "text"]

@@ -11,7 +11,7 @@ from accel_train.data.sft.corpus import check_row, columns_of
 from accel_train.data.tables import Row
 from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
 from accel_train.experiments.finetune.found import Asked, Found, Settings, lengths
-from accel_train.experiments.finetune.images import sizes_of
+from accel_train.experiments.finetune.image_tables import recognise_images
 from accel_train.experiments.finetune.labels import recognise_label
 from accel_train.experiments.finetune.unused import listed
 
@@ -45,13 +45,15 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         if held_out.is_file():
             check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "its name says that it is for evaluation")
-    found = _chats(asked, table) or _pairs(asked, table) or _images(asked, table)
+    found = _chats(asked, table) or _pairs(asked, table) or recognise_images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
     found["settings"] = {**settings, **found["settings"]}
     dropped = found.pop("num_dropped", 0)
     rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
-    found["unused"] = (*_unused_columns(found["settings"], table), *rows)
-    return Found(description=about, num_samples=len(table.wheres) - dropped, notes=tuple(table.notes), **found)
+    if found["task"] != "image-classification":  # whose notes name the images that the table does not
+        found["unused"] = (*_unused_columns(found["settings"], table), *rows)
+    notes = (*table.notes, *found.pop("notes", ()))
+    return Found(description=about, num_samples=len(table.wheres) - dropped, notes=notes, **found)
 
 
 def _unused_columns(settings: Settings, table: Table) -> tuple[str, ...]:
@@ -189,26 +191,6 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
     }
 
 
-def _images(asked: Asked, table: Table) -> dict[str, Any] | None:
-    """A column of image files, and one of labels."""
-    images = [column for column in table.columns.values() if column.is_image]
-    if not images or asked.text or asked.task not in (None, "image-classification"):
-        return None
-    if len(images) > 1:
-        raise ValueError(
-            f"{table.path}: {' and '.join(column.name for column in images)} are names of images; with masks: "
-            f"accel-train run segmentation --data.train {table.path} --data.image_column {images[0].name} --data.mask_column {images[1].name}"
-        )
-    label = recognise_label(asked, table, images[0].name, may_drop=False)
-    return {
-        "task": "image-classification",
-        "why": f"column {images[0].name!r} names images, column {label.name!r} their classes",
-        "settings": {**_column("image_column", images[0].name, "its cells are image files"), **label.settings},
-        "counts": label.counts,
-        **sizes_of([table.path.parent / cell for cell in images[0].cells if isinstance(cell, str)]),
-    }
-
-
 def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
     """One column of texts and no label: a language model."""
     texts = [column for column in table.columns.values() if column.is_strings]
@@ -272,6 +254,12 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
         pair = f", or --text {names[0]},{names[1]} for both as a pair" if asked.task != "causal-lm" else ""
         raise ValueError(f"{table.path}: columns {', '.join(names)} are all text; choose one: --text {names[0]}{pair}")
     strings = [column for column in others if column.is_strings]
+    if len(strings) == 1 and strings[0].is_ids:
+        name = strings[0].name
+        raise ValueError(
+            f"{table.path}: column {name!r} holds one word in each row, all different: names of things, not texts. If they name images, put "
+            f"the files into one folder next to the table (images/{strings[0].cells[0]}.jpg); if they are texts: --text {name}"
+        )
     if len(strings) == 1 and not strings[0].may_be_labels:
         return strings, "the only column of strings"
     raise ValueError(f"{table.path}: no column is clearly text (there are {table.names}); name it: --text COLUMN")

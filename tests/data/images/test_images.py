@@ -150,7 +150,7 @@ def test_numbered_folders_are_ordered_as_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["splits", "splits/train"])
-@pytest.mark.parametrize("held", ["val", "validation", "test"])
+@pytest.mark.parametrize("held", ["val", "validation"])
 def test_a_held_out_folder_beside_train_is_found(tmp_path: Path, given: str, held: str) -> None:
     class_folders(tmp_path / "splits/train")
     class_folders(tmp_path / "splits" / held, first=50, each=3)
@@ -158,6 +158,18 @@ def test_a_held_out_folder_beside_train_is_found(tmp_path: Path, given: str, hel
     assert sets.eval is not None
     assert (len(sets.train), len(sets.eval)) == (20, 6)
     assert f"splits/{held}, found next to" in sets.notes[0]
+
+
+def test_a_test_folder_is_left_alone_and_named(tmp_path: Path) -> None:
+    class_folders(tmp_path / "splits/train")
+    class_folders(tmp_path / "splits/test", first=50, each=3)
+    sets = read(tmp_path / "splits", eval_fraction=0.2)
+    assert sets.eval is not None
+    assert len(sets.train) + len(sets.eval) == 20
+    assert "splits/test is left alone" in sets.notes[0]
+    shown = read(tmp_path / "splits", eval=str(tmp_path / "splits"), label_names=["cat", "dog"])
+    assert shown.eval is not None
+    assert len(shown.eval) == 6
 
 
 def test_of_a_folder_with_splits_train_is_trained_on_whatever_is_evaluated(tmp_path: Path) -> None:

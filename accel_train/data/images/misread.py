@@ -1,0 +1,119 @@
+"""Folders that look like classes and hold something else: masks, boxes or polygons."""
+
+import json
+import os
+import re
+from itertools import combinations
+from pathlib import Path
+
+from PIL import Image
+
+from accel_train.core.files import files_below
+from accel_train.data.images.images import evenly_spaced
+from accel_train.data.images.pairs import have_the_same_names, pairs_below
+
+_COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco)(?:[^a-z].*)?\.json")
+_YOLO = re.compile(r"\d+(?:\s+-?\d*\.?\d+(?:e-?\d+)?){4,}\s*")
+_MOST_FOLDERS = 6
+"""More folders than this are classes, not images with several kinds of masks."""
+_MOST_COLOURS = 32
+"""An image with more colours is not a mask."""
+_NUM_LOOKED_AT = 12
+_FOLDERS_LOOKED_IN = 50
+
+
+def refuse_annotations(folder: Path, files: list[str]) -> None:
+    """Refuse images that lie with boxes or polygons: COCO, YOLO, Pascal VOC, labelme.
+
+    Raises:
+        ValueError: names the file, and a folder of masks where one lies further below.
+    """
+    stems = {Path(name).stem for name in files}
+    for path in files_below(folder):
+        suffix, kind = path.suffix.lower(), None
+        if suffix == ".json" and _COCO.fullmatch(path.name.lower()):
+            kind = "COCO"
+        elif suffix in (".xml", ".txt", ".json") and path.stem in stems:
+            kind = _kind_of_annotation(path, suffix)
+        if kind is None:
+            continue
+        folders = [entry for entry in sorted(folder.iterdir())[:_FOLDERS_LOOKED_IN] if entry.is_dir()]
+        masks = next((entry for entry in folders if pairs_below(entry)), None)
+        hint = f" {masks} holds masks: name that folder for semantic segmentation." if masks else ""
+        raise ValueError(
+            f"{path} holds boxes or polygons ({kind}). Object detection is not one of the tasks; neither are polygons.{hint} "
+            "If the folders are classes, list them: --data.label_names '[a, b]' (with finetune also --task image-classification)"
+        )
+
+
+def _kind_of_annotation(path: Path, suffix: str) -> str | None:
+    """The format of a file that has the name of an image; None for a caption or other text."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    if suffix == ".xml":
+        return "Pascal VOC" if "<bndbox" in text else None
+    if suffix == ".txt":
+        return "YOLO" if _YOLO.fullmatch(text.strip().partition("\n")[0]) else None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return "labelme" if isinstance(found, dict) and "shapes" in found else None
+
+
+def refuse_masks_as_classes(folder: Path, files: list[str]) -> None:
+    """Refuse class folders that are images and their masks, by the folders' names or by what they hold.
+
+    Raises:
+        ValueError: names both folders.
+    """
+    names = [(images.name, masks.name) for images, masks in pairs_below(folder)]
+    if names:
+        images, masks = names[0]
+        why = "by their names"
+    else:
+        found = _masks_by_content(folder, files)
+        if found is None:
+            return
+        images, masks = found
+        why = f"the files of both have the same names and sizes, and those of {masks}/ few colors"
+    other = "" if names else f" Rename the folders {folder}/images and {folder}/masks."
+    raise ValueError(
+        f"{folder}: {images}/ and {masks}/ look like images and their masks ({why}), not like classes.{other} Use the task "
+        f"semantic-segmentation (recipe segmentation). If they are classes, list them: --data.label_names '[{images}, {masks}]' (with "
+        "finetune also --task image-classification)"
+    )
+
+
+def _masks_by_content(folder: Path, files: list[str]) -> tuple[str, str] | None:
+    """Two class folders whose files agree in names and sizes, where one side alone has few colors; that one last."""
+    of_class: dict[str, dict[str, str]] = {}
+    for file in files:
+        name, _, inner = file.partition("/")
+        of_class.setdefault(name, {})[os.path.splitext(inner)[0]] = file
+    if len(of_class) > _MOST_FOLDERS:
+        return None
+    for first, second in combinations(sorted(of_class), 2):
+        one, other = of_class[first], of_class[second]
+        if not have_the_same_names(list(one), list(other)):
+            continue
+        shared = sorted(one.keys() & other.keys())
+        chosen = [shared[index] for index in evenly_spaced(len(shared), _NUM_LOOKED_AT)]
+        looks, twins = ([_look(folder / side[stem]) for stem in chosen] for side in (one, other))
+        if None in looks or [look and look[0] for look in looks] != [look and look[0] for look in twins]:
+            continue
+        have_few = [{look and look[1] for look in side} for side in (looks, twins)]
+        if have_few in ([{False}, {True}], [{True}, {False}]):
+            return (first, second) if True in have_few[1] else (second, first)
+    return None
+
+
+def _look(path: Path) -> tuple[tuple[int, int], bool] | None:
+    """The size of an image, and whether it has few colors; None for a broken one, which the reader names."""
+    try:
+        with Image.open(path) as image:
+            return image.size, image.getcolors(_MOST_COLOURS) is not None
+    except (OSError, SyntaxError, ValueError):
+        return None

@@ -1,0 +1,104 @@
+"""Tables that name images, or hold their bytes: the column, the files, and the label."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.core.format import format_count
+from accel_train.core.state import Choice
+from accel_train.data.images.images import RowImages, list_images
+from accel_train.data.images.tables import find_images
+from accel_train.experiments.finetune.columns import Column, Table, read_table
+from accel_train.experiments.finetune.found import Asked
+from accel_train.experiments.finetune.images import sizes_of
+from accel_train.experiments.finetune.labels import recognise_label
+
+_BOXES = ({"xmin", "ymin"}, {"x_min", "y_min"}, {"bbox"}, {"x1", "y1", "x2", "y2"})
+_HELD_OUT = ("val", "valid", "validation", "dev", "eval")
+_NOT_FOR_TRAINING = ("test", "submission")
+
+
+def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
+    """Return the column of images with its cells as paths relative to the table; None where no column names images.
+
+    Raises:
+        ValueError: several columns name images, or no file is where the cells say.
+    """
+    columns = [column for column in table.columns.values() if column.is_image]
+    if len(columns) > 1:
+        raise ValueError(
+            f"{table.path}: {' and '.join(column.name for column in columns)} are names of images; with masks: "
+            f"accel-train run segmentation --data.train {table.path} --data.image_column {columns[0].name} --data.mask_column {columns[1].name}"
+        )
+    for column in columns or (column for column in table.columns.values() if column.is_ids):
+        found = find_images(table.path.parent, str(table.path), column.cells)
+        if columns or found is not None:
+            return column, column.cells if found is None else found
+    return None
+
+
+def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
+    """Return what is found in a table with a column of images and a column of labels; None without images."""
+    if asked.text or asked.task not in (None, "image-classification"):
+        return None
+    found = image_column(table)
+    if found is None:
+        return None
+    column, cells = found
+    names = {name.lower() for name in table.columns}
+    if any(box <= names for box in _BOXES):
+        raise ValueError(
+            f"{table.path} holds boxes (columns {table.names}). Object detection is not one of the tasks. For classes of whole images "
+            "remove the columns of the boxes, and keep one row for each image."
+        )
+    folder = table.path.parent
+    missing = [index for index, cell in enumerate(cells) if isinstance(cell, str) and not os.path.isfile(folder / cell)]
+    if missing:
+        raise ValueError(
+            f"{table.wheres[missing[0]]}, column {column.name!r}: file not found: {folder / cells[missing[0]]} "
+            f"({len(missing)} of {len(cells)} are missing). Write paths relative to the table, or put the files into one folder next to it"
+        )
+    label = recognise_label(asked, table, column.name, may_drop=False)
+    where = "its cells are image files"
+    if list(cells) != list(column.cells):
+        where = f"its cells name images in {folder / os.path.dirname(cells[0])}/"
+    return {
+        "task": "image-classification",
+        "why": f"column {column.name!r} names images, column {label.name!r} their classes",
+        "settings": {"data.image_column": Choice(column.name, where), **label.settings},
+        "counts": label.counts,
+        "notes": (_not_used(table, cells, column.name, label.name),),
+        **sizes_of(RowImages(cells, folder, column.name, str(table.path), tuple(table.wheres))),
+    }
+
+
+def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
+    left = [name for name in table.columns if name not in used]
+    said = [f"columns {', '.join(left)}"] if left else []
+    files = {os.path.normpath(table.path.parent / cell) for cell in cells if isinstance(cell, str)}
+    places = {os.path.dirname(file) for file in files}
+    images = {os.path.normpath(Path(place, name)) for place in places for name in list_images(Path(place))[0]}
+    if others := images - files:
+        said.append(f"{format_count(len(others), 'image')} that the table does not name")
+    return f"not used: {'; '.join(said) or 'nothing'}"
+
+
+def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None] | None:
+    """Return the table that names the images of a folder, and the table to evaluate on where a name says so.
+
+    Raises:
+        ValueError: several tables name images; the message shows the command.
+    """
+    named = []
+    for path in tables:
+        words = {word for part in path.relative_to(folder).parts for word in part.lower().replace(".", "_").split("_")}
+        if words.isdisjoint(_NOT_FOR_TRAINING) and image_column(read_table(path, asked.data, asked.given)) is not None:
+            named.append((path, not words.isdisjoint(_HELD_OUT)))
+    train, held = ([path for path, is_held in named if is_held is wanted] for wanted in (False, True))
+    if not train:
+        return None
+    if len(train) > 1 or len(held) > 1:
+        listed = ", ".join(str(path) for path, _ in named[:5])
+        raise ValueError(f"{folder}: several tables name images ({listed}); name one: accel-train finetune {train[0]}")
+    return train[0], held[0] if held else None

@@ -1,0 +1,104 @@
+"""Folders and tables of images are read right or refused."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from PIL import Image
+
+from accel_train.cli.main import main
+
+PAIRS_OF_NAMES = (
+    ("image", "label"),
+    ("image", "mask"),
+    ("Images", "Masks"),
+    ("imgs", "masks"),
+    ("img", "mask"),
+    ("input", "target"),
+    ("images", "gt"),
+    ("original", "segmented"),
+    ("JPEGImages", "SegmentationClassPNG"),
+    ("images_prepped_train", "annotations_prepped_train"),
+)
+
+
+def _save(path: Path, pixels: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(path)
+
+
+def _photo(number: int, edge: int = 48) -> Any:
+    return np.random.default_rng(number).integers(0, 256, (edge, edge, 3))
+
+
+def _pairs_of_images(folder: Path, images: str, masks: str, count: int = 6) -> None:
+    for number in range(count):
+        _save(folder / images / f"{number}.png", _photo(number))
+        _save(folder / masks / f"{number}.png", (_photo(number)[..., 0] > 127) * 255)
+
+
+def _recipe(path: str) -> Any:
+    return yaml.safe_load(Path(path).read_text())
+
+
+def test_data_09_images_with_masks_are_pairs_and_never_two_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, (images, masks) in enumerate(PAIRS_OF_NAMES):
+        _pairs_of_images(Path(f"set{number}"), images, masks)
+        assert main(["finetune", f"set{number}", "--dry-run"]) == 0
+        recipe = _recipe(f"runs/set{number}.yaml")
+        assert recipe["task"] == "semantic-segmentation"
+        assert recipe["data"]["mask_values"] == [0, 255]
+    assert "not used: nothing" in capsys.readouterr().out
+    _pairs_of_images(Path("unknown"), "left", "right")
+    for folder in ("set0", "set2", "unknown"):
+        assert main(["plan", "image_classification", "--data.train", folder]) == 2
+    assert main(["finetune", "unknown", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "left/" in said
+    assert "right/" in said
+    given = ("--task", "image-classification", "--data.label_names", "[left, right]")
+    assert main(["finetune", "unknown", "--dry-run", *given]) == 0
+
+
+def test_data_11_the_size_of_images_comes_from_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for number in range(8):
+        file = io.BytesIO()
+        Image.new("RGB", (400, 400), (number * 9, 40 * (number % 2), 200)).save(file, "PNG")
+        rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": ["cat", "dog"][number % 2]})
+    pq.write_table(pa.Table.from_pylist(rows), "pictures.parquet")
+    assert main(["finetune", "pictures.parquet", "--dry-run"]) == 0
+    assert _recipe("runs/pictures.yaml")["data"]["image_size"] == 128
+    Path("labels.csv").write_text("file,label\n" + "".join(f"{n}.png,{'ab'[n % 2]}\n" for n in range(8)))
+    assert main(["finetune", "labels.csv", "--dry-run"]) == 2
+    assert not Path("runs/labels.yaml").exists()
+
+
+def test_data_04_ids_are_the_images_of_a_folder_and_never_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = [f"{number:08x}a{number % 7}" for number in range(1, 13)]
+    rows = "".join(f"{name},{('pug', 'beagle')[n % 2]}\n" for n, name in enumerate(ids))
+    Path("labels.csv").write_text("id,label\n" + rows)
+    assert main(["finetune", "labels.csv", "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "'id'" in said
+    for number, name in enumerate(ids):
+        _save(Path("train", name + (".jpg", ".png")[number % 2]), _photo(number, 100))
+        _save(Path("test", f"other{number}.jpg"), _photo(number + 50, 100))
+    for path in ("labels.csv", "."):
+        assert main(["finetune", path, "--dry-run", "--output_dir", "runs/dogs"]) == 0
+    recipe = _recipe("runs/dogs.yaml")
+    assert (recipe["task"], recipe["data"]["image_column"]) == ("image-classification", "id")
+    assert recipe["data"]["image_size"] == 128
+    assert main(["plan", "runs/dogs.yaml"]) == 0
