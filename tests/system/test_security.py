@@ -388,19 +388,25 @@ def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Pat
 
 
 @pytest.mark.parametrize("named", [{"task": "senders_task:Task"}, {"optimizer": {"name": "senders_task:Task"}}])
-def test_a_class_that_lies_in_the_run_folder_is_not_imported(
-    named: dict[str, Any], run: Path, canary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", [".", ".."])
+def test_a_class_that_lies_in_the_run_folder_or_beside_it_is_not_imported(
+    named: dict[str, Any],
+    place: str,
+    run: Path,
+    canary: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (run / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
+    (run / place / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
     rewrite_recipe(run, **named)
-    monkeypatch.chdir(run)
+    monkeypatch.chdir(run / place)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
     for words in ("evaluate", "predict", "export --quantize int8", "verify --resume-proof"):
         name, *flags = words.split()
-        assert main([name, ".", *flags]) == 2
+        assert main([name, str(run), *flags]) == 2
         said = capsys.readouterr().err
         assert not canary.exists(), words
-        assert "senders_task.py, code that lies in the run folder; read it" in said
+        assert "senders_task.py, which is not installed" in said
 
 
 def test_a_senders_consent_to_metrics_of_the_hub_is_not_the_readers(
