@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from accel_train.core.files import make_folders, write_atomically
+from accel_train.core.files import make_folders, read_regular, write_atomically
 from accel_train.core.json_io import from_json, json_text, read_json, to_json, utc_now
 from accel_train.core.ownership import RESOLVED_RECIPE, check_claim, claim, write_file
 from accel_train.core.state import Choice, JsonRecord
@@ -194,8 +194,8 @@ def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
             raise ValueError(f"it holds a {type(record).__name__}, not an object")
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
-        _note_damage(f"{path} is damaged ({error}) and not used", damage)
+    except (OSError, ValueError, RecursionError) as error:
+        note_damage(f"{path} is damaged ({error}) and not used", damage)
         return {}
     return record
 
@@ -205,11 +205,12 @@ def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
     records = [record for _, record in _complete_lines(path, faults) if record is not None]
     if faults:
         more = f"; so are {len(faults) - 1} other lines" if len(faults) > 1 else ""
-        _note_damage(f"{path}:{faults[0]} and is skipped{more}", damage)
+        note_damage(f"{path}:{faults[0]} and is skipped{more}", damage)
     return records
 
 
-def _note_damage(message: str, damage: list[str] | None) -> None:
+def note_damage(message: str, damage: list[str] | None) -> None:
+    """Print a sentence on a damaged file once, and add it to `damage`."""
     _print_once(message)
     if damage is not None:
         damage.append(message)
@@ -243,7 +244,7 @@ def _is_dead(holder_path: Path) -> bool:
     import psutil
 
     try:
-        holder = json.loads(holder_path.read_text(encoding="utf-8"))
+        holder = json.loads(read_regular(holder_path))
         if holder["host"] != socket.gethostname():
             return False
         return bool(psutil.Process(holder["pid"]).status() == psutil.STATUS_ZOMBIE)
@@ -255,7 +256,7 @@ def _is_dead(holder_path: Path) -> bool:
 
 def _describe_holder(holder_path: Path) -> str:
     try:
-        holder = json.loads(holder_path.read_text(encoding="utf-8"))
+        holder = json.loads(read_regular(holder_path))
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
     except (OSError, ValueError, KeyError):  # taken a moment ago, and not signed yet
         return "another process"

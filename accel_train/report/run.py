@@ -7,13 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import JsonRecord
 from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
-from accel_train.observe.incident_record import RECORD, incident_folders
+from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, read_incident
+from accel_train.observe.incident_text import main_facts
+from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.task import TARGET_UNITS, target_rate
 
 EVALUATION_FILE = "evaluation.json"
@@ -76,8 +76,8 @@ class Run:
     def recipe(self) -> dict[str, Any] | None:
         """The settings of the recipe; None where it cannot be read."""
         try:
-            recipe = yaml.safe_load(self.recipe_text) or {}
-        except yaml.YAMLError:
+            recipe = parse_yaml(self.recipe_text, run_folder.RECIPE_FILE)[0] or {}
+        except ValueError:
             return None
         return recipe if isinstance(recipe, dict) else None
 
@@ -107,7 +107,6 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     for record in (*train, summary):
         record["throughput"] = target_rate(record)
     recipe = recipe_of_run(folder)
-    incidents = [run_folder.read_record(path / RECORD, damage) for path in incident_folders(folder)]
     return Run(
         name or folder.resolve().name,
         train,
@@ -119,12 +118,30 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         examples=run_folder.read_record(folder / run_folder.EXAMPLES_FILE, damage),
         system=system,
         launches=read_launches(folder),
-        incidents=[record for record in incidents if record],
+        incidents=_usable_incidents(folder, damage),
         profiles=[
             path.relative_to(folder).as_posix() for path in sorted((folder / run_folder.PROFILE_FOLDER).glob("rank-*"))
         ],
         damage=damage,
     )
+
+
+def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
+    """Return the records of the incidents that can be shown, with their `facts` and the `link` to their text."""
+    found = []
+    for path in incident_folders(folder):
+        try:
+            record = read_incident(path)
+            facts, advice = main_facts(record), [str(each) for each in record["next"]]
+        except Exception as error:  # of values that no run wrote
+            reason = (
+                f"{path / RECORD}: {type(error).__name__}: {error}" if type(error) is not ValueError else str(error)
+            )
+            run_folder.note_damage(f"{reason}; it is not used", damage)
+        else:
+            link = f"{INCIDENTS}/{path.name}/{TEXT}"
+            found.append({**record, "facts": facts, "next": advice, "link": link})
+    return found
 
 
 def _in_gib(line: JsonRecord) -> JsonRecord:

@@ -3,16 +3,22 @@
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch import nn
 
 from accel_train.cli.main import main
 from accel_train.observe.run_folder import RECIPE_FILE
-from tests.support.runs import recipe_dict, write_corpus
+from accel_train.recipe.schema import Recipe
+from accel_train.report.report import load_runs
+from accel_train.task import TaskData
+from accel_train.tasks.causal_lm import CausalLM
+from tests.support.runs import recipe_dict, write_corpus, write_recipe_file
 
 
 def _strangers_run(folder: Path, **sections: Any) -> Path:
@@ -83,3 +89,88 @@ def test_attack_10_an_installed_module_needs_no_consent(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "sent"), *sys.path])
     assert main(["evaluate", str(run)]) == 2
     assert "--task a_task_of_mine:Task" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "record", ['{"step":3,"kind":"nonfinite"}', '{"format": 1, "step": 3}', "[]", "{", '{"format": 1, "processes": 3}']
+)
+def test_attack_06_a_damaged_incident_costs_neither_the_report_nor_the_end_of_a_run(
+    record: str, tmp_path: Path, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _strangers_run(tmp_path)
+    incident = run / "incidents" / "step-00000003" / "incident.json"
+    incident.parent.mkdir(parents=True)
+    incident.write_text(record)
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").is_file()
+    assert str(incident) in capsys.readouterr().err
+    assert main(["watch", str(run), "--once"]) == 0
+    assert main(["replay", str(incident.parent)]) == 2
+    assert capsys.readouterr().err.count("error:") == 1
+
+
+class _EndsBadly(CausalLM):
+    """Fails in everything that comes after the weights."""
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        raise KeyError("a baseline")
+
+    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
+        raise RuntimeError("a sample")
+
+
+def test_attack_06_nothing_after_the_weights_changes_the_exit_code(
+    tmp_path: Path, not_launched: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("folder")
+
+    for name in ("write_report", "examples_of", "_note_end"):
+        monkeypatch.setattr(f"accel_train.training.finish.{name}", fail)
+    monkeypatch.setattr("accel_train.observe.run_folder.RunFolder.write_summary", fail)
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, task=f"{__name__}:_EndsBadly", schedule={"max_steps": 2})
+    assert main(["run", str(recipe)]) == 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    said = capfd.readouterr().out
+    assert said.count("warning: ") == 6, said
+
+
+def test_attack_05_an_alias_bomb_in_a_recipe_ends_a_comparison_at_once(tmp_path: Path, not_launched: None) -> None:
+    runs = [_strangers_run(tmp_path / name) for name in ("a", "b")]
+    bomb = ["zzz:", "  k0: &a0 {a: x, b: x}"]
+    bomb += [f"  k{n}: &a{n} {{{', '.join(f'{c}: *a{n - 1}' for c in 'abcdefghi')}}}" for n in range(1, 9)]
+    with (runs[1] / RECIPE_FILE).open("a") as file:
+        file.write("\n" + "\n".join(bomb) + "\n")
+    loaded = load_runs(runs)
+    assert loaded[1].recipe is None  # 2 * 9^8 values
+    assert main(["report", *map(str, runs), "--out", str(tmp_path / "both.html")]) == 0
+    assert "cannot be read" in (tmp_path / "both.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "summary.json",
+        "events.jsonl",
+        "launches.jsonl",
+        "evaluation.json",
+        "examples.json",
+        "recipe.yaml",
+        ".accel_train.json",
+    ],
+)
+def test_a_pipe_in_place_of_a_file_of_a_run_hangs_no_reader(name: str, tmp_path: Path, not_launched: None) -> None:
+    run = _strangers_run(tmp_path)
+    if name == "recipe.yaml":
+        (run / RECIPE_FILE).unlink()
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(60)
+    try:
+        assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+        assert main(["watch", str(run), "--once"]) == 0
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -350,6 +350,7 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
         "world_size": 1,
         "num_targets": 1,
         "loss_scale": None,
+        **{"step": 1, "kind": "nonfinite", "sentence": "", "classification": "unknown", "processes": [], "weights": {}},
     }
     (incident / "incident.json").write_text(json.dumps(record))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(run.parent / "modules"))
