@@ -17,6 +17,8 @@ CONSENT = ("task", "optimizer.name")
 _DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
 _WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
 """A run folder may be somebody else's: what its recipe says of foreign code counts for nothing until the reader says it."""
+_NOT_NOTIFIED = ("--log.notify", "[]")
+"""Webhooks are for training. Recipes of older versions may name commands here, which are refused now."""
 
 
 def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -69,7 +71,7 @@ def check_run_folder(folder: Path) -> Path:
 
 def reader_settings(settings: Sequence[str]) -> tuple[str, ...]:
     """Flags for the recipe of a run folder: the recipe's own consent to foreign code is off unless these `settings` give it."""
-    return (*_WITHOUT_CONSENT, *settings)
+    return (*_WITHOUT_CONSENT, *_NOT_NOTIFIED, *settings)
 
 
 def check_settings(settings: Sequence[str]) -> None:

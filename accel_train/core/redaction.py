@@ -20,11 +20,15 @@ _MODEL_TOKEN = re.compile(
     r"^(bos|eos|pad|unk|cls|sep|mask|image|video|audio|boi|eoi|boa|eoa|start|end|stop|decoder_start)_token$"
 )
 _IN_URL = re.compile(r"(?<=://)[^\s/@]+(?=@)")  # user:password, or a token, in front of a host
-_URL = re.compile(r"\w+://[^\s'\"]+")
 _SECRETS_IN_TEXT = (
     _IN_URL,
     re.compile(r"(?i)(?<=[?&])((?:[\w-]*(?:token|secret|password|key|signature|sig))=)[^&#\s]+"),
-    re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,})"),
+    re.compile(r"(?i)(\b(?:bearer|basic|token) )[A-Za-z0-9+/=_.~-]{16,}"),
+    re.compile(r"(?i)(\bauthorization['\"]?: ?)[^\s'\"]+(?: [^\s'\"]+)?"),
+    re.compile(
+        r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[A-Za-z0-9_-]{20,}"
+        r"|xox[a-z]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16})"
+    ),
 )
 _known: set[str] = set()
 _known_in_text: re.Pattern[str] | None = None
@@ -37,7 +41,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """Let `redact` know these secrets wherever they come up: values of secret names, passwords in URLs, and URLs of `notify`.
+    """Let `redact` know these secrets wherever they come up: values of secret names, passwords in URLs, and targets of `notify`.
 
     Works through mappings and lists; remembers for as long as the process lives.
     """
@@ -60,8 +64,9 @@ def _secrets_of(value: Any, name: str) -> set[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {str(value)} if is_number and is_secret(name) else set()
     inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
-    if name.rpartition(".")[2] == "notify":  # anybody who knows the address of a webhook can write to it
-        inside |= set(_URL.findall(value))
+    # Anybody who knows the address of a webhook can write to it. What is not an address may be a command with credentials.
+    if name.rpartition(".")[2] == "notify" and not value.startswith("$") and value != REDACTED:
+        inside.add(value)
     # A path says where the secret lies, and belongs into messages.
     return inside | {value} if is_secret(name) and value != REDACTED and not os.path.exists(value) else inside
 

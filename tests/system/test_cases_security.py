@@ -13,6 +13,8 @@ import yaml
 from torch import nn
 
 from accel_train.cli.main import main
+from accel_train.core.redaction import redact_text
+from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.schema import Recipe
 from accel_train.report.report import load_runs
@@ -174,3 +176,41 @@ def test_a_pipe_in_place_of_a_file_of_a_run_hangs_no_reader(name: str, tmp_path:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "target", ['curl -H "Authorization: Bearer BEARERSECRET777" x', ["curl", "-u", "bob:PASSWORD555"]]
+)
+def test_attack_03_a_command_in_log_notify_is_refused_and_reaches_no_file_or_terminal(
+    target: str | list[str], tmp_path: Path, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path, log={"notify": [target]})
+    assert main(["run", str(recipe)]) == 2
+    said = "".join(capsys.readouterr())
+    assert said.count("error:") == 1
+    assert "log.notify" in said
+    assert not [secret for secret in ("BEARERSECRET777", "PASSWORD555") if secret in said]
+    assert not (tmp_path / "run").exists()
+    run = _strangers_run(tmp_path / "older", log={"notify": [target]})  # a run of an older version can still be opened
+    assert recipe_of_trained(run).log.notify == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-H 'Authorization: Bearer {}'",
+        '"Authorization": "Basic {}"',
+        "bearer {}",
+        "glpat-{}",
+        "xoxb-{}",
+        "github_pat_{}",
+    ],
+)
+def test_attack_03_credentials_are_known_by_their_form(text: str) -> None:
+    secret = "Abcd1234" * 3
+    assert secret not in redact_text(f"a text {text.format(secret)} and more")
+    assert redact_text(f"a text {text.format(secret)} and more").endswith("and more")
+    assert redact_text("key AKIAABCDEFGHIJKLMNOP.") == "key REDACTED."
+    plain = "the basic configuration, a bearer of news, token classification of xoxo"
+    assert redact_text(plain) == plain
