@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_train.core.terminal import without_controls
+
 REDACTED = "REDACTED"
 SHORTEST_SECRET = 6
 """Shorter values are kept in texts: they would be found in every second word."""
@@ -110,7 +112,8 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 def print_traceback(error: BaseException) -> None:
     """Print a traceback on stderr, without secrets."""
-    print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+    text = redact_text("".join(traceback.format_exception(error)))
+    print(without_controls(text), end="", file=sys.stderr, flush=True)
 
 
 def keep_secrets_out_of_tracebacks() -> None:

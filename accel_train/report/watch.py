@@ -52,7 +52,8 @@ def watch_run(run: Path, *, once: bool = False, every_seconds: float = 2.0, show
 
 def show_in_terminal(view: str) -> None:
     """Print a view in the place of the one before."""
-    print(f"{_CLEAR}{view}", flush=True)
+    print(_CLEAR, end="")
+    print(view, flush=True)
 
 
 def silent_seconds(run: Path) -> float:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from accel_train.cli.main import main
 from accel_train.core.redaction import redact_text
+from accel_train.core.terminal import without_controls
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.schema import Recipe
@@ -214,3 +216,30 @@ def test_attack_03_credentials_are_known_by_their_form(text: str) -> None:
     assert redact_text("key AKIAABCDEFGHIJKLMNOP.") == "key REDACTED."
     plain = "the basic configuration, a bearer of news, token classification of xoxo"
     assert redact_text(plain) == plain
+
+
+_ESCAPES = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b]0;PWNED\x07\x1b[8mhidden\x1b[2A\x9b2J\x7f\rover"
+
+
+@pytest.mark.parametrize(
+    "words", [["watch", "RUN", "--once"], ["report", "RUN"], ["evaluate", "RUN"], ["verify", "RUN"]]
+)
+def test_attack_04_no_control_character_of_a_run_reaches_the_terminal(
+    words: list[str], tmp_path: Path, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _strangers_run(tmp_path / "a\x1b]0;PWNED\x07b", task=f"evil{_ESCAPES}:Task")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"split": "train", "step": _ESCAPES}) + "\n")
+    event = {"time": "2026-11-25T00:00:00+00:00", "step": 4, "event": "done", "rank": 0, "message": f"ended{_ESCAPES}"}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    main([str(run) if word == "RUN" else word for word in words])
+    for text in capsys.readouterr():
+        assert not [c for c in text if c != "\n" and unicodedata.category(c) == "Cc"], text
+
+
+def test_attack_04_colours_and_progress_bars_stay() -> None:
+    ours = ["\r 10%|###", "\x1b[A", "\x1b[1;31merror:\x1b[0m text\n", "a\tb\n", "\x1b[H\x1b[J"]
+    assert [without_controls(text) for text in ours] == ours
+    assert without_controls("line\r\nline") == "line\nline"
+    assert without_controls("\x1b[H\x1b[Jtext \udcff") == "?[H?[Jtext ?"
