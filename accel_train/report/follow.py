@@ -1,6 +1,9 @@
 """The report of runs that go on, served on this machine: the page renews itself when their files have changed."""
 
+import hmac
 import json
+import secrets
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -60,6 +63,7 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, run_folders: Sequence[Path], port: int = 0) -> None:
         if not 0 <= port <= LARGEST_PORT:
             raise ValueError(f"--port={port}: must be between 0 and {LARGEST_PORT}")
+        self.token = secrets.token_urlsafe(24)
         self._folders = [Path(folder) for folder in run_folders]
         load_runs(self._folders)  # a folder without a run is refused before anybody opens the page
         try:
@@ -69,8 +73,14 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Return the address to open in a browser."""
-        return f"http://{HOST}:{self.server_port}/"
+        """Return the address to open in a browser; its token keeps out the other users of this machine."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print why a request failed, on one line; a browser that has gone away is not worth one."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):
+            print(f"warning: the report could not be served ({type(error).__name__}: {error!s:.200})", file=sys.stderr)
 
     def version(self) -> str:
         """Return a text that differs once a run has written something that the page shows."""
@@ -90,9 +100,12 @@ class ReportServer(ThreadingHTTPServer):
         if len(self._folders) > 1:
             return None
         folder = self._folders[0].resolve()
-        found = (folder / path.lstrip("/")).resolve()
-        linked = any(found.is_relative_to(folder / name) for name in (INCIDENTS, PROFILE_FOLDER))
-        return found if linked and found.is_file() else None
+        try:
+            found = (folder / path.lstrip("/")).resolve()
+            linked = any(found.is_relative_to(folder / name) for name in (INCIDENTS, PROFILE_FOLDER))
+            return found if linked and found.is_file() else None
+        except (OSError, ValueError):  # a name that no file can have
+            return None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -100,9 +113,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page, its version, or a file that it links to."""
-        path = self.path.partition("?")[0]
+        prefix, path = f"/{self.server.token}/", self.path.partition("?")[0]
+        is_invited = hmac.compare_digest(path[: len(prefix)].encode(errors="replace"), prefix.encode())
+        path = path[len(prefix) - 1 :]
         name = self.headers.get("Host", "").rpartition(":")[0]
-        if name not in (HOST, "localhost"):  # a foreign page, whose name was made to mean this machine
+        # A foreign page, whose name was made to mean this machine, or another user of it.
+        if name not in (HOST, "localhost") or not is_invited:
             self.send_error(403)
         elif path == "/":
             self._answer("text/html; charset=utf-8", self.server.page())
@@ -119,6 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
         self.end_headers()
         self.wfile.write(content)
 
