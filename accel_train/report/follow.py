@@ -4,11 +4,13 @@ import hmac
 import json
 import secrets
 import sys
+import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from accel_train.observe.incident_record import INCIDENTS
+from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from accel_train.report.report import load_runs, render_page
 from accel_train.report.run import EVALUATION_FILE
@@ -65,7 +67,9 @@ class ReportServer(ThreadingHTTPServer):
             raise ValueError(f"--port={port}: must be between 0 and {LARGEST_PORT}")
         self.token = secrets.token_urlsafe(24)
         self._folders = [Path(folder) for folder in run_folders]
-        load_runs(self._folders)  # a folder without a run is refused before anybody opens the page
+        self._readers = [MetricsReader(folder / METRICS_FILE) for folder in self._folders]
+        self._reading = threading.Lock()
+        load_runs(self._folders, self._readers)  # a folder without a run is refused before anybody opens the page
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -91,7 +95,9 @@ class ReportServer(ThreadingHTTPServer):
     def page(self) -> bytes:
         """Return the report as it is now, with a script that renews it."""
         version = self.version()  # before the files are read: what is written meanwhile is another version
-        html = render_page(load_runs(self._folders)).replace(_STRICT, _MAY_ASK, 1)
+        with self._reading:
+            runs = load_runs(self._folders, self._readers)
+        html = render_page(runs).replace(_STRICT, _MAY_ASK, 1)
         before, _, after = html.rpartition("</body>")
         return f"{before}{_RENEW.replace('VERSION', json.dumps(version), 1)}{after}".encode()
 

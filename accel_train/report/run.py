@@ -13,6 +13,7 @@ from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, read_incident
 from accel_train.observe.incident_text import main_facts
+from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.task import TARGET_UNITS, target_rate
 
@@ -88,8 +89,10 @@ class Run:
         return "targets" if recipe is None else TARGET_UNITS.get(str(recipe.get("task", "causal-lm")), "targets")
 
 
-def load_run(folder: Path, name: str | None = None) -> Run:
+def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None = None) -> Run:
     """Read the records of a run, also one that is still running or was killed; what is damaged is left out and named.
+
+    With the same `reader` a later call reads the new lines alone.
 
     Raises:
         ValueError: the folder holds no run; the text says what is missing.
@@ -98,7 +101,9 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         missing = f"it has no {run_folder.METRICS_FILE}" if folder.is_dir() else "there is no such folder"
         raise ValueError(f"{folder} holds no run: {missing}; give the output_dir of a run")
     damage: list[str] = []
-    lines = sorted(run_folder.read_metrics(folder, damage), key=lambda line: line["step"])
+    lines = sorted(
+        (reader or MetricsReader(folder / run_folder.METRICS_FILE)).read(damage), key=lambda line: line["step"]
+    )
     train, evals = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
     system = [_in_gib(line) for line in lines if line["split"] == "system"]
     # A run that was killed may not have written one yet.

@@ -1,6 +1,7 @@
 """Run folders and settings of strangers: nothing of them runs, hangs, leaks, or costs a finished run its end."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,7 +18,9 @@ from accel_train.cli.main import main
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.inference.finished_run import recipe_of_trained
-from accel_train.observe.run_folder import RECIPE_FILE
+from accel_train.observe import metrics_reader
+from accel_train.observe.metrics_reader import MetricsReader
+from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, parse_line, read_metrics
 from accel_train.recipe.schema import Recipe
 from accel_train.report.report import load_runs
 from accel_train.task import TaskData
@@ -243,3 +246,60 @@ def test_attack_04_colours_and_progress_bars_stay() -> None:
     assert [without_controls(text) for text in ours] == ours
     assert without_controls("line\r\nline") == "line\nline"
     assert without_controls("\x1b[H\x1b[Jtext \udcff") == "?[H?[Jtext ?"
+
+
+def test_attack_08_a_long_run_is_read_once_in_little_memory_and_keeps_its_extremes(
+    tmp_path: Path, not_launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_reader, "WHOLE_BYTES", 2**16)
+    monkeypatch.setattr(metrics_reader, "GROUPS", 50)
+    run = _strangers_run(tmp_path)
+    steps = 20_000
+    odd = {7_001: 99.0, 7_002: "NaN", 9_001: -3.0}
+    lines = [
+        {"split": "train", "step": n, "loss": odd.get(n, 5.0), "grad_norm": 1.0 + (n == 123)} for n in range(1, steps)
+    ]
+    lines.insert(100, {"split": "eval", "step": 100, "loss": 4.0})
+    path = run / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"split": "tr')
+    reader = MetricsReader(path)
+    kept = reader.read()
+    assert len(kept) < 500
+    assert [line["step"] for line in kept] == sorted(line["step"] for line in kept)
+    by_step = {line["step"]: line for line in kept if line["split"] == "train"}
+    assert by_step[7_001]["loss"] == 99.0
+    assert math.isnan(by_step[7_002]["loss"])
+    assert by_step[9_001]["loss"] == -3.0
+    assert by_step[123]["grad_norm"] == 2.0
+    assert [step for step in range(steps - 60, steps) if step not in by_step] == []
+    assert [line for line in kept if line["split"] == "eval"] == [lines[100]]
+    parsed = []
+    monkeypatch.setattr(metrics_reader, "parse_line", lambda *a: (parsed.append(a), parse_line(*a))[1])
+    with path.open("a") as file:
+        file.write(f'ain", "step": {steps}, "loss": 1.5}}\n')
+    assert reader.read()[-1] == {"split": "train", "step": steps, "loss": 1.5}
+    assert len(parsed) < 500
+    os.truncate(path, 3_000)  # a rollback
+    assert reader.read() == read_metrics(run)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_attack_08_a_resume_reads_the_end_of_the_metrics_only(damaged: bool, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder:
+        path = tmp_path / "run" / "metrics.jsonl"
+        lines = [json.dumps({"split": "train", "step": n, "loss": 5.0}) for n in range(1, 30_001)]
+        lines[29_500] += "damaged" * damaged
+        lines.insert(29_000, json.dumps({"split": "eval", "step": 29_000, "loss": 5.0}))
+        path.write_text("".join(f"{line}\n" for line in lines))
+        inode = path.stat().st_ino
+        folder.rewind(29_000, evaluated=False)
+        expected = lines[:29_000] + [lines[29_501]] * damaged
+        assert path.read_text().splitlines() == expected
+        assert (path.stat().st_ino == inode) is not damaged, "cut off in its place"
+        folder.append_metrics({"split": "train", "step": 29_001})
+        folder.rewind(0)
+        assert path.read_text().splitlines() == [lines[29_501]] * damaged
+        path.write_text("torn")
+        folder.rewind(5)
+        assert path.read_text() == ""
