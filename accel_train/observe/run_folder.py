@@ -72,7 +72,12 @@ class RunFolder:
         Raises:
             ValueError: as for the class.
         """
-        above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        try:
+            str(self.path).encode()
+            above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or "not a UTF-8 name"
+            raise ValueError(f"output_dir={str(self.path)!a:.80}: {reason}; give a folder with another name") from error
         if not above.is_dir():
             parent = "" if above == self.path else f": {above}"
             raise ValueError(f"output_dir={self.path}{parent} is a file; give a folder")

@@ -303,3 +303,15 @@ def test_attack_08_a_resume_reads_the_end_of_the_metrics_only(damaged: bool, tmp
         path.write_text("torn")
         folder.rewind(5)
         assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "\udcff"])
+def test_a_name_that_no_folder_can_have_is_one_line(
+    name: str, tmp_path: Path, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path)
+    recipe = write_recipe_file(tmp_path)
+    assert main(["run", str(recipe), "--output_dir", str(tmp_path / name)]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "output_dir" in errors[0]
