@@ -14,7 +14,9 @@ import pytest
 import yaml
 from torch import nn
 
+from accel_train.checkpoint.trainer_state import read_state
 from accel_train.cli.main import main
+from accel_train.core.errors import CheckpointError
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.inference.finished_run import recipe_of_trained
@@ -315,3 +317,15 @@ def test_a_name_that_no_folder_can_have_is_one_line(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert "output_dir" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [({"settings": [1]}, 3), ({"origins": 3}, 3), ({"state": {"step": 3, "num_targets_seen": 10**400}}, 3)],
+)
+def test_a_trainer_json_that_no_run_wrote_is_one_error(change: dict[str, Any], step: int, tmp_path: Path) -> None:
+    trainer = {"state": {"step": step}, "identity": {}, **change}
+    (tmp_path / "trainer.json").write_text(json.dumps(trainer))
+    (tmp_path / "manifest.json").write_text(json.dumps({"step": step}))
+    with pytest.raises(CheckpointError):
+        read_state(tmp_path)
