@@ -5,11 +5,13 @@ A custom task is one file: a class derived from `Task` with three methods, and n
 """
 
 import importlib.util
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from accel_train.core.format import did_you_mean
@@ -236,7 +238,8 @@ def load_class(setting: str, name: str, base: str) -> type[Any]:
         ValueError: there is none; the text says what to derive one from, `base`.
     """
     module_name, class_name = name.split(":", 1)
-    if name not in TASKS.values():
+    # Not for an installed module: its optional imports would be looked up in the current folder as well.
+    if not _places(module_name.partition(".")[0], sys.path):
         _see_current_folder()
     try:
         found = getattr(importlib.import_module(module_name), class_name)
@@ -294,24 +297,36 @@ def _see_current_folder() -> None:
         sys.path.append(str(Path.cwd()))  # at the end, where it hides no package
 
 
-def refuse_code_within(setting: str, name: str, folder: Path) -> None:
-    """Refuse a class whose module lies in a run folder: code that came with somebody's run is not run just because its recipe names it.
+def refuse_code_of_a_run(setting: str, name: str, folder: Path) -> None:
+    """Refuse a class that a run's recipe names, unless its module is one that the reader has installed.
+
+    An installed module is found without the current folder: a package, or one on an absolute path of PYTHONPATH.
 
     Raises:
-        ValueError: names the file to read, and how to allow it.
+        ValueError: names the file to read, and the flag that allows it.
     """
     package = name.partition(":")[0].partition(".")[0]
-    if ":" not in name:
+    if ":" not in name or not package:
         return
-    _see_current_folder()
+    path, here = sys.path, Path.cwd()
+    own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(place)]
+    installed = [place for place in path if place in own or (os.path.isabs(place) and Path(place).resolve() != here)]
+    places, trusted = _places(package, [*path, str(here)]), _places(package, installed)
+    if any(place.is_relative_to(folder.resolve()) for place in places) or places != trusted:
+        raise ValueError(
+            f"{setting}={name!r} of {folder} would run {places[0]}, which is not installed. "
+            f"It may have come with the run: read it, and add --{setting} {quote(name)} if you trust it."
+        )
+
+
+def _places(package: str, path: list[str]) -> list[Path]:
+    """Return the files and folders that importing a package from this path would read; empty if it is not found."""
+    before, sys.path = sys.path, path
     try:
         spec = importlib.util.find_spec(package)
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     except (ImportError, ValueError):
-        return  # load_task reports it
-    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    for place in places:
-        if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"{setting}={name!r} would run {place}, code that lies in the run folder; read it, and if you trust it put it into "
-                "a folder of your own on PYTHONPATH"
-            )
+        return []  # load_class reports it
+    finally:
+        sys.path = before
+    return [Path(place).resolve() for place in places if place is not None]

@@ -51,7 +51,7 @@ def read_state(folder: Path) -> TrainState:
     except ValidationError as error:
         first = error.errors()[0]
         problems = [f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         problems = [f"{type(error).__name__}: {error}"]
     if problems:
         raise CheckpointError(f"{folder / TRAINER} holds no state of a run: {problems[0]} (of {len(problems)})")

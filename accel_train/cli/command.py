@@ -96,16 +96,16 @@ def importing(name: str, task: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def importing_for(run: Path) -> Iterator[None]:
-    """Do as `importing` does, for a run.
+def importing_for(run: Path, settings: Sequence[str]) -> Iterator[None]:
+    """Do as `importing` does, for a run; `settings` may allow its code to run.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: the folder holds no run, or its recipe names code that is not allowed.
     """
     from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe
 
     check_run_folder(run)
-    with importing(str(run), read_recipe(run).task):
+    with importing(str(run), read_recipe(run, [*settings]).task):
         yield
 
 

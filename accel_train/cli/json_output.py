@@ -69,7 +69,8 @@ class JsonOutput:
             "result": result,
             "error": error,
         }
-        return json.dumps(to_json(record), allow_nan=False, ensure_ascii=False)
+        text = json.dumps(to_json(record), allow_nan=False, ensure_ascii=False)
+        return text.encode(errors="backslashreplace").decode()  # a file name that is not UTF-8: JSON's own escape
 
 
 def _is_main() -> bool:

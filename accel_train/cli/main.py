@@ -23,6 +23,7 @@ from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_js
 from accel_train.core.errors import UserError
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import keep_secrets_out_of_tracebacks
+from accel_train.core.terminal import controls_kept_out
 from accel_train.core.version import __version__
 from accel_train.runtime.exit import OUTPUT_CLOSED, exit_code, exit_process, exits_are_errors, is_output_closed, report
 from accel_train.runtime.launcher import launch_mistake, note_start, stop_with_launcher
@@ -77,6 +78,11 @@ def _main(argv: Sequence[str] | None = None) -> int:
 
 def _outcome_of(words: list[str]) -> Outcome:
     """Run one command; a failure that somebody foresaw is reported, and has its exit code."""
+    with controls_kept_out():
+        return _outcome_or_report(words)
+
+
+def _outcome_or_report(words: list[str]) -> Outcome:
     result = None
     try:
         outcome = _dispatch(words)

@@ -1,10 +1,12 @@
 """Files and folders that are written whole or not at all, and survive a power cut; their digests."""
 
+import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -90,6 +92,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device, which a reader would wait for.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 def is_seen(path: Path, num_bytes: int | None = None) -> bool:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.core.files import write_atomically
+from accel_train.core.files import read_regular, write_atomically
 from accel_train.core.redaction import redact_text
 from accel_train.core.state import JsonRecord
 
@@ -29,7 +29,7 @@ def write_json(path: Path, value: object) -> Path:
 
 def read_json(path: Path) -> JsonRecord:
     """Return what `write_json` wrote, NaN and Infinity as floats."""
-    value: JsonRecord = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    value: JsonRecord = from_json(json.loads(read_regular(Path(path)).decode()))
     return value
 
 

@@ -15,7 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from accel_train.core.files import follow_umask, is_written_into, move_to_previous, sha256, write_atomically
+from accel_train.core.files import (
+    follow_umask,
+    is_written_into,
+    move_to_previous,
+    read_regular,
+    sha256,
+    write_atomically,
+)
 from accel_train.core.json_io import write_plain_json
 from accel_train.core.version import __version__
 
@@ -105,8 +112,8 @@ def recipe_of_run(run_folder: Path) -> Path | None:
 
 def is_resolved_recipe(path: Path) -> bool:
     """Return whether a file is a resolved recipe as versions without a marker wrote it."""
-    with suppress(OSError), path.open("rb") as file:
-        return file.read(len(_HEADER)) == _HEADER
+    with suppress(OSError):
+        return read_regular(path).startswith(_HEADER)
     return False
 
 
@@ -287,7 +294,7 @@ def _contains(path: Path, needle: bytes) -> bool:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        record = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        record = json.loads(read_regular(folder / MARKER))
         return record if record["program"] == "accel_train" and record["format"] == FORMAT else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

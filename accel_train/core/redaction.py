@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_train.core.terminal import without_controls
+
 REDACTED = "REDACTED"
 SHORTEST_SECRET = 6
 """Shorter values are kept in texts: they would be found in every second word."""
@@ -20,11 +22,15 @@ _MODEL_TOKEN = re.compile(
     r"^(bos|eos|pad|unk|cls|sep|mask|image|video|audio|boi|eoi|boa|eoa|start|end|stop|decoder_start)_token$"
 )
 _IN_URL = re.compile(r"(?<=://)[^\s/@]+(?=@)")  # user:password, or a token, in front of a host
-_URL = re.compile(r"\w+://[^\s'\"]+")
 _SECRETS_IN_TEXT = (
     _IN_URL,
     re.compile(r"(?i)(?<=[?&])((?:[\w-]*(?:token|secret|password|key|signature|sig))=)[^&#\s]+"),
-    re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,})"),
+    re.compile(r"(?i)(\b(?:bearer|basic|token) )[A-Za-z0-9+/=_.~-]{16,}"),
+    re.compile(r"(?i)(\bauthorization['\"]?: ?)[^\s'\"]+(?: [^\s'\"]+)?"),
+    re.compile(
+        r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[A-Za-z0-9_-]{20,}"
+        r"|xox[a-z]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16})"
+    ),
 )
 _known: set[str] = set()
 _known_in_text: re.Pattern[str] | None = None
@@ -37,7 +43,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """Let `redact` know these secrets wherever they come up: values of secret names, passwords in URLs, and URLs of `notify`.
+    """Let `redact` know these secrets wherever they come up: values of secret names, passwords in URLs, and targets of `notify`.
 
     Works through mappings and lists; remembers for as long as the process lives.
     """
@@ -60,8 +66,9 @@ def _secrets_of(value: Any, name: str) -> set[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {str(value)} if is_number and is_secret(name) else set()
     inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
-    if name.rpartition(".")[2] == "notify":  # anybody who knows the address of a webhook can write to it
-        inside |= set(_URL.findall(value))
+    # Anybody who knows the address of a webhook can write to it. What is not an address may be a command with credentials.
+    if name.rpartition(".")[2] == "notify" and not value.startswith("$") and value != REDACTED:
+        inside.add(value)
     # A path says where the secret lies, and belongs into messages.
     return inside | {value} if is_secret(name) and value != REDACTED and not os.path.exists(value) else inside
 
@@ -105,7 +112,8 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 def print_traceback(error: BaseException) -> None:
     """Print a traceback on stderr, without secrets."""
-    print(redact_text("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+    text = redact_text("".join(traceback.format_exception(error)))
+    print(without_controls(text), end="", file=sys.stderr, flush=True)
 
 
 def keep_secrets_out_of_tracebacks() -> None:

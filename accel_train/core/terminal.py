@@ -1,15 +1,63 @@
 """The parts of a terminal that are no answer: colours, and what a command is busy with."""
 
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
+_COLOURS = r"(?:[0-4]|22|39|[39][1-7])"
+_CONTROLS = re.compile(
+    rf"(\A\r|\x1b\[{_COLOURS}(?:;{_COLOURS})*m)|\r(?=\n)|([\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff])"
+)
+_MOVES = re.compile(r"\n*(?:\x1b\[A)*|\x1b\[H\x1b\[J")
+"""Moves of the cursor that progress bars and `watch` make, each in a write of its own."""
 Colour = Literal["bold", "dim", "red", "green", "yellow"]
 _CODES: dict[Colour, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with a blank for each character that is not printable."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def without_controls(text: str) -> str:
+    """Return a text with `?` for what a terminal would carry out (title, clipboard, cursor); colours stay."""
+    if _MOVES.fullmatch(text):
+        return text
+    return _CONTROLS.sub(lambda found: found[1] or ("?" if found[2] else ""), text)
+
+
+class _Filtered:
+    """A stream that writes text `without_controls`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(without_controls(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def controls_kept_out() -> Iterator[None]:
+    """Print all text inside `without_controls`: names, labels and messages may come from another person's run or data."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, stream and _Filtered(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -6,6 +6,7 @@
 import copy
 import re
 import shutil
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,15 +63,18 @@ class Export(NamedTuple):
     """The contents of export.json."""
 
 
-def export_run(folder: Path, out: Path | None = None, quantize: str | None = None) -> Export:
+def export_run(
+    folder: Path, out: Path | None = None, quantize: str | None = None, settings: Sequence[str] = ()
+) -> Export:
     """Write a finished run's model into its own folder, completely or not at all.
 
     With `quantize="int8"` its matrices become int8, and size, speed and metrics are compared with what they were.
+    `settings` may be `--task MODULE:CLASS`, which allows the run's own code.
 
     Raises:
-        ValueError: no finished run, a folder that holds something else, or a package that is not installed.
+        ValueError: no finished run, code that is not allowed, a folder that holds something else, or a package that is not installed.
     """
-    recipe = recipe_of_trained(folder)
+    recipe = recipe_of_trained(folder, settings=settings)
     target = out or folder / ("export" if quantize is None else f"export-{quantize}")
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
@@ -80,7 +84,7 @@ def export_run(folder: Path, out: Path | None = None, quantize: str | None = Non
     if quantize is not None:
         require_torchao()
         _transformers_class(folder / "model")
-        run = _open_to_compare(folder, record)
+        run = _open_to_compare(folder, record, settings)
     model: Any = None if run is None else run.inner.model
     if model is None:
         model = _load_whole(folder, recipe, record, needed=quantize is not None or is_unmerged)
@@ -132,10 +136,10 @@ def _class_of(config: Any, folder: Path) -> Any:
     return found
 
 
-def _open_to_compare(folder: Path, record: dict[str, Any]) -> TrainedRun | None:
+def _open_to_compare(folder: Path, record: dict[str, Any], settings: Sequence[str]) -> TrainedRun | None:
     """Return the run on its own data, to measure the cost of int8; None where nothing is measured (`record` says why)."""
     try:
-        run = open_run(folder, settings=["--precision.compile", "false"])
+        run = open_run(folder, settings=[*settings, "--precision.compile", "false"])
     except DataNotFound as error:
         record["not_compared"] = str(error).partition(";")[0]
         return None

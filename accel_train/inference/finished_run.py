@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from tqdm import tqdm
 
-from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, read_recipe
+from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, other_than_consent, read_recipe
 from accel_train.core.errors import DataError
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
@@ -97,7 +97,7 @@ def open_run(
     recipe, task, task_data, notes = _load(
         recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
     )
-    if data is None and not settings:
+    if data is None and not other_than_consent(settings):
         notes = (*notes, *changes_of(summary.get("data"), task_data.facts, folder))
     torch.manual_seed(recipe.seed)
     model = task.build_model(recipe, task_data)

@@ -57,10 +57,10 @@ def generate_from_run(
 
 
 def _is_chat(run_folder: Path) -> bool:
-    """Return whether a run was trained on chats; a recipe that cannot be read, or is not to be trusted, says nothing."""
-    from accel_train.checkpoint.run_recipe import read_recipe
+    """Return whether a run was trained on chats; a recipe that cannot be read says nothing."""
+    from accel_train.checkpoint.run_recipe import read_recipe_only
 
     try:
-        return read_recipe(run_folder).data.format == "chat"
+        return read_recipe_only(run_folder).data.format == "chat"
     except ValueError:
         return False

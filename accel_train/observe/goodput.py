@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accel_train.core.files import read_regular
 from accel_train.core.state import JsonRecord
 
 LAUNCHES_FILE = "launches.jsonl"
@@ -226,7 +227,7 @@ class LaunchClock:
 def read_launches(run_folder: Path) -> list[JsonRecord]:
     """Return the lines of a run's `launches.jsonl`, by their start; damaged ones are left out, and all where there is no such file."""
     try:
-        lines = (Path(run_folder) / LAUNCHES_FILE).read_bytes().split(b"\n")
+        lines = read_regular(Path(run_folder) / LAUNCHES_FILE).split(b"\n")
     except OSError:
         return []
     found = []

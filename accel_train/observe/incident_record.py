@@ -13,6 +13,11 @@ RECORD, TEXT, WEIGHTS = "incident.json", "incident.md", "weights.safetensors"
 FORMAT = 1
 SAME_SPIKE, SAME_SPIKE_AFTER_UPDATE = 0.98, 0.5
 """A spike happens again where loss and gradient norm, computed again, reach this part of it; less where the update was applied."""
+_NEEDED: dict[str, type] = {
+    **dict.fromkeys(("kind", "sentence", "classification", "precision"), str),
+    **{"step": int, "world_size": int, "batches": list, "processes": list, "weights": dict},
+}
+"""Fields that every reader uses, with their types."""
 Classification = Literal["deterministic", "transient", "unknown"]
 
 
@@ -41,7 +46,12 @@ def read_incident(folder: Path) -> JsonRecord:
         record = read_json(path)
         if record["format"] != FORMAT:
             raise ValueError(f"it has format {record['format']}, and this version reads {FORMAT}")
-    except (ValueError, KeyError, TypeError) as error:
+        for name, kind in _NEEDED.items():
+            if type(record[name]) is not kind:
+                raise ValueError(f"its {name} is {record[name]!r:.40}")
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged: it has no {error.args[0]}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return record
 

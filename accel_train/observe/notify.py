@@ -1,16 +1,14 @@
-"""`log.notify`: tell URLs and commands that a run rolls back, stops or ends. None of them can fail the run, or hold it up while it trains."""
+"""`log.notify`: post to webhooks that a run rolls back, stops or ends. None of them can fail the run, or hold up its training."""
 
 import json
 import os
 import queue
 import re
-import shutil
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,47 +21,44 @@ from accel_train.core.redaction import REDACTED, remember_secrets
 from accel_train.core.state import JsonRecord, StepResult
 from accel_train.observe.observer import Observer
 from accel_train.observe.progress import describe_metrics
-from accel_train.recipe.values import is_url, words_of
 
 TIMEOUT_SECONDS = 10.0
-"""Time for a URL to answer and a command to end; the end of the process waits no longer, whatever they do."""
+"""Time for a URL to answer; the end of the process waits no longer."""
 ENDS = {0: "done", 3: "stop", 75: "preempted"}
 """Events of the end by exit code; any other code is `failed`."""
-VARIABLES = {"event": "EVENT", "run": "RUN", "step": "STEP", "message": "MESSAGE", "exit_code": "EXIT_CODE"}
-"""Facts that a command also finds in its environment, as ACCEL_TRAIN_EVENT and so on."""
-Target = str | tuple[str, ...]
 
 
-def check_targets(targets: Sequence[Target]) -> None:
-    """Find out, before anything is built, whether every target can be called.
+def check_targets(targets: Sequence[str]) -> None:
+    """Find out, before anything is built, whether every variable holds a URL.
 
     Raises:
-        ValueError: a program is not there, or a variable is not set or holds no URL.
+        ValueError: a variable is not set, or holds no URL.
     """
     for target in targets:
-        if REDACTED in str(target):
-            continue
-        target = _from_variable(target)
-        if not is_url(target) and shutil.which(word := words_of(target)[0]) is None:
-            raise ValueError(f"log.notify: there is no program {word!r} here; give its path, or take it out")
+        _from_variable(target)
 
 
-def _from_variable(target: Target) -> Target:
+def _from_variable(target: str) -> str:
     """Return the URL that the variable `$NAME` holds; other targets as they are.
 
     Raises:
         ValueError: the variable is not set, or holds no URL.
     """
-    found = re.fullmatch(r"\$\{?(\w+)\}?", target) if isinstance(target, str) else None
-    if found is None:
+    if not target.startswith("$"):
         return target
-    url = os.environ.get(found[1], "")
-    if not is_url(url) or urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError(
-            f"log.notify: ${found[1]} is to hold a URL (https://...), and does not; set it, or take it out"
-        )
+    name = target.strip("${}")
+    url = os.environ.get(name, "")
+    if not re.fullmatch(r"https?://[^\s/].*", url):
+        raise ValueError(f"log.notify: ${name} is to hold a URL (https://...), and does not; set it, or take it out")
     remember_secrets({"notify": url})
     return url
+
+
+class _Refused(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: urllib would follow with a GET that has no body, and a login page would count as notified."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
+        raise urllib.error.HTTPError(req.full_url, code, "redirects are not followed; give the final URL", headers, fp)
 
 
 class Notifier(Observer):
@@ -74,9 +69,9 @@ class Notifier(Observer):
     """
 
     def __init__(
-        self, targets: Sequence[Target], run: Path, ended: Callable[[BaseException, bool], tuple[str, int]]
+        self, targets: Sequence[str], run: Path, ended: Callable[[BaseException, bool], tuple[str, int]]
     ) -> None:
-        self._targets = [_from_variable(target) for target in targets if REDACTED not in str(target)]
+        self._targets = [_from_variable(target) for target in targets if target != REDACTED]
         self._run, self._ended = run.absolute(), ended
         self._step, self._metrics = 0, dict[str, Any]()
         self._threads: list[threading.Thread] = []
@@ -145,14 +140,13 @@ class Notifier(Observer):
             else:
                 self._threads.append(thread)
 
-    def _tell(self, target: Target, facts: JsonRecord) -> None:
+    def _tell(self, target: str, facts: JsonRecord) -> None:
         body = json.dumps(facts, allow_nan=False).encode()
-        name = str(urlsplit(str(target)).hostname) if is_url(target) else words_of(target)[0]
         try:
-            _post(str(target), body) if is_url(target) else _call(words_of(target), body, facts)
-        except Exception as error:  # of another's service or program
+            _post(target, body)
+        except Exception as error:  # of another's service
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            self._failures.put(f"{name} was not notified of {facts['event']} ({reason})")
+            self._failures.put(f"{urlsplit(target).hostname} was not notified of {facts['event']} ({reason})")
 
     def _warn_of_failures(self) -> None:
         with suppress(queue.Empty):
@@ -162,33 +156,4 @@ class Notifier(Observer):
 
 def _post(url: str, body: bytes) -> None:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "accel-train"})
-    urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS).close()
-
-
-def _call(words: Sequence[str], body: bytes, facts: JsonRecord) -> None:
-    """Run a command with the facts on its standard input; it and its children are killed when their time is over.
-
-    Raises:
-        TimeoutError: it took too long.
-        RuntimeError: its exit code is not 0; the text has its last line.
-        OSError: it cannot be started.
-    """
-    named = {f"ACCEL_TRAIN_{name}": facts[key] for key, name in VARIABLES.items()}
-    variables = {name: "" if value is None else str(value) for name, value in named.items()}
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **variables},
-        start_new_session=True,  # what asks the run to stop does not stop this
-    ) as process:
-        try:
-            said, _ = process.communicate(body, timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"killed after {TIMEOUT_SECONDS:g} s") from error
-    if process.returncode:
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"exit code {process.returncode}{f': {last}' if last else ''}")
+    urllib.request.build_opener(_Refused).open(request, timeout=TIMEOUT_SECONDS).close()

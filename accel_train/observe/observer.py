@@ -211,11 +211,7 @@ class RunObserver(Observer):
             yield
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json with this launch's rates, and close trackers and display.
-
-        Raises:
-            OSError: summary.json could not be written.
-        """
+        """Write summary.json with this launch's rates, and close trackers and display."""
         overall = self._meter.overall()
         rates = {
             "train_seconds": round(self._meter.train_seconds, 3),
@@ -224,7 +220,12 @@ class RunObserver(Observer):
             "mfu": overall.mfu,
         }
         goodput = self._clock.goodput()
-        self._folder.write_summary({**rates, **summary, "goodput": goodput})
+        try:
+            self._folder.write_summary({**rates, **summary, "goodput": goodput})
+        except Exception as error:  # the weights are written: the run has finished all the same
+            self._progress.note(
+                f"warning: summary.json could not be written ({error}); run the same command again for it"
+            )
         shares = {f"{name}_seconds": seconds for name, seconds in goodput.pop("accounts").items()}
         self._trackers.log({f"goodput/{name}": value for name, value in {**goodput, **shares}.items()}, self._step)
         self._close()

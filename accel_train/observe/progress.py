@@ -10,7 +10,7 @@ from typing import Any, Literal, TextIO
 
 from accel_train.core.format import format_seconds
 from accel_train.core.redaction import redact_text
-from accel_train.core.terminal import width_of
+from accel_train.core.terminal import width_of, without_controls
 
 Style = Literal["bar", "notebook", "lines", "off"]
 
@@ -149,7 +149,7 @@ class Progress:
         if self._bar is None or self.style == "notebook":
             self._write_line(text)
         else:
-            self._guarded(lambda: type(self._bar).write(text, file=self._stream))
+            self._guarded(lambda: type(self._bar).write(without_controls(text), file=self._stream))
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -184,7 +184,7 @@ class Progress:
         return format_seconds((time.monotonic() - self._begin) / done * (self._total_steps - step))
 
     def _write_line(self, text: str) -> None:
-        self._guarded(lambda: print(text, file=self._stream, flush=True))
+        self._guarded(lambda: print(without_controls(text), file=self._stream, flush=True))
 
     def _guarded(self, draw: Callable[[], object]) -> None:
         """Draw; when the output is gone (closed pipe, closed file, full disk), draw nothing from now on."""

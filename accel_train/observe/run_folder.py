@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from accel_train.core.files import make_folders, write_atomically
+from accel_train.core.files import make_folders, read_regular, sync, write_atomically
 from accel_train.core.json_io import from_json, json_text, read_json, to_json, utc_now
 from accel_train.core.ownership import RESOLVED_RECIPE, check_claim, claim, write_file
 from accel_train.core.state import Choice, JsonRecord
@@ -28,6 +28,7 @@ PROFILE_FOLDER = "profile"
 """Traces of steps, and what a GPU's memory held when it ran out."""
 
 
+_TAIL_BYTES = 2**16
 _SECONDS_OF_THE_DEAD = 20.0
 """A killed process's threads and children may hold its files for a moment: in a write to a slow disk, before they begin."""
 
@@ -71,7 +72,12 @@ class RunFolder:
         Raises:
             ValueError: as for the class.
         """
-        above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        try:
+            str(self.path).encode()
+            above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or "not a UTF-8 name"
+            raise ValueError(f"output_dir={str(self.path)!a:.80}: {reason}; give a folder with another name") from error
         if not above.is_dir():
             parent = "" if above == self.path else f": {above}"
             raise ValueError(f"output_dir={self.path}{parent} is a file; give a folder")
@@ -114,9 +120,8 @@ class RunFolder:
             return record["step"] < step or (record["step"] == step and record.get("split") not in again)
 
         path = self.path / METRICS_FILE
-        if path.exists():
-            lines = _complete_lines(path, [])  # a damaged line stays where it is: it may be the user's
-            write_atomically(path, b"".join(line for line, record in lines if record is None or is_kept(record)))
+        if path.is_file():
+            _remove_from_end(path, is_kept, step)
         self._reopen_files()
 
     def close(self) -> None:
@@ -194,8 +199,8 @@ def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
             raise ValueError(f"it holds a {type(record).__name__}, not an object")
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
-        _note_damage(f"{path} is damaged ({error}) and not used", damage)
+    except (OSError, ValueError, RecursionError) as error:
+        note_damage(f"{path} is damaged ({error}) and not used", damage)
         return {}
     return record
 
@@ -205,11 +210,12 @@ def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
     records = [record for _, record in _complete_lines(path, faults) if record is not None]
     if faults:
         more = f"; so are {len(faults) - 1} other lines" if len(faults) > 1 else ""
-        _note_damage(f"{path}:{faults[0]} and is skipped{more}", damage)
+        note_damage(f"{path}:{faults[0]} and is skipped{more}", damage)
     return records
 
 
-def _note_damage(message: str, damage: list[str] | None) -> None:
+def note_damage(message: str, damage: list[str] | None) -> None:
+    """Print a sentence on a damaged file once, and add it to `damage`."""
     _print_once(message)
     if damage is not None:
         damage.append(message)
@@ -243,7 +249,7 @@ def _is_dead(holder_path: Path) -> bool:
     import psutil
 
     try:
-        holder = json.loads(holder_path.read_text(encoding="utf-8"))
+        holder = json.loads(read_regular(holder_path))
         if holder["host"] != socket.gethostname():
             return False
         return bool(psutil.Process(holder["pid"]).status() == psutil.STATUS_ZOMBIE)
@@ -255,7 +261,7 @@ def _is_dead(holder_path: Path) -> bool:
 
 def _describe_holder(holder_path: Path) -> str:
     try:
-        holder = json.loads(holder_path.read_text(encoding="utf-8"))
+        holder = json.loads(read_regular(holder_path))
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
     except (OSError, ValueError, KeyError):  # taken a moment ago, and not signed yet
         return "another process"
@@ -263,10 +269,51 @@ def _describe_holder(holder_path: Path) -> str:
 
 def _open_mended(path: Path) -> int:
     """Open for appending, after cutting off a last line without an end: the next line must not be glued to it."""
-    content = path.read_bytes() if path.is_file() else b""  # a device has no end
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    size = path.stat().st_size if path.is_file() else 0  # a device has no end
+    end, num_bytes = 0, _TAIL_BYTES
+    while size and not end:
+        end = (tail := _tail(path, num_bytes)).rfind(b"\n") + 1
+        if end:
+            end += size - len(tail)
+        elif num_bytes >= size:
+            break
+        num_bytes *= 2
+    if end < size:
+        os.truncate(path, end)
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _tail(path: Path, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - num_bytes))
+        return file.read()
+
+
+def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: int) -> None:
+    """Remove the lines that are not kept, all at the end of a file: no more of it is read than that.
+
+    A damaged line stays where it is: it may be the user's.
+    """
+    size, num_bytes = path.stat().st_size, _TAIL_BYTES
+    while True:
+        lines = _tail(path, num_bytes).splitlines(keepends=True)
+        if num_bytes < size:
+            del lines[0]  # its beginning is not read
+        records = [parse_line(line, "split")[0] for line in lines]
+        first = next((record["step"] for record in records if record is not None), None)
+        if num_bytes >= size or (first is not None and first < step):
+            break
+        num_bytes *= 4
+    kept = [line for line, record in zip(lines, records) if record is None or is_kept(record)]
+    if kept and not kept[-1].endswith(b"\n"):
+        kept.pop()  # torn by a kill: it was never a line
+    begin = size - sum(map(len, lines))
+    if b"".join(lines).startswith(content := b"".join(kept)):
+        os.truncate(path, begin + len(content))
+        sync(path)
+        return
+    with path.open("rb") as file:
+        write_atomically(path, file.read(begin) + content)
 
 
 def _append_line(fd: int, record: Mapping[str, Any]) -> None:
@@ -289,15 +336,20 @@ def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, Json
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # torn by a kill: it was never a line
-            record: Any = None
-            try:
-                record = from_json(json.loads(line))
-                fault = _fault_of(record, kind)
-            except (ValueError, RecursionError) as error:
-                fault = str(error)
+            record, fault = parse_line(line, kind)
             if fault:
                 faults.append(f"{number} is damaged ({fault})")
-            yield line, None if fault else record
+            yield line, record
+
+
+def parse_line(line: bytes, kind: str) -> tuple[JsonRecord | None, str]:
+    """Return a line as a record, and why it is damaged; None, or an empty text. `kind` is its key that names a split or event."""
+    try:
+        record = from_json(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        return None, str(error)
+    fault = _fault_of(record, kind)
+    return (None, fault) if fault else (record, "")
 
 
 def _fault_of(record: Any, kind: str) -> str:

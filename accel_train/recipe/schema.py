@@ -193,11 +193,9 @@ class Log(Section):
     """Project name in the trackers."""
     progress: Auto | bool = "auto"
     """auto: a bar in a terminal or notebook, plain lines elsewhere."""
-    notify: tuple[NotifyTarget, ...] = Field(
-        default=(), examples=[["$SLACK_WEBHOOK", "mail -s training me@example.org"]]
-    )
-    """Who is notified when the run rolls back, stops or ends. A URL, to which a JSON object is posted; or a command, as a text or a
-    list of words, which gets the object on standard input. `$NAME` alone is a URL from that environment variable."""
+    notify: tuple[NotifyTarget, ...] = Field(default=(), examples=[["$SLACK_WEBHOOK"]])
+    """Webhooks to which a JSON object is posted when the run rolls back, stops or ends: URLs, or `$NAME` for a URL in that
+    environment variable."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[[20, 25]])
     """First and last step to profile, both included, counted from 1 as in metrics.jsonl: each process writes a trace (for
     ui.perfetto.dev) and a table of its ten costliest operations to `profile/`. Profiled steps are slower."""

@@ -1,12 +1,13 @@
 """Types of a recipe's values, who set a value, and the base of all sections."""
 
 import re
-import shlex
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from accel_train.core.redaction import REDACTED
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -18,41 +19,25 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Auto = Literal["auto"]
 
 
-def is_url(target: str | tuple[str, ...]) -> bool:
-    """Return whether a target of `log.notify` is a URL, and no command."""
-    return isinstance(target, str) and re.fullmatch(r"\w+://\S*", target) is not None
-
-
-def words_of(command: str | tuple[str, ...]) -> list[str]:
-    """Return the words of a command that is given as a list, or as a text that is split as a shell does it, and run by none.
-
-    Raises:
-        ValueError: a quotation mark is not closed.
-    """
-    return shlex.split(command) if isinstance(command, str) else list(command)
-
-
-def _check_target(target: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    if is_url(target):
-        parts = urlsplit(str(target))
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-            raise ValueError(
-                f"log.notify: {parts.scheme}://{parts.hostname or ''} must be http:// or https:// and a host, without user and password"
-            )
+def _check_target(target: Any) -> Any:
+    """Return a target of `log.notify` that is a URL, `$NAME`, or was redacted; a command may hold credentials, and is refused."""
+    if target == REDACTED or (isinstance(target, str) and re.fullmatch(r"\$\{?\w+\}?", target)):
         return target
-    try:
-        words = words_of(target)
-    except ValueError as error:
+    parts = urlsplit(target) if isinstance(target, str) and re.fullmatch(r"\w+://\S*", target) else None
+    if parts is None:
         raise ValueError(
-            f"log.notify: a command cannot be split into words ({error}); give its words as a list"
-        ) from error
-    if not words or not words[0]:
-        raise ValueError("log.notify: a target is empty; give a URL (https://...), or a command")
+            "log.notify: a target is not a URL. Give a webhook's address (https://...), or $NAME of a variable that holds one. "
+            "Run a command after the training in your shell: its exit code says how the run has ended"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError(
+            f"log.notify: {parts.scheme}://{parts.hostname or ''} must be http:// or https:// and a host, without user and password"
+        )
     return target
 
 
-NotifyTarget = Annotated[str | tuple[str, ...], AfterValidator(_check_target)]
-"""A URL, or a command as a text or as a list of words."""
+NotifyTarget = Annotated[str, BeforeValidator(_check_target)]
+"""A URL, or `$NAME` of a variable that holds one."""
 
 
 @dataclass(frozen=True)

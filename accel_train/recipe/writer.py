@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
-from accel_train.core.terminal import paint
+from accel_train.core.terminal import paint, printable
 from accel_train.recipe.names import recipe_names, value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Section
@@ -107,4 +107,4 @@ def _setting_line(depth: int, key: Any, value: Any, who: str) -> SettingLine:
 
 
 def _comment(text: object) -> str:
-    return "".join(c if c.isprintable() else " " for c in redact(str(text)))
+    return printable(redact(str(text)))

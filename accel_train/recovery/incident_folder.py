@@ -102,6 +102,8 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
         ValueError: the file is gone or damaged.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("not a regular file")
         with safe_open(path, framework="pt") as file:
             facts = file.metadata() or {}
         num_targets, samples = json.loads(facts["num_targets"]), json.loads(facts.get("samples", "null"))

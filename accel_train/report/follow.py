@@ -1,11 +1,16 @@
 """The report of runs that go on, served on this machine: the page renews itself when their files have changed."""
 
+import hmac
 import json
+import secrets
+import sys
+import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from accel_train.observe.incident_record import INCIDENTS
+from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from accel_train.report.report import load_runs, render_page
 from accel_train.report.run import EVALUATION_FILE
@@ -60,8 +65,11 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, run_folders: Sequence[Path], port: int = 0) -> None:
         if not 0 <= port <= LARGEST_PORT:
             raise ValueError(f"--port={port}: must be between 0 and {LARGEST_PORT}")
+        self.token = secrets.token_urlsafe(24)
         self._folders = [Path(folder) for folder in run_folders]
-        load_runs(self._folders)  # a folder without a run is refused before anybody opens the page
+        self._readers = [MetricsReader(folder / METRICS_FILE) for folder in self._folders]
+        self._reading = threading.Lock()
+        load_runs(self._folders, self._readers)  # a folder without a run is refused before anybody opens the page
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -69,8 +77,14 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Return the address to open in a browser."""
-        return f"http://{HOST}:{self.server_port}/"
+        """Return the address to open in a browser; its token keeps out the other users of this machine."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print why a request failed, on one line; a browser that has gone away is not worth one."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):
+            print(f"warning: the report could not be served ({type(error).__name__}: {error!s:.200})", file=sys.stderr)
 
     def version(self) -> str:
         """Return a text that differs once a run has written something that the page shows."""
@@ -81,7 +95,9 @@ class ReportServer(ThreadingHTTPServer):
     def page(self) -> bytes:
         """Return the report as it is now, with a script that renews it."""
         version = self.version()  # before the files are read: what is written meanwhile is another version
-        html = render_page(load_runs(self._folders)).replace(_STRICT, _MAY_ASK, 1)
+        with self._reading:
+            runs = load_runs(self._folders, self._readers)
+        html = render_page(runs).replace(_STRICT, _MAY_ASK, 1)
         before, _, after = html.rpartition("</body>")
         return f"{before}{_RENEW.replace('VERSION', json.dumps(version), 1)}{after}".encode()
 
@@ -90,9 +106,12 @@ class ReportServer(ThreadingHTTPServer):
         if len(self._folders) > 1:
             return None
         folder = self._folders[0].resolve()
-        found = (folder / path.lstrip("/")).resolve()
-        linked = any(found.is_relative_to(folder / name) for name in (INCIDENTS, PROFILE_FOLDER))
-        return found if linked and found.is_file() else None
+        try:
+            found = (folder / path.lstrip("/")).resolve()
+            linked = any(found.is_relative_to(folder / name) for name in (INCIDENTS, PROFILE_FOLDER))
+            return found if linked and found.is_file() else None
+        except (OSError, ValueError):  # a name that no file can have
+            return None
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -100,9 +119,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page, its version, or a file that it links to."""
-        path = self.path.partition("?")[0]
+        prefix, path = f"/{self.server.token}/", self.path.partition("?")[0]
+        is_invited = hmac.compare_digest(path[: len(prefix)].encode(errors="replace"), prefix.encode())
+        path = path[len(prefix) - 1 :]
         name = self.headers.get("Host", "").rpartition(":")[0]
-        if name not in (HOST, "localhost"):  # a foreign page, whose name was made to mean this machine
+        # A foreign page, whose name was made to mean this machine, or another user of it.
+        if name not in (HOST, "localhost") or not is_invited:
             self.send_error(403)
         elif path == "/":
             self._answer("text/html; charset=utf-8", self.server.page())
@@ -119,6 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
         self.end_headers()
         self.wfile.write(content)
 

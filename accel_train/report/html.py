@@ -10,8 +10,6 @@ from typing import Any
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import dotted_items
 from accel_train.core.state import JsonRecord
-from accel_train.observe.incident_record import INCIDENTS, TEXT
-from accel_train.observe.incident_text import main_facts
 from accel_train.observe.trackers import flatten
 from accel_train.report.metric_names import LABELS, MISSING, is_number, label, show_value, words
 from accel_train.report.run import Run
@@ -123,10 +121,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "events": [_event_row(event) for event in _shown_events(run.events)],
         "num_events_left_out": max(0, len(run.events) - MOST_EVENTS),
         "events_summary": ", ".join(f"{kind.replace('_', ' ')} ×{count}" for kind, count in kinds.items()),
-        "incidents": [
-            {**record, "link": f"{INCIDENTS}/{record['folder']}/{TEXT}", "facts": main_facts(record)}
-            for record in run.incidents
-        ],
+        "incidents": run.incidents,
         "not_beaten": _not_beaten(summary),
         "time": describe_time(run),
         "profiles": run.profiles,

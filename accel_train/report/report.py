@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 
 from accel_train.core.ownership import check_file, write_file
+from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.report.charts import describe_charts
 from accel_train.report.evaluation import describe_evaluation
 from accel_train.report.html import (
@@ -61,9 +62,10 @@ def write_report(
     return write_file(out, render_page(runs, tables).encode(), home)
 
 
-def load_runs(run_folders: Sequence[Path]) -> list[Run]:
-    """Return the records of runs, each by the name of its folder; raises ValueError as `load_run`."""
-    return [load_run(Path(folder), name) for folder, name in zip(run_folders, _names(run_folders), strict=True)]
+def load_runs(run_folders: Sequence[Path], readers: Sequence[MetricsReader | None] = ()) -> list[Run]:
+    """Return the records of runs, each by the name of its folder; `readers` and errors are as for `load_run`."""
+    named = zip(run_folders, _names(run_folders), readers or [None] * len(run_folders), strict=True)
+    return [load_run(Path(folder), name, reader) for folder, name, reader in named]
 
 
 @cache

@@ -7,13 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import JsonRecord
 from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
-from accel_train.observe.incident_record import RECORD, incident_folders
+from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, read_incident
+from accel_train.observe.incident_text import main_facts
+from accel_train.observe.metrics_reader import MetricsReader
+from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.task import TARGET_UNITS, target_rate
 
 EVALUATION_FILE = "evaluation.json"
@@ -76,8 +77,8 @@ class Run:
     def recipe(self) -> dict[str, Any] | None:
         """The settings of the recipe; None where it cannot be read."""
         try:
-            recipe = yaml.safe_load(self.recipe_text) or {}
-        except yaml.YAMLError:
+            recipe = parse_yaml(self.recipe_text, run_folder.RECIPE_FILE)[0] or {}
+        except ValueError:
             return None
         return recipe if isinstance(recipe, dict) else None
 
@@ -88,8 +89,10 @@ class Run:
         return "targets" if recipe is None else TARGET_UNITS.get(str(recipe.get("task", "causal-lm")), "targets")
 
 
-def load_run(folder: Path, name: str | None = None) -> Run:
+def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None = None) -> Run:
     """Read the records of a run, also one that is still running or was killed; what is damaged is left out and named.
+
+    With the same `reader` a later call reads the new lines alone.
 
     Raises:
         ValueError: the folder holds no run; the text says what is missing.
@@ -98,7 +101,9 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         missing = f"it has no {run_folder.METRICS_FILE}" if folder.is_dir() else "there is no such folder"
         raise ValueError(f"{folder} holds no run: {missing}; give the output_dir of a run")
     damage: list[str] = []
-    lines = sorted(run_folder.read_metrics(folder, damage), key=lambda line: line["step"])
+    lines = sorted(
+        (reader or MetricsReader(folder / run_folder.METRICS_FILE)).read(damage), key=lambda line: line["step"]
+    )
     train, evals = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
     system = [_in_gib(line) for line in lines if line["split"] == "system"]
     # A run that was killed may not have written one yet.
@@ -107,7 +112,6 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     for record in (*train, summary):
         record["throughput"] = target_rate(record)
     recipe = recipe_of_run(folder)
-    incidents = [run_folder.read_record(path / RECORD, damage) for path in incident_folders(folder)]
     return Run(
         name or folder.resolve().name,
         train,
@@ -119,12 +123,30 @@ def load_run(folder: Path, name: str | None = None) -> Run:
         examples=run_folder.read_record(folder / run_folder.EXAMPLES_FILE, damage),
         system=system,
         launches=read_launches(folder),
-        incidents=[record for record in incidents if record],
+        incidents=_usable_incidents(folder, damage),
         profiles=[
             path.relative_to(folder).as_posix() for path in sorted((folder / run_folder.PROFILE_FOLDER).glob("rank-*"))
         ],
         damage=damage,
     )
+
+
+def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
+    """Return the records of the incidents that can be shown, with their `facts` and the `link` to their text."""
+    found = []
+    for path in incident_folders(folder):
+        try:
+            record = read_incident(path)
+            facts, advice = main_facts(record), [str(each) for each in record["next"]]
+        except Exception as error:  # of values that no run wrote
+            reason = (
+                f"{path / RECORD}: {type(error).__name__}: {error}" if type(error) is not ValueError else str(error)
+            )
+            run_folder.note_damage(f"{reason}; it is not used", damage)
+        else:
+            link = f"{INCIDENTS}/{path.name}/{TEXT}"
+            found.append({**record, "facts": facts, "next": advice, "link": link})
+    return found
 
 
 def _in_gib(line: JsonRecord) -> JsonRecord:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.format import format_blocks, format_count, format_seconds
 from accel_train.core.state import JsonRecord
+from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.observe.progress import describe_metrics
 from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE
 from accel_train.report.metric_names import NOT_A_SCORE, is_number
@@ -37,9 +38,9 @@ def watch_run(run: Path, *, once: bool = False, every_seconds: float = 2.0, show
     Raises:
         ValueError: the folder holds no run.
     """
-    before = ""
+    before, reader = "", MetricsReader(run / METRICS_FILE)
     while True:
-        loaded = load_run(run)
+        loaded = load_run(run, reader=reader)
         state = state_of(loaded, silent_seconds(run))
         view = format_view(loaded, state, width=shutil.get_terminal_size().columns)
         if view != before:
@@ -52,7 +53,8 @@ def watch_run(run: Path, *, once: bool = False, every_seconds: float = 2.0, show
 
 def show_in_terminal(view: str) -> None:
     """Print a view in the place of the one before."""
-    print(f"{_CLEAR}{view}", flush=True)
+    print(_CLEAR, end="")
+    print(view, flush=True)
 
 
 def silent_seconds(run: Path) -> float:

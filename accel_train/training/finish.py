@@ -2,7 +2,8 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from accel_train.checkpoint.zero import whole_numel
 from accel_train.core.errors import DataError, Preempted
 from accel_train.core.json_io import json_text, read_json
 from accel_train.core.ownership import replacing, write_file
-from accel_train.core.redaction import redact
+from accel_train.core.redaction import redact, redact_text
 from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext
 from accel_train.engine.run_plan import RunPlan
@@ -69,17 +70,19 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
         if accelerator.is_main_process:
             save_model(run, model)
             summary = summarise(run, model)
-            if examples := examples_of(run, model):
-                write_file(output_dir / EXAMPLES_FILE, json_text(examples).encode(), output_dir)
+            with warned(run, f"{EXAMPLES_FILE} is not written"):
+                if examples := examples_of(run, model):
+                    write_file(output_dir / EXAMPLES_FILE, json_text(examples).encode(), output_dir)
     if accelerator.is_main_process and run.evaluation.details:
-        write_file(output_dir / "evaluation.json", json_text(run.evaluation.details).encode(), output_dir)
+        with warned(run, "evaluation.json is not written"):
+            write_file(output_dir / "evaluation.json", json_text(run.evaluation.details).encode(), output_dir)
     run.observer.finish(summary)
     if accelerator.is_main_process:
-        try:
-            report: Path | str = write_report([output_dir])
-        except OSError as error:  # the weights are saved; a full disk should not make a finished run fail
-            report = f"could not be written ({error}); accel-train report {output_dir} tries again"
-        _note_end(run, summary, report)
+        report: Path | str = f"not written; accel-train report {output_dir} tries again"
+        with warned(run, "report.html is not written"):
+            report = write_report([output_dir])
+        with warned(run, "the results are not printed"):
+            _note_end(run, summary, report)
     accelerator.wait_for_everyone()
     return summary, model
 
@@ -126,6 +129,16 @@ def _kept_model(run: RunContext) -> nn.Module:
     model = full_model(run)
     averages = run.plan.recipe.optimizer.ema_decay is not None and run.strategy.is_replicated
     return copy.deepcopy(model) if averages else model
+
+
+@contextmanager
+def warned(run: RunContext, what: str) -> Iterator[None]:
+    """Turn any error inside into a printed warning: the weights are written, and the run has finished."""
+    try:
+        yield
+    except Exception as error:
+        reason = redact_text(str(error)).strip().partition("\n")[0]
+        run.observer.note(f"warning: {what} ({type(error).__name__}: {reason})")
 
 
 def evaluate_at_end(run: RunContext) -> None:
@@ -205,7 +218,12 @@ def save_model(run: RunContext, model: nn.Module) -> None:
 def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
     """Return what summary.json holds; plain JSON values."""
     plan, state, seconds = run.plan, run.state, max(run.observer.train_seconds, 1e-9)
-    baselines = plan.task.baselines(plan.data)
+    baselines, not_beaten, sample = dict[str, float](), None, None
+    with warned(run, "baselines are left out"):
+        baselines = plan.task.baselines(plan.data)
+        not_beaten = describe_defeat(run, baselines)
+    with warned(run, "the sample is left out"):
+        sample = sample_of(run, model)
     return {
         "status": "stopped early" if state.stopped_early else "finished",
         "steps": state.step,
@@ -216,8 +234,8 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
         "best_metric": state.best_metric,
         "best_step": state.best_step,
         "baselines": baselines,
-        "not_beaten": describe_defeat(run, baselines),
-        "sample": sample_of(run, model),
+        "not_beaten": not_beaten,
+        "sample": sample,
         "data": redact(plan.data.facts),
         "started_in": os.getcwd(),
         "parameters": whole_numel(list(run.strategy.inner.model.parameters())),

@@ -1,6 +1,8 @@
 """The report that is served while a run goes on: renewed when the run has written, and served to this machine alone."""
 
+import http.client
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -80,3 +82,37 @@ def test_what_cannot_be_followed_is_one_line(
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:PORT/", "http://127.0.0.1:PORT/version", "http://127.0.0.1:PORT/WRONG/"]
+)
+def test_an_address_without_the_token_is_refused(server: ReportServer, address: str) -> None:
+    wrong = f"{'-' * (len(server.token) - 1)}"
+    with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+        urllib.request.urlopen(address.replace("PORT", str(server.server_port)).replace("WRONG", wrong), timeout=20)
+    refused.value.close()
+    assert len(server.token) >= 32
+
+
+@pytest.mark.parametrize("path", ["\0", "incidents/" + "a" * 5_000, "incidents/%00", "\xff\xfe"])
+def test_a_path_that_no_file_can_have_is_answered(
+    server: ReportServer, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        request = f"GET /{server.token}/{path} HTTP/1.0\r\nHost: localhost:80\r\n\r\n"
+        connection.sendall(request.encode("latin-1"))
+        with connection.makefile("rb") as answer:
+            assert b" 404 " in answer.readline()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_is_gone_is_a_line_and_no_traceback(
+    server: ReportServer, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(http.client.HTTPException):
+        get(server)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "metrics.jsonl" in said[0]

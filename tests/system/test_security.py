@@ -350,6 +350,7 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
         "world_size": 1,
         "num_targets": 1,
         "loss_scale": None,
+        **{"step": 1, "kind": "nonfinite", "sentence": "", "classification": "unknown", "processes": [], "weights": {}},
     }
     (incident / "incident.json").write_text(json.dumps(record))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(run.parent / "modules"))
@@ -388,19 +389,25 @@ def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Pat
 
 
 @pytest.mark.parametrize("named", [{"task": "senders_task:Task"}, {"optimizer": {"name": "senders_task:Task"}}])
-def test_a_class_that_lies_in_the_run_folder_is_not_imported(
-    named: dict[str, Any], run: Path, canary: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", [".", ".."])
+def test_a_class_that_lies_in_the_run_folder_or_beside_it_is_not_imported(
+    named: dict[str, Any],
+    place: str,
+    run: Path,
+    canary: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (run / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
+    (run / place / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
     rewrite_recipe(run, **named)
-    monkeypatch.chdir(run)
+    monkeypatch.chdir(run / place)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
     for words in ("evaluate", "predict", "export --quantize int8", "verify --resume-proof"):
         name, *flags = words.split()
-        assert main([name, ".", *flags]) == 2
+        assert main([name, str(run), *flags]) == 2
         said = capsys.readouterr().err
         assert not canary.exists(), words
-        assert "senders_task.py, code that lies in the run folder; read it" in said
+        assert "senders_task.py, which is not installed" in said
 
 
 def test_a_senders_consent_to_metrics_of_the_hub_is_not_the_readers(

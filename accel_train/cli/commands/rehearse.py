@@ -69,7 +69,7 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         return Outcome(result, error=CheckpointError(error))
     if not arguments.resume_proof:
         return Outcome(result)
-    with users_mistakes(), importing_for(Path(arguments.run)):
+    with users_mistakes(), importing_for(Path(arguments.run), settings):
         from accel_train.experiments.rehearse import prove_resume
 
     proof = _rehearsed(partial(prove_resume, Path(arguments.run)), arguments, settings, with_plan=False)

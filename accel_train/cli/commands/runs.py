@@ -36,7 +36,7 @@ LOADING = "loading the model and the data ..."
 def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         data, folder = data_of(arguments), Path(arguments.run)
-        with importing_for(folder):
+        with importing_for(folder, settings):
             from accel_train.inference import evaluate
         say(LOADING)
         run = evaluate.open_for_evaluation(folder, data, settings)
@@ -61,7 +61,7 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
 def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         data, folder = data_of(arguments), Path(arguments.run)
-        with importing_for(folder):
+        with importing_for(folder, settings):
             from accel_train.inference.predict import open_for_prediction, predict
         say(LOADING)
         run, out = open_for_prediction(folder, data, arguments.out, settings)
@@ -98,12 +98,16 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
-def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
-    with importing_for(Path(arguments.run)):
+def _export(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+    from accel_train.checkpoint.run_recipe import other_than_consent
+
+    if others := other_than_consent(settings):
+        raise ValueError(f"{others[0]} changes nothing of an export; leave it out")
+    with importing_for(Path(arguments.run), settings):
         from accel_train.inference.export import export_run
         from accel_train.inference.int8_cost import format_export
 
-    folder, record = export_run(Path(arguments.run), out_of(arguments), arguments.quantize)
+    folder, record = export_run(Path(arguments.run), out_of(arguments), arguments.quantize, settings)
     print(format_export(folder, record))
     result: results.ExportResult = {"folder": str(folder), "quantize": arguments.quantize, "details": record}
     return Outcome(result)
@@ -254,7 +258,7 @@ EXPORT = Command(_export, "write the model into a folder for others, and make it
     "run": RUN,
     "--out": {"metavar": "FOLDER", "help": "default: RUN/export, or RUN/export-int8"},
     "--quantize": {"choices": ["int8"], "help": "int8: linear layers in a quarter of the memory (needs torchao)"},
-}, takes_settings=False, processes="one")  # fmt: skip
+}, processes="one")  # fmt: skip
 
 REPORT = Command(_report, "write report.html of one run, or a comparison of several", {
     "runs": {"metavar": "RUN", "nargs": "+", "help": "the output_dir of a run"},

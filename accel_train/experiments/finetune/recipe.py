@@ -10,6 +10,7 @@ from typing import Any
 from accel_train.core.files import make_folders, write_atomically
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
+from accel_train.core.terminal import printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
 from accel_train.data.labels import class_counts
 from accel_train.data.sources import EMBEDDED_CORPORA
@@ -54,11 +55,11 @@ def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path
     reasons = {"task": found.why, **{name: choice.reason for name, choice in {**found.settings, **chosen}.items()}}
     flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
     lines = [
-        f"# {_printable(found.description)}",
+        f"# {printable(found.description)}",
         "#",
         f"#   accel-train run {quote(str(path))}",
         "#",
-        f"# Written by `accel-train finetune {_printable(str(found.settings['data.train'].value))}`; behind each value: why. It is yours to",
+        f"# Written by `accel-train finetune {printable(str(found.settings['data.train'].value))}`; behind each value: why. It is yours to",
         "# edit. A run does not resume with other settings, so give an edited recipe another output_dir.",
     ]
     for depth, name, value in _lines(recipe.model_dump(exclude_unset=True), recipe):
@@ -69,7 +70,7 @@ def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path
             )
         reason = "as the command line says" if name in flags else reasons.get(name, "")
         shown = "" if value is None else f" {one_line(value)}"
-        lines.append("  " * depth + f"{field}:{shown}" + (f"  # {_printable(reason)}" if reason else ""))
+        lines.append("  " * depth + f"{field}:{shown}" + (f"  # {printable(reason)}" if reason else ""))
     return "\n".join(lines) + "\n"
 
 
@@ -167,10 +168,6 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     if found.is_chat:
         call = call.replace('"Once upon a time"', '[{"role": "user", "content": "Hello"}]')
     return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:
