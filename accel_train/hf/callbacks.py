@@ -5,7 +5,6 @@ TrainerControl into requests to the loop. Where no callback can request anything
 step is reported while the next one runs.
 """
 
-import dataclasses
 import json
 import math
 import time
@@ -22,9 +21,18 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accel_train.checkpoint.contents import optimizer_tensors
+from accel_train.core.json_io import plain
 from accel_train.core.state import Requests, StepResult
 from accel_train.hf.arguments import Length
-from accel_train.hf.checkpoints import SCHEDULER_STATE, CheckpointNames, adapter_files, exportable, first_state
+from accel_train.hf.checkpoints import (
+    SCHEDULER_STATE,
+    CheckpointNames,
+    adapter_files,
+    as_text,
+    exportable,
+    first_state,
+    state_text,
+)
 from accel_train.hf.hub import push_checkpoint
 from accel_train.hf.inputs import num_input_tokens
 from accel_train.hf.search import report_to_search
@@ -71,6 +79,7 @@ class Flow(Observer):
 
         Raises:
             OSError: the checkpoint's state cannot be read.
+            ValueError: a callback exports a state that JSON cannot hold.
         """
         trainer, args = self.trainer, self.trainer.args
         self.run, self.began = run, time.time()
@@ -84,6 +93,10 @@ class Flow(Observer):
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
         self._epoch_ended_at, self._flops_before = run.state.step, state.total_flos
+        try:
+            state_text(TrainerState(stateful_callbacks=exportable(trainer)), plain)
+        except TypeError as error:
+            raise ValueError(f"the state() of a callback cannot be saved: {error}") from None
         trainer.state = state
         self.names = CheckpointNames(run, trainer)
         self.names.link()  # the folder may hold those of a run that was killed, or archived
@@ -186,7 +199,7 @@ class Flow(Observer):
         else:
             self.requests.evaluate |= evaluate
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, Any]:
         """Run `trainer.evaluate()` for the loop, once for each state of the weights, and note the best metric.
 
         Returns the metrics without `eval_` before their names; where there is no loss, it is NaN.
@@ -206,8 +219,10 @@ class Flow(Observer):
             self._by_step[step] = found[0]
             report_to_search(trainer, self._by_step[step])
             self.on_metrics(self._by_step[step])
-        named = {name.removeprefix("eval_"): value for name, value in self._by_step[step].items()}
-        metrics = {name: v for name, v in named.items() if isinstance(v, float | int) and not name.endswith(CLOCKS)}
+        named = {name.removeprefix("eval_"): as_text(value) for name, value in self._by_step[step].items()}
+        metrics = {
+            name: v for name, v in named.items() if isinstance(v, float | int | list) and not name.endswith(CLOCKS)
+        }
         stop_in_last_epoch(trainer.control, self.length, state.global_step)
         if self.requests is not None and trainer.control.should_training_stop:  # EarlyStoppingCallback, in on_evaluate
             self.requests.stop |= state.global_step < self.length.max_steps
@@ -249,11 +264,11 @@ class Flow(Observer):
             self.names.find_best()
             exported = TrainerState(stateful_callbacks=exportable(self.trainer))
             self.trainer.state.stateful_callbacks = exported.stateful_callbacks
-            text = json.dumps(dataclasses.asdict(self.trainer.state), indent=2)
-            self.run.facts.description[TRAINER_STATE_NAME] = text.encode()
+            self.run.facts.description[TRAINER_STATE_NAME] = state_text(self.trainer.state, as_text).encode()
             self.run.facts.description.update(adapter_files(self.trainer))
             if self.scheduler is not None:
-                self.run.facts.description[SCHEDULER_STATE] = json.dumps(self.scheduler.state_dict()).encode()
+                text = json.dumps(self.scheduler.state_dict(), default=as_text)
+                self.run.facts.description[SCHEDULER_STATE] = text.encode()
         return nullcontext()
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -17,9 +17,12 @@ import torch.distributed as dist
 from accelerate.utils import convert_to_fp32, send_to_device
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
+from transformers.trainer import Trainer as StockTrainer
 from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_numpify
+from transformers.trainer_pt_utils import save_metrics as stock_save_metrics
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, speed_metrics
 
+from accel_train.core.json_io import plain_metrics
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
@@ -76,6 +79,23 @@ def evaluate(
     trainer.log(found.metrics)
     trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, found.metrics)
     return found.metrics
+
+
+def log(trainer: "Trainer", logs: dict[str, Any], start_time: float | None = None) -> None:
+    """Add numbers to `state.log_history`, and call on_log; arrays and tensors become numbers and lists.
+
+    Raises:
+        ValueError: trainer_state.json cannot hold a value; the text names it.
+    """
+    plain_metrics(logs)
+    place = len(trainer.state.log_history)
+    StockTrainer.log(trainer, logs, start_time)  # callbacks get the values as they are, as in transformers
+    trainer.state.log_history[place:] = map(plain_metrics, trainer.state.log_history[place:])
+
+
+def save_metrics(trainer: "Trainer", split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    """Write metrics to SPLIT_results.json, and with `combined` into all_results.json, on the main process."""
+    stock_save_metrics(trainer, split, plain_metrics(metrics), combined)
 
 
 def predict(

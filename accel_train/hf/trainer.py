@@ -74,7 +74,6 @@ class Trainer:
         get_optimizer_group,
         log_metrics,
         metrics_format,
-        save_metrics,
         save_state,
     )
 
@@ -85,7 +84,6 @@ class Trainer:
     get_decay_parameter_names = transformers.Trainer.get_decay_parameter_names
     is_local_process_zero = transformers.Trainer.is_local_process_zero
     is_world_process_zero = transformers.Trainer.is_world_process_zero
-    log = transformers.Trainer.log
     num_examples = transformers.Trainer.num_examples
     create_optimizer_and_scheduler = transformers.Trainer.create_optimizer_and_scheduler
     create_scheduler = transformers.Trainer.create_scheduler
@@ -107,6 +105,8 @@ class Trainer:
     call_model_init = search.call_model_init
     hyperparameter_search = search.hyperparameter_search
     create_optimizer = training.create_optimizer
+    log = evaluation.log
+    save_metrics = evaluation.save_metrics
     save_model = task.save_model
     compute_loss = step.compute_loss
     compute_loss_context_manager = step.compute_loss_context_manager

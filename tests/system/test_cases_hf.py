@@ -1,0 +1,116 @@
+"""Reported faults of the Trainer face, rebuilt small: each held a user's run up, or trained on the wrong thing."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import TrainerCallback
+
+from accel_train import Recipe, train
+from accel_train.hf import Trainer
+from accel_train.task import Scores
+from accel_train.tasks.causal_lm import CausalLM
+from tests.support.hf_models import Plain, arguments, plain_rows
+from tests.support.runs import metrics, recipe_dict, write_corpus
+
+EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+
+
+def test_bugs_03_a_metric_that_is_an_array_is_logged_as_a_list_and_the_run_ends_saved(tmp_path: Path) -> None:
+    given = {"f1_by_class": np.array([0.5, 0.7]), "best": np.float32(0.25), "spread": torch.tensor([[1.0, 2.0]])}
+    trainer = Trainer(
+        Plain(),
+        arguments(tmp_path, **EVALUATING),
+        train_dataset=plain_rows(16),
+        eval_dataset=plain_rows(8),
+        compute_metrics=lambda prediction: dict(given),
+    )
+    trainer.train()
+    (tmp_path / "model" / "model.safetensors").stat()
+    for folder in ("model", "checkpoints/step-00000004"):
+        assert (tmp_path / folder).is_dir()
+    logged = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert [line["step"] for line in logged] == [2, 4]
+    for line in logged:
+        found = (line["eval_f1_by_class"], line["eval_best"], line["eval_spread"])
+        assert found == ([0.5, 0.7], 0.25, [[1.0, 2.0]])
+    assert [line["f1_by_class"] for line in metrics(tmp_path, "eval")] == [[0.5, 0.7]] * 2
+    trainer.save_metrics("eval", trainer.evaluate())
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_f1_by_class"] == [0.5, 0.7]
+
+
+def test_bugs_03_a_metric_that_json_cannot_hold_is_refused_by_name_at_the_first_evaluation(tmp_path: Path) -> None:
+    data: dict[str, Any] = {"train_dataset": plain_rows(16), "eval_dataset": plain_rows(8)}
+    trainer = Trainer(Plain(), arguments(tmp_path, **EVALUATING), compute_metrics=lambda _: {"plot": object()}, **data)
+    with pytest.raises(ValueError, match="eval_plot"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+class Remembers(TrainerCallback, transformers.trainer_callback.ExportableState):
+    """A callback whose state holds what it is given."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"value": self.value}}
+
+
+def test_bugs_03_the_state_of_a_callback_is_saved_as_lists_or_refused_before_the_first_step(tmp_path: Path) -> None:
+    def trained(folder: Path, value: Any) -> Trainer:
+        args = arguments(folder, max_steps=1)
+        trainer = Trainer(Plain(), args, callbacks=[Remembers(value)], train_dataset=plain_rows(16))
+        trainer.train()
+        return trainer
+
+    trained(tmp_path / "array", np.arange(3))
+    saved = json.loads((tmp_path / "array" / "checkpoint-1" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["Remembers"]["attributes"] == {"value": [0, 1, 2]}
+    with pytest.raises(ValueError, match="callback"):
+        trained(tmp_path / "object", object())
+    assert not (tmp_path / "object" / "checkpoints" / "step-00000001").exists()
+
+
+class ArrayScores(CausalLM):
+    """A task whose metrics and data facts are what NumPy and torch return."""
+
+    def score(self, loss: float, totals: Mapping[str, Any], data: Any) -> Scores:
+        found: Any = {"worst": np.float32(loss), "by_class": np.array([1.0, 2.0])}
+        return Scores(found, {"matrix": torch.eye(2), "kind": {1}})
+
+    def baselines(self, data: Any) -> dict[str, float]:
+        return {}
+
+
+def test_bugs_03_a_task_may_return_arrays_as_metrics_and_the_best_may_be_a_numpy_number(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = recipe_dict(
+        tmp_path,
+        task="tests.system.test_cases_hf:ArrayScores",
+        schedule={"max_steps": 2},
+        evaluate={"every_steps": 1, "metric_for_best_model": "worst"},
+        checkpoint={"every_steps": 1},
+    )
+    result = train(Recipe.model_validate(recipe))
+    assert result.summary["eval"]["by_class"] == [1.0, 2.0]
+    assert [line["by_class"] for line in metrics(tmp_path / "run", "eval")] == [[1.0, 2.0]] * 2
+    assert type(result.summary["best_metric"]) is float
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["details"]["matrix"] == [
+        [1.0, 0.0],
+        [0.0, 1.0],
+    ]
+    refused = recipe_dict(
+        tmp_path,
+        task="tests.system.test_cases_hf:ArrayScores",
+        output_dir=str(tmp_path / "refused"),
+        schedule={"max_steps": 1},
+        evaluate={"every_steps": 1, "metric_for_best_model": "by_class"},
+    )
+    with pytest.raises(ValueError, match=r"metric_for_best_model=by_class"):
+        train(Recipe.model_validate(refused))
