@@ -21,6 +21,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accel_train.checkpoint.contents import optimizer_tensors
+from accel_train.checkpoint.store import accept_changes, files_below, folder_of
 from accel_train.core.json_io import plain
 from accel_train.core.state import Requests, StepResult
 from accel_train.hf.arguments import Length
@@ -246,12 +247,24 @@ class Flow(Observer):
         """Call on_save on the process that saved; note loaded best weights; forget evaluations that a rollback undoes."""
         if kind == "checkpoint":
             self.names.link()
-            self._call("on_save")
+            self._call_on_save(step)
             push_checkpoint(self.trainer, Path(self.names.folder(step)))
         if kind == "rollback":
             self._by_step = {done: metrics for done, metrics in self._by_step.items() if done <= facts["to_step"]}
         if kind == "best_model":
             self._is_best_loaded = True
+
+    def _call_on_save(self, step: int) -> None:
+        """Call on_save, and take what callbacks write into the checkpoint as a part of it."""
+        assert self.run is not None
+        folder = folder_of(self.run.saver.root, step)
+        before = files_below(folder)
+        self._call("on_save")
+        if not self.trainer.is_world_process_zero() or not folder.is_dir():
+            return
+        for name in accept_changes(folder, before):
+            message = f"a callback's on_save changed {name} in {folder.name}, so a resume refuses that checkpoint"
+            self.run.observer.on_event("checkpoint_changed", step, f"{message}; write another file")
 
     def pause(self, account: str) -> AbstractContextManager[None]:
         """Copy the state for the checkpoint that may follow: an evaluation or a checkpoint begins."""

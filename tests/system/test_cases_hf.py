@@ -12,11 +12,13 @@ import transformers
 from transformers import TrainerCallback
 
 from accel_train import Recipe, train
+from accel_train.checkpoint.store import changed_descriptions, check
+from accel_train.checkpoint.verify import format_verified, verify
 from accel_train.hf import Trainer
 from accel_train.task import Scores
 from accel_train.tasks.causal_lm import CausalLM
-from tests.support.hf_models import Plain, arguments, plain_rows
-from tests.support.runs import metrics, recipe_dict, write_corpus
+from tests.support.hf_models import Plain, arguments, bert, plain_rows, rows
+from tests.support.runs import events, metrics, recipe_dict, write_corpus
 
 EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
 
@@ -114,3 +116,79 @@ def test_bugs_03_a_task_may_return_arrays_as_metrics_and_the_best_may_be_a_numpy
     )
     with pytest.raises(ValueError, match=r"metric_for_best_model=by_class"):
         train(Recipe.model_validate(refused))
+
+
+class Adds(TrainerCallback):
+    """Writes a file and a folder into each checkpoint, as callbacks do with an adapter or a metrics file."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        (folder / "extra.json").write_text("{}")
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"adapter")
+
+
+def test_hf_00_checkpoints_to_which_a_callback_added_files_are_rotated_and_a_foreign_file_is_kept(
+    tmp_path: Path,
+) -> None:
+    args = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_total_limit": 1}
+
+    class Drops(Adds):
+        """Leaves a file in the checkpoint before, after its save."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                (Path(args.output_dir) / "checkpoint-2" / "mine.txt").write_text("mine")
+
+    for name, callback in (("own", Adds()), ("foreign", Drops())):
+        trainer = Trainer(
+            Plain(), arguments(tmp_path / name, **args), callbacks=[callback], train_dataset=plain_rows(64)
+        )
+        trainer.train()
+        assert (tmp_path / name / "checkpoint-4" / "extra.json").is_file()
+    left = [path.name for path in (tmp_path / "own" / "checkpoints").iterdir() if path.is_dir()]
+    assert left == ["step-00000004"]
+    assert check(tmp_path / "own" / "checkpoints" / "step-00000004").problem is None
+    kept = tmp_path / "foreign" / "checkpoints" / "kept-step-00000002"
+    assert [path.name for path in kept.rglob("*") if path.is_file()] == ["mine.txt"]
+    assert [event["step"] for event in events(tmp_path / "foreign", "kept_files")] == [3]
+
+
+class Rewrites(TrainerCallback):
+    """Writes the configuration of each checkpoint again, and adds a file; or overwrites its weights."""
+
+    def __init__(self, name: str = "config.json") -> None:
+        self.name = name
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self.name == "config.json":
+            model.config.id2label = {0: "neg", 1: "pos", 2: "none"}
+            model.config.save_pretrained(folder)
+            (folder / "extra.json").write_text("{}")
+        else:
+            (folder / self.name).write_bytes(b"other weights")
+
+
+def test_hf_01_a_rewritten_config_of_a_checkpoint_does_not_keep_a_run_from_resuming(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(callback: Any, steps: int = 2) -> Trainer:
+        args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
+        return Trainer(bert(), args, callbacks=[callback], train_dataset=rows(16))
+
+    make(Rewrites()).train()
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    assert (check(newest).problem, changed_descriptions(newest)) == (None, [])
+    (newest / "config.json").write_text("{}")  # by hand, later
+    (newest / "README.md").write_text("mine")
+    (newest / "extra.json").unlink()
+    assert changed_descriptions(newest) == ["README.md", "config.json"]
+    assert "config.json" in format_verified(verify(tmp_path))
+    assert make(Rewrites(), 4).train(resume_from_checkpoint=True).global_step == 4
+    assert [event["step"] for event in events(tmp_path, "checkpoint_changed")] == [2]
+    assert [line["step"] for line in metrics(tmp_path)][-1] == 4
+    make(Rewrites("model.safetensors"), 6).train(resume_from_checkpoint=True)
+    assert [event["step"] for event in events(tmp_path, "checkpoint_changed")] == [2, 6]
+    assert check(tmp_path / "checkpoints" / "step-00000006").problem is not None
+    assert "model.safetensors" in capsys.readouterr().out
