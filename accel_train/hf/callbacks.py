@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
+from transformers.optimization import AdafactorSchedule
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accel_train.checkpoint.contents import optimizer_tensors
@@ -37,7 +38,15 @@ from accel_train.hf.checkpoints import (
 from accel_train.hf.hub import push_checkpoint
 from accel_train.hf.inputs import num_input_tokens
 from accel_train.hf.search import report_to_search
-from accel_train.hf.step import NextRates, RecipeRates, signals_of_all, stop_in_last_epoch, sum_of_all, watch_updates
+from accel_train.hf.step import (
+    NextRates,
+    RecipeRates,
+    rate_in_use,
+    signals_of_all,
+    stop_in_last_epoch,
+    sum_of_all,
+    watch_updates,
+)
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
@@ -67,6 +76,8 @@ class Flow(Observer):
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied = 0.0, 0
         self._num_skipped = 0
+        self._begun_step, self._flops_at_step = -1, 0.0
+        self._shown_rate = 0.0
         self._num_micro_batches = 0
         """Of the step that runs."""
         self._tokens: list[Any] = []
@@ -132,6 +143,9 @@ class Flow(Observer):
     def on_step_begin(self, step: int) -> None:
         """Let overridden methods see the step; call on_epoch_begin and on_step_begin, where callbacks have seen all of the one before."""
         self._num_micro_batches = 0
+        if step == self._begun_step:  # repeated: out of memory, or to learn which weights a step leaves unused
+            self._flops, self._tokens = self._flops_at_step, []
+        self._begun_step, self._flops_at_step = step, self._flops
         self.trainer.state.global_step, self.trainer.state.epoch = step, self._epoch(step)
         if self.requests is not None and self.run is not None:
             self._begin_step_after(step)
@@ -160,6 +174,8 @@ class Flow(Observer):
             self._num_applied += 1
         if self.requests is not None or result.step == self.length.max_steps:
             self.rates.set(result.step)
+        if isinstance(trainer.lr_scheduler, AdafactorSchedule):  # the log of a step shows the rate of the step before
+            learning_rate, self._shown_rate = self._shown_rate, rate_in_use(trainer.lr_scheduler)
         self._call("on_step_end")
         if trainer.control.should_log:
             self._log(result, learning_rate)

@@ -139,7 +139,9 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         observer.on_event("checkpoint_invalid", status.step, message)
     if point.path is not None and point.changed:
         changed = ", ".join(point.changed)
-        message = f"{point.path.name}: {changed} changed since the save; weights and state are whole, so the run resumes"
+        message = (
+            f"{point.path.name}: {changed} changed since the save; weights and state are whole, so the run resumes"
+        )
         observer.on_event("checkpoint_changed", step, message)
     if point.previous is not None:
         observer.note(f"what is not resumed is now in {point.previous}")
