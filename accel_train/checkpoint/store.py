@@ -26,7 +26,7 @@ FORMAT = 1
 _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
-    r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|recipe(\.resolved)?"
+    r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|trackers|recipe(\.resolved)?"
     r"|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
 )
 """Temporary names that only this program gives: others in the run folder are the user's."""
