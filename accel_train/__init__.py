@@ -6,6 +6,7 @@ from accel_train.core.version import __version__ as __version__
 from accel_train.recipe.loader import Recipe as Recipe
 
 if TYPE_CHECKING:
+    from accel_train.hf import Seq2SeqTrainer as Seq2SeqTrainer
     from accel_train.hf import Trainer as Trainer
     from accel_train.inference.export import load_exported as load_exported
     from accel_train.tasks.module import ModuleTask as ModuleTask
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from accel_train.training.train import RunResult as RunResult
     from accel_train.training.train import train as train
 
-__all__ = ["ModuleTask", "Recipe", "RunResult", "Trainer", "fit", "load_exported", "train"]
+__all__ = ["ModuleTask", "Recipe", "RunResult", "Seq2SeqTrainer", "Trainer", "fit", "load_exported", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,10 +31,10 @@ def __getattr__(name: str) -> Any:
         from accel_train.task import load_class
 
         return load_class("task", "accel_train.tasks.module:ModuleTask", "accel_train.task.Task")
-    if name == "Trainer":
-        from accel_train.hf import trainer as hf
+    if name in ("Trainer", "Seq2SeqTrainer"):
+        from accel_train import hf
 
-        return hf.Trainer
+        return getattr(hf, name)
     if name == "load_exported":
         from accel_train.inference import export
 

@@ -162,6 +162,10 @@ def restore_weights(folder: Path, model: nn.Module, average: Average | None) -> 
         CheckpointError: a file in it is no safetensors file.
     """
     stored, base = CheckpointReader(folder, "model"), left_out(folder)
+    is_whole = not base and all(local_part(each) is each for each in model.parameters())
+    if is_whole and type(model).load_state_dict is not nn.Module.load_state_dict:
+        # Its own may make room first, for a buffer that grows.
+        model.load_state_dict({name: stored.read(name) for name in stored.shapes}, strict=False)
     weights = {name: tensor for name, tensor in _state(model).items() if name not in base}
     check_fit({name: tensor.shape for name, tensor in weights.items()}, stored.shapes)
     stored.read_into(weights)

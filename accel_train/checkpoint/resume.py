@@ -22,6 +22,7 @@ from accel_train.checkpoint.store import (
     MANIFEST,
     CheckpointStatus,
     Digests,
+    changed_descriptions,
     check,
     checkpoint_folders,
     newest_valid,
@@ -56,6 +57,8 @@ class ResumePoint:
     """Rollbacks of earlier launches."""
     changes: tuple[Change, ...] = ()
     """Differences between the recipe and the checkpoint's, with the user's consent; without a checkpoint, the cause of the new run."""
+    changed: tuple[str, ...] = ()
+    """Files of the checkpoint that were changed since it was saved, and that a resume does without."""
     previous: Path | None = None
     """The folder to which newer files were moved that this launch does not resume from."""
 
@@ -183,7 +186,8 @@ def find_checkpoint(
         previous, rollbacks = set_aside(folder), rollbacks_of(path)
     for status in broken:
         set_broken_aside(status.path)
-    return ResumePoint(path, tuple(broken), tuple(rollbacks), tuple(changes), previous)
+    changed = tuple(changed_descriptions(path))
+    return ResumePoint(path, tuple(broken), tuple(rollbacks), tuple(changes), changed, previous)
 
 
 def _prove_writable(root: Path) -> None:

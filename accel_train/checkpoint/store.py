@@ -17,14 +17,16 @@ from typing import Any
 
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import digests_of, follow_umask, is_seen, make_folders, publish_folder, sha256, sync
-from accel_train.core.json_io import read_plain_json
+from accel_train.core.json_io import read_plain_json, write_plain_json
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
+STATE_FILES = (TRAINER, "trainer_state.json", "scheduler.json")
+"""Files that a resume reads, like every safetensors file. The others describe the model: configuration, tokenizer, README."""
 FORMAT = 1
 _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
-    r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|recipe(\.resolved)?"
+    r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|trackers|recipe(\.resolved)?"
     r"|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
 )
 """Temporary names that only this program gives: others in the run folder are the user's."""
@@ -35,6 +37,10 @@ FileFacts = dict[str, Any]
 """A file as the manifest has it: bytes, sha256."""
 Digests = Callable[[Path, Sequence[str]], Mapping[str, str | OSError]]
 """The digests of files in a folder by name, or why one cannot be read; as `files.digests_of`."""
+
+
+Files = dict[str, tuple[int, int, int]]
+"""The files below a folder by relative path: size, modification time, inode."""
 
 
 class GivenUp(Exception):
@@ -150,8 +156,15 @@ def _make_way(final: Path) -> Path:
     return longer
 
 
-def rotate(root: Path, keep: int, spared_steps: Collection[int | None] = ()) -> list[Path]:
+def rotate(
+    root: Path,
+    keep: int,
+    spared_steps: Collection[int | None] = (),
+    on_kept: Callable[[Path], object] = lambda folder: None,
+) -> list[Path]:
     """Remove all but the newest `keep` checkpoints and the spared ones (the best, say); returns what was removed.
+
+    `on_kept` gets each folder that `remove` leaves.
 
     Raises:
         OSError: one could not be removed; the others are.
@@ -160,7 +173,8 @@ def rotate(root: Path, keep: int, spared_steps: Collection[int | None] = ()) -> 
     failure: OSError | None = None
     for folder in doomed:
         try:
-            remove(folder)
+            if (kept := remove(folder)) is not None:
+                on_kept(kept)
         except OSError as error:
             failure = error
     if failure is not None:
@@ -194,7 +208,7 @@ def free_path(path: Path) -> Path:
 
 
 def check(folder: Path, digests: Digests = digests_of) -> CheckpointStatus:
-    """Check a checkpoint folder against its manifest: names, sizes, SHA-256."""
+    """Check what a resume reads of a checkpoint against its manifest: names, sizes, SHA-256."""
     step = step_of(folder)
     try:
         problem = _problem(folder, step, digests)
@@ -214,27 +228,84 @@ def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
             return f"{MANIFEST} has format {manifest['format']}, and this version reads {FORMAT}"
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
         manifest_step = int(manifest["step"])
+        added = set(map(str, manifest.get("added", [])))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if step is not None and manifest_step != step:
         return f"{MANIFEST} is of step {manifest_step}"
     present = {entry.name for entry in folder.iterdir()} - {MANIFEST}
-    for name, (size, _) in files.items():
+    strict = [name for name in files if not describes(name)]
+    for name in files:
         path = folder / name
         if name != path.name or name in ("", ".", ".."):
-            return f"{MANIFEST} names {name!r}, which is no plain file name"
+            return f"{MANIFEST} names {name!r}, which is not a plain file name"
+        if describes(name):
+            continue
         if name not in present or not _is_plain_file(path):
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, not {size}"
-    found = digests(folder, list(files))
-    for name, (_, digest) in files.items():
+        if path.stat().st_size != files[name][0]:
+            return f"{name} has {path.stat().st_size} bytes, not {files[name][0]}"
+    found = digests(folder, strict)
+    for name in strict:
         if isinstance(result := found[name], OSError):
             raise result
-        if result != digest:
+        if result != files[name][1]:
             return f"{name} differs from its digest"
-    extra = present - set(files)
+    extra = {name for name in present if not describes(name)} - files.keys() - added
     return f"{sorted(extra)[0]} is not in {MANIFEST}" if extra else None
+
+
+def describes(name: str) -> bool:
+    """Return whether a resume does without a file of a checkpoint: it says how to load the weights elsewhere."""
+    return not name.endswith(".safetensors") and name not in STATE_FILES
+
+
+def changed_descriptions(folder: Path) -> list[str]:
+    """Return the files of a valid checkpoint that were changed, added or removed since it was saved, and that a resume does without."""
+    manifest = read_plain_json(folder / MANIFEST)
+    files, added = manifest["files"], set(manifest.get("added", []))
+    named = [name for name in files if describes(name)]
+    found = digests_of(folder, [name for name in named if (folder / name).exists() and _is_plain_file(folder / name)])
+    changed = {name for name in named if found.get(name) != files[name]["sha256"]}
+    foreign = {name for name in files_below(folder) if name not in files and name not in added} - {MANIFEST}
+    return sorted(changed | foreign)
+
+
+def files_below(folder: Path) -> Files:
+    """Return what lies in a folder and its subfolders; links are not followed."""
+    found: Files = {}
+    for where, folders, names in os.walk(folder):
+        links = [name for name in folders if (Path(where) / name).is_symlink()]
+        for name in (*names, *links):
+            facts = (path := Path(where) / name).lstat()
+            found[path.relative_to(folder).as_posix()] = (facts.st_size, facts.st_mtime_ns, facts.st_ino)
+    return found
+
+
+def accept_changes(folder: Path, before: Files) -> list[str]:
+    """Note in the manifest what a callback wrote into a checkpoint since `before`, as part of the checkpoint.
+
+    Returns:
+        Files of weights or state that it changed: their digests stay, so that a resume refuses the checkpoint.
+    """
+    now = files_below(folder)
+    touched = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
+    if not touched:
+        return []
+    manifest = read_plain_json(folder / MANIFEST)
+    files, added = manifest["files"], set(manifest.get("added", []))
+    broken = []
+    for name in sorted(set(touched) - {MANIFEST}):
+        if name not in files:
+            added = added | {name} if name in now else added - {name}
+        elif describes(name):
+            files.pop(name)
+            if name in now:
+                files[name] = facts_of(folder / name)
+        elif name not in now or sha256(folder / name) != files[name]["sha256"]:
+            broken.append(name)
+    write_plain_json(folder / MANIFEST, {**manifest, "files": files, "added": sorted(added)})
+    return broken
 
 
 def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None, list[CheckpointStatus]]:
@@ -252,32 +323,33 @@ def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None
     if broken:
         listed = "; ".join(f"{status.path.name}: {status.problem}" for status in broken)
         raise CheckpointError(
-            f"no checkpoint in {root} is valid ({listed}); to start anew, give --checkpoint.resume never"
+            f"no checkpoint in {root} is valid ({listed}); to start anew, give --checkpoint.resume never "
+            "(in a program: train() without resume_from_checkpoint)"
         )
     return None, []
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint folder; one that holds what its manifest does not name is kept, as `set_broken_aside` does.
+def remove(folder: Path) -> Path | None:
+    """Remove a checkpoint: what its manifest names. Return the folder where other files of it are kept, or None.
 
     It is renamed first: a kill half-way leaves rubbish under a name that is never read, not half a checkpoint.
     """
-    if not _holds_nothing_else(folder):
-        set_broken_aside(folder)
-        return
-    trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
-    shutil.rmtree(trash, ignore_errors=True)
-    folder.rename(trash)
-    shutil.rmtree(trash, ignore_errors=True)
-
-
-def _holds_nothing_else(folder: Path) -> bool:
-    """Return whether all that lies in a checkpoint folder is what a checkpoint writes, whatever its state."""
     try:
-        named = {MANIFEST, *read_plain_json(folder / MANIFEST)["files"]}
+        manifest = read_plain_json(folder / MANIFEST)
+        named = {MANIFEST, *manifest["files"], *manifest.get("added", [])}
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return all(entry.name in named and _is_plain_file(entry) for entry in folder.iterdir())
+        return set_broken_aside(folder)
+    if files_below(folder).keys() <= named:
+        trash = folder.with_name(f".trash-{folder.name}-{os.getpid()}")
+        shutil.rmtree(trash, ignore_errors=True)
+        folder.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+        return None
+    kept = folder.rename(free_path(folder.with_name(f"kept-{folder.name}")))
+    for name in files_below(kept).keys() & named:
+        with suppress(OSError):
+            (kept / name).unlink()
+    return kept
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:

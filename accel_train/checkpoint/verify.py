@@ -1,12 +1,12 @@
 """The report of `accel-train verify RUN`: each checkpoint compared with its digests, and which one a resume would use."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.checkpoint.health import healthy_steps
 from accel_train.checkpoint.rollback_log import abandoned, read_rollbacks
-from accel_train.checkpoint.store import CheckpointStatus, check, checkpoint_folders
+from accel_train.checkpoint.store import CheckpointStatus, changed_descriptions, check, checkpoint_folders
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Verified:
     """Oldest first."""
     healthy: Collection[int]
     """Steps whose checkpoints a rollback would use."""
+    changed: Mapping[Path, Sequence[str]]
+    """Files of the valid ones that were changed since the save, and that a resume does without."""
     abandoned: Collection[Path]
     """Checkpoints of a branch that a rollback gave up: the next start removes them."""
 
@@ -38,7 +40,8 @@ def verify(run_folder: Path) -> Verified:
     if not root.is_dir():
         raise ValueError(f"{run_folder} holds no checkpoints folder; give the output_dir of a run")
     statuses = [check(folder) for folder in checkpoint_folders(root)]
-    return Verified(statuses, healthy_steps(root), abandoned(root, read_rollbacks(run_folder)))
+    changed = {each.path: changed_descriptions(each.path) for each in statuses if each.problem is None}
+    return Verified(statuses, healthy_steps(root), changed, abandoned(root, read_rollbacks(run_folder)))
 
 
 def format_verified(verified: Verified) -> str:
@@ -47,6 +50,8 @@ def format_verified(verified: Verified) -> str:
     lines = [f"{'checkpoint'.ljust(width)}  {'step':>10}  state"]
     for status in verified.statuses:
         state = status.problem or ("ok, healthy" if status.step in verified.healthy else "ok")
+        if found := verified.changed.get(status.path):
+            state += f" (changed since the save: {', '.join(found)})"
         if status.path in verified.abandoned:
             state += ", abandoned: a rollback went back behind it"
         lines.append(f"{status.path.name.ljust(width)}  {status.step:>10}  {state}")

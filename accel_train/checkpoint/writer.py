@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +25,8 @@ class Saved(NamedTuple):
     """None: it is published."""
     left_undone: str | None = None
     """It is published, and what was to be done then (removing older ones) failed for this reason."""
+    kept: Sequence[Path] = ()
+    """Folders of removed checkpoints in which other files are kept."""
     seconds: float = 0.0
     """From the first write to the publication; what `save` copies before that does not count."""
 
@@ -51,9 +53,13 @@ class Saver:
         return self._failures_in_a_row > 1
 
     def save(
-        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "ShardWriter | None" = None
+        self,
+        step: int,
+        writers: Mapping[str, Writer],
+        then: Callable[[], Sequence[Path]],
+        parts: "ShardWriter | None" = None,
     ) -> None:
-        """Publish a checkpoint and then call `then`; waits first for the one that is being written, if any.
+        """Publish a checkpoint and then call `then`, which removes older ones; waits first for the one that is being written, if any.
 
         With `parts` all processes save at once, each its own. Once `failed`, nothing more is written: the run is about to end,
         and how it ends must not hang on whether it heard of the second failure before the third save was due.
@@ -96,7 +102,7 @@ class Saver:
         return ended
 
     def _write(
-        self, step: int, writers: Mapping[str, Writer], then: Callable[[], object], parts: "ShardWriter | None"
+        self, step: int, writers: Mapping[str, Writer], then: Callable[[], Sequence[Path]], parts: "ShardWriter | None"
     ) -> None:
         """Write in the thread; no exception leaves it, since nobody would see it."""
         began = time.monotonic()
@@ -113,8 +119,9 @@ class Saver:
             return
         self._failures_in_a_row, self.last_error = 0, None
         seconds, left_undone = time.monotonic() - began, None
+        kept: Sequence[Path] = ()
         try:
-            then()
+            kept = then()
         except Exception as error:
             left_undone = f"{type(error).__name__}: {error}"
-        self._ended.append(Saved(step, None, left_undone, seconds))
+        self._ended.append(Saved(step, None, left_undone, kept, seconds))

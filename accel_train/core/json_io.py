@@ -66,7 +66,7 @@ def json_digest(value: object) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value with what JSON lacks in a form it has: NaN and Infinity as strings, numpy numbers as plain ones; no secrets."""
+    """Return a value in forms that JSON has, without secrets: NaN and Infinity as strings, arrays and tensors as lists."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -80,9 +80,46 @@ def to_json(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         number = float(value)
         return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"a {type(value).__name__} cannot be written to the run folder: {value!r}")
+    if callable(getattr(value, "tolist", None)):
+        return to_json(value.tolist())
+    # The end of a run writes what a task returned: its text is worth more than an error.
+    return redact_text(str(value))
+
+
+def plain(value: Any) -> Any:
+    """Return a value of numbers, texts and lists: arrays and tensors as nested lists, their scalars as Python's.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if value is None or isinstance(value, str | bool | int) or type(value) is float:
+        return value
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str | int | float) else str(plain(key)): plain(item) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if callable(getattr(value, "tolist", None)):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"a {type(value).__name__} is not a number, a text, or a list of them")
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics by name as `plain` values.
+
+    Raises:
+        ValueError: one cannot be written as JSON; the text names it.
+    """
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = plain(value)
+        except TypeError as error:
+            raise ValueError(f"the metric {name!r} cannot be saved: {error}; return float(...) or a list") from None
+    return found
 
 
 def from_json(value: Any) -> Any:

@@ -178,8 +178,8 @@ def label_scheme(
             if several is None
             else (f"column {column!r}: {several[0]!r} is one class, not several with {several[1]}",)
         )
-        notes = (*said, *_mixed_kinds(labels, column))
-        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=notes)
+        kinds = tuple(_mixed_kinds(labels, column))
+        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=(*said, *kinds))
     if len(scheme.names) < (2 if kind == "single_label" else 1):
         scheme.encode(values, where)  # a label of the wrong type is the better message
         raise ValueError(

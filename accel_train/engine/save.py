@@ -70,7 +70,7 @@ def _start_save(run: RunContext, wait: bool) -> CheckpointError | None:
         then = partial(rotate_run, saver.root, run.plan.recipe, state.best_step)
         saver.save(state.step, writers, then, snapshot.shards)
     elif snapshot.shards is not None:
-        saver.save(state.step, {}, lambda: None, snapshot.shards)
+        saver.save(state.step, {}, tuple, snapshot.shards)
     if wait:
         saver.wait()
     return None
@@ -111,12 +111,18 @@ def restore(strategy: Strategy, folder: Path, optimizer_name: str) -> TrainState
     return state
 
 
-def rotate_run(root: Path, recipe: Recipe, best_step: int | None) -> None:
-    """Remove checkpoints that are neither among the newest, nor the best, nor protected for a rollback."""
+def rotate_run(root: Path, recipe: Recipe, best_step: int | None) -> list[Path]:
+    """Remove checkpoints that are neither among the newest, nor the best, nor protected for a rollback.
+
+    Returns:
+        Folders in which `store.remove` keeps files that are not of a checkpoint.
+    """
+    kept: list[Path] = []
     protected = {best_step} if recipe.checkpoint.keep_best else set()
     if recipe.guard.max_rollbacks:
         protected |= protected_steps(root)
-    rotate(root, recipe.checkpoint.keep, protected)
+    rotate(root, recipe.checkpoint.keep, protected, kept.append)
+    return kept
 
 
 def weights_problem(run: RunContext) -> str | None:
@@ -157,12 +163,15 @@ def kept_checkpoints(run: RunContext) -> str:
 
 def report_saves(run: RunContext) -> None:
     """Report to the observer how saves have ended since the last call."""
-    for step, error, left_undone, seconds in run.saver.take_ended():
+    for step, error, left_undone, kept, seconds in run.saver.take_ended():
         if error is not None:
             again = "" if run.saver.failed else "; the next one is tried all the same"
             run.observer.on_event("checkpoint_failed", step, f"{error}{again}")
             continue
         run.observer.on_event("checkpoint", step, f"saved step-{step:08d}", seconds=round(seconds, 6))
+        for folder in kept:
+            message = f"{folder} keeps files that were added to a checkpoint that is removed; move or remove them"
+            run.observer.on_event("kept_files", step, message)
         if left_undone is not None:
             message = f"step-{step:08d} is saved, but older checkpoints could not be removed ({left_undone})"
             run.observer.on_event("rotation_failed", step, message)

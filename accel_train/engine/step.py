@@ -48,6 +48,7 @@ def _accumulate(strategy: Strategy, micro_batches: Sequence[MicroBatch], agreeme
     loss_sums = []
     last = len(micro_batches) - 1
     for index, (batch, num_targets) in enumerate(micro_batches):
+        strategy.accelerator.sync_gradients = index == last  # for code of the user's to read
         with strategy.accumulating(reduce and index == last):
             loss_sum = strategy.module(batch)
             detached = loss_sum.detach()

@@ -57,7 +57,8 @@ def _is(*values: Any) -> Allowed:
     return lambda value: any(value is known or value == known for known in values)
 
 
-def _name(value: Any) -> str:
+def name_of(value: Any) -> str:
+    """Return the text of an enum of transformers, which a script may set as plain text."""
     return str(getattr(value, "value", value))
 
 
@@ -88,7 +89,7 @@ def is_momentum(optim_args: str | None) -> bool:
 def has_recipe_optimizer(args: TrainingArguments) -> bool:
     """Return whether the recipe makes the optimizer that `optim` names; else transformers does."""
     takes_args = not args.optim_args or (args.optim == "sgd" and is_momentum(args.optim_args))
-    return _name(args.optim) in OPTIMIZERS and takes_args
+    return name_of(args.optim) in OPTIMIZERS and takes_args
 
 
 KEEP_ALL = 1_000_000
@@ -114,16 +115,16 @@ FIELDS: dict[str, Rule] = {
     "lr_scheduler_type": computed(
         "schedule.type",
         text="`schedule.type`; where the recipe has no field for the kwargs, transformers' scheduler gives all rates",
-        allowed=lambda value: _name(value) != "greedy",
+        allowed=lambda value: name_of(value) != "greedy",
         remedy="its rate depends on each step's loss, for which the host would wait; use cosine, or reduce_lr_on_plateau",
     ),
     "lr_scheduler_kwargs": computed("schedule.min_lr_ratio", "schedule.num_cycles", "schedule.power", note="as above"),
     "warmup_steps": computed("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
     "optim": leaf(
         "optimizer.name",
-        lambda value: OPTIMIZERS.get(_name(value), "adamw"),
+        lambda value: OPTIMIZERS.get(name_of(value), "adamw"),
         note=f"{', '.join(OPTIMIZERS)}; any other is made by transformers, whose scheduler then gives the rates",
-        allowed=lambda value: "layerwise" not in _name(value) and "lomo" not in _name(value),
+        allowed=lambda value: "layerwise" not in name_of(value) and "lomo" not in name_of(value),
         remedy="it updates weights within the backward pass, before a bad step can be skipped; use another, without layerwise",
     ),
     "optim_args": leaf(
@@ -181,7 +182,9 @@ FIELDS: dict[str, Rule] = {
     ),
     **dict.fromkeys(("log_level", "log_level_replica"), honoured("sets transformers' verbosity, as there")),
     "disable_tqdm": leaf(
-        "log.progress", lambda value: False if value else "auto", note="True also prints logs, by PrinterCallback"
+        "log.progress",
+        lambda value: False,
+        note="by ProgressCallback, or with True PrinterCallback, as in transformers",
     ),
     "report_to": honoured("by transformers' own reporting callbacks, which are given what is logged"),
     **dict.fromkeys(("run_name", "project"), honoured("by those reporting callbacks")),

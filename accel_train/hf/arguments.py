@@ -7,12 +7,12 @@ from collections.abc import Collection
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
-import transformers
 from pydantic import ValidationError
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.trainer import Trainer as StockTrainer
 
-from accel_train.hf.argument_table import FIELDS
+from accel_train.hf.argument_table import FIELDS, name_of
 from accel_train.hf.sharding import parallel_leaves, recomputes_activations, train_batch_size
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
@@ -66,10 +66,8 @@ def check_overrides(kind: type, base: type) -> None:
     problems = []
     for cls in kind.__mro__[: kind.__mro__.index(base)]:
         for name in vars(cls):
-            known = callable(getattr(transformers.Trainer, name, None)) and not name.startswith("__")
-            is_for_calls = name.startswith("_") and getattr(base, name, None) is getattr(
-                transformers.Trainer, name, None
-            )
+            known = callable(getattr(StockTrainer, name, None)) and not name.startswith("__")
+            is_for_calls = name.startswith("_") and getattr(base, name, None) is getattr(StockTrainer, name, None)
             if known and (is_for_calls or not hasattr(base, name)):
                 remedy = REMEDIES.get(name, "use a callback, or transformers.Trainer")
                 problems.append(f"{cls.__name__}.{name}: {remedy}")
@@ -98,7 +96,9 @@ def check_combinations(trainer: "Trainer") -> None:
     if optimizer is None and scheduler is not None:
         raise ValueError("optimizers=(None, scheduler): a scheduler belongs to its optimizer; give both")
     if args.eval_strategy != "no" and trainer.eval_dataset is None:
-        raise ValueError(f"eval_strategy={args.eval_strategy.value} needs an eval_dataset; give one, or set it to no")
+        raise ValueError(
+            f"eval_strategy={name_of(args.eval_strategy)} needs an eval_dataset; give one, or set it to no"
+        )
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise ValueError("save_strategy=best needs metric_for_best_model")
     if not callable(trainer.data_collator):
@@ -232,7 +232,7 @@ def _schedule_leaves(args: TrainingArguments, length: Length) -> dict[str, Any]:
 
 def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
     """Return `schedule.type` and its fields; None where the recipe has none, so that transformers' scheduler is used."""
-    kind, kwargs = args.lr_scheduler_type.value, dict(args.lr_scheduler_kwargs or {})
+    kind, kwargs = name_of(args.lr_scheduler_type), dict(args.lr_scheduler_kwargs or {})
     if kind in ("linear", "cosine", "constant", "inverse_sqrt") and not kwargs:
         return {"type": kind}
     if kind == "constant_with_warmup" and not kwargs:
@@ -262,7 +262,7 @@ def set_fields(args: TrainingArguments) -> dict[str, Any]:
 
 def _every(args: TrainingArguments, kind: str, length: Length) -> int:
     """Return the steps between two of a kind (`logging`, `eval`, `save`); 0: never. Below 1 is a fraction of all steps."""
-    strategy = getattr(args, f"{kind}_strategy").value
+    strategy = name_of(getattr(args, f"{kind}_strategy"))
     if strategy == "epoch":
         return length.steps_per_epoch
     if strategy != "steps":

@@ -5,7 +5,6 @@ TrainerControl into requests to the loop. Where no callback can request anything
 step is reported while the next one runs.
 """
 
-import dataclasses
 import json
 import math
 import time
@@ -19,16 +18,35 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerState
+from transformers.optimization import AdafactorSchedule
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accel_train.checkpoint.contents import optimizer_tensors
+from accel_train.checkpoint.store import accept_changes, files_below, folder_of
+from accel_train.core.json_io import plain
 from accel_train.core.state import Requests, StepResult
 from accel_train.hf.arguments import Length
-from accel_train.hf.checkpoints import SCHEDULER_STATE, CheckpointNames, adapter_files, exportable, first_state
+from accel_train.hf.checkpoints import (
+    SCHEDULER_STATE,
+    CheckpointNames,
+    adapter_files,
+    as_text,
+    exportable,
+    first_state,
+    state_text,
+)
 from accel_train.hf.hub import push_checkpoint
 from accel_train.hf.inputs import num_input_tokens
 from accel_train.hf.search import report_to_search
-from accel_train.hf.step import NextRates, RecipeRates, signals_of_all, stop_in_last_epoch, sum_of_all, watch_updates
+from accel_train.hf.step import (
+    NextRates,
+    RecipeRates,
+    rate_in_use,
+    signals_of_all,
+    stop_in_last_epoch,
+    sum_of_all,
+    watch_updates,
+)
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
@@ -58,6 +76,8 @@ class Flow(Observer):
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied = 0.0, 0
         self._num_skipped = 0
+        self._begun_step, self._flops_at_step = -1, 0.0
+        self._shown_rate = 0.0
         self._num_micro_batches = 0
         """Of the step that runs."""
         self._tokens: list[Any] = []
@@ -71,6 +91,7 @@ class Flow(Observer):
 
         Raises:
             OSError: the checkpoint's state cannot be read.
+            ValueError: a callback exports a state that JSON cannot hold.
         """
         trainer, args = self.trainer, self.trainer.args
         self.run, self.began = run, time.time()
@@ -84,6 +105,10 @@ class Flow(Observer):
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
         self._epoch_ended_at, self._flops_before = run.state.step, state.total_flos
+        try:
+            state_text(TrainerState(stateful_callbacks=exportable(trainer)), plain)
+        except TypeError as error:
+            raise ValueError(f"the state() of a callback cannot be saved: {error}") from None
         trainer.state = state
         self.names = CheckpointNames(run, trainer)
         self.names.link()  # the folder may hold those of a run that was killed, or archived
@@ -118,6 +143,9 @@ class Flow(Observer):
     def on_step_begin(self, step: int) -> None:
         """Let overridden methods see the step; call on_epoch_begin and on_step_begin, where callbacks have seen all of the one before."""
         self._num_micro_batches = 0
+        if step == self._begun_step:  # repeated: out of memory, or to learn which weights a step leaves unused
+            self._flops, self._tokens = self._flops_at_step, []
+        self._begun_step, self._flops_at_step = step, self._flops
         self.trainer.state.global_step, self.trainer.state.epoch = step, self._epoch(step)
         if self.requests is not None and self.run is not None:
             self._begin_step_after(step)
@@ -146,6 +174,8 @@ class Flow(Observer):
             self._num_applied += 1
         if self.requests is not None or result.step == self.length.max_steps:
             self.rates.set(result.step)
+        if isinstance(trainer.lr_scheduler, AdafactorSchedule):  # the log of a step shows the rate of the step before
+            learning_rate, self._shown_rate = self._shown_rate, rate_in_use(trainer.lr_scheduler)
         self._call("on_step_end")
         if trainer.control.should_log:
             self._log(result, learning_rate)
@@ -187,7 +217,7 @@ class Flow(Observer):
         else:
             self.requests.evaluate |= evaluate
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, Any]:
         """Run `trainer.evaluate()` for the loop, once for each state of the weights, and note the best metric.
 
         Returns the metrics without `eval_` before their names; where there is no loss, it is NaN.
@@ -207,8 +237,10 @@ class Flow(Observer):
             self._by_step[step] = found[0]
             report_to_search(trainer, self._by_step[step])
             self.on_metrics(self._by_step[step])
-        named = {name.removeprefix("eval_"): value for name, value in self._by_step[step].items()}
-        metrics = {name: v for name, v in named.items() if isinstance(v, float | int) and not name.endswith(CLOCKS)}
+        named = {name.removeprefix("eval_"): as_text(value) for name, value in self._by_step[step].items()}
+        metrics = {
+            name: v for name, v in named.items() if isinstance(v, float | int | list) and not name.endswith(CLOCKS)
+        }
         stop_in_last_epoch(trainer.control, self.length, state.global_step)
         if self.requests is not None and trainer.control.should_training_stop:  # EarlyStoppingCallback, in on_evaluate
             self.requests.stop |= state.global_step < self.length.max_steps
@@ -232,12 +264,24 @@ class Flow(Observer):
         """Call on_save on the process that saved; note loaded best weights; forget evaluations that a rollback undoes."""
         if kind == "checkpoint":
             self.names.link()
-            self._call("on_save")
+            self._call_on_save(step)
             push_checkpoint(self.trainer, Path(self.names.folder(step)))
         if kind == "rollback":
             self._by_step = {done: metrics for done, metrics in self._by_step.items() if done <= facts["to_step"]}
         if kind == "best_model":
             self._is_best_loaded = True
+
+    def _call_on_save(self, step: int) -> None:
+        """Call on_save, and take what callbacks write into the checkpoint as a part of it."""
+        assert self.run is not None
+        folder = folder_of(self.run.saver.root, step)
+        before = files_below(folder)
+        self._call("on_save")
+        if not self.trainer.is_world_process_zero() or not folder.is_dir():
+            return
+        for name in accept_changes(folder, before):
+            message = f"a callback's on_save changed {name} in {folder.name}, so a resume refuses that checkpoint"
+            self.run.observer.on_event("checkpoint_changed", step, f"{message}; write another file")
 
     def pause(self, account: str) -> AbstractContextManager[None]:
         """Copy the state for the checkpoint that may follow: an evaluation or a checkpoint begins."""
@@ -250,11 +294,11 @@ class Flow(Observer):
             self.names.find_best()
             exported = TrainerState(stateful_callbacks=exportable(self.trainer))
             self.trainer.state.stateful_callbacks = exported.stateful_callbacks
-            text = json.dumps(dataclasses.asdict(self.trainer.state), indent=2)
-            self.run.facts.description[TRAINER_STATE_NAME] = text.encode()
+            self.run.facts.description[TRAINER_STATE_NAME] = state_text(self.trainer.state, as_text).encode()
             self.run.facts.description.update(adapter_files(self.trainer))
             if self.scheduler is not None:
-                self.run.facts.description[SCHEDULER_STATE] = json.dumps(self.scheduler.state_dict()).encode()
+                text = json.dumps(self.scheduler.state_dict(), default=as_text)
+                self.run.facts.description[SCHEDULER_STATE] = text.encode()
         return nullcontext()
 
     def finish(self, summary: Mapping[str, Any]) -> None:

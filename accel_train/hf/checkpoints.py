@@ -1,5 +1,6 @@
 """Checkpoints by transformers' names: `checkpoint-N` in the run folder leads to `checkpoints/step-N`."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint as newest_of_transfor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
+from accel_train.core.json_io import plain
 from accel_train.hf.sharding import is_spread
 
 if TYPE_CHECKING:
@@ -241,6 +243,23 @@ def exportable(trainer: "Trainer") -> list[Any]:
     """Return the callbacks whose state is saved, and the control."""
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     return [callback for callback in callbacks if isinstance(callback, ExportableState)]
+
+
+def state_text(state: TrainerState, default: Callable[[Any], Any]) -> str:
+    """Return trainer_state.json; `default` converts what JSON lacks.
+
+    Raises:
+        TypeError: it could not.
+    """
+    return json.dumps(dataclasses.asdict(state), indent=2, default=default)
+
+
+def as_text(value: Any) -> Any:
+    """Return a `plain` value; of another kind its text, because a state that changed later must not cost the checkpoint."""
+    try:
+        return plain(value)
+    except TypeError:
+        return str(value)
 
 
 def restore_callbacks(trainer: "Trainer", state: TrainerState) -> list[str]:

@@ -7,6 +7,7 @@ batch, and are padded with -100 where batches are of different widths, as in tra
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,12 @@ import torch.distributed as dist
 from accelerate.utils import convert_to_fp32, send_to_device
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
+from transformers.trainer import Trainer as StockTrainer
 from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_numpify
+from transformers.trainer_pt_utils import save_metrics as stock_save_metrics
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, speed_metrics
 
+from accel_train.core.json_io import plain_metrics
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
@@ -28,6 +32,8 @@ from accel_train.hf.inputs import (
     collate_of,
     collator_of,
     counted,
+    get_eval_dataloader,
+    get_test_dataloader,
     in_batches,
     is_columns,
     is_stream,
@@ -78,6 +84,23 @@ def evaluate(
     return found.metrics
 
 
+def log(trainer: "Trainer", logs: dict[str, Any], start_time: float | None = None) -> None:
+    """Add numbers to `state.log_history`, and call on_log; arrays and tensors become numbers and lists.
+
+    Raises:
+        ValueError: trainer_state.json cannot hold a value; the text names it.
+    """
+    plain_metrics(logs)
+    place = len(trainer.state.log_history)
+    StockTrainer.log(trainer, logs, start_time)  # callbacks get the values as they are, as in transformers
+    trainer.state.log_history[place:] = map(plain_metrics, trainer.state.log_history[place:])
+
+
+def save_metrics(trainer: "Trainer", split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    """Write metrics to SPLIT_results.json, and with `combined` into all_results.json, on the main process."""
+    stock_save_metrics(trainer, split, plain_metrics(metrics), combined)
+
+
 def predict(
     trainer: "Trainer", test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
 ) -> PredictionOutput:
@@ -104,11 +127,16 @@ def run_evaluation(
     loader: Any = loader_of_override(trainer, loader_method, data) if is_own else None
     if loader is None and data is None:
         raise ValueError("evaluation needs an eval_dataset: give one to the Trainer or to evaluate()")
+    if loader is None:
+        make = get_test_dataloader if predicts or not isinstance(data, str) else get_eval_dataloader
+        trainer.callback_handler.eval_dataloader = make(trainer, data)
     loss_only = None if predicts or trainer.compute_metrics is not None else True
     if has_own_loop:
         what = "Prediction" if predicts else "Evaluation"
         found = trainer.evaluation_loop(loader, what, loss_only, ignore_keys, prefix)
     else:
+        if loader is not None:
+            trainer.callback_handler.eval_dataloader = loader
         batches = _own_batches(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data, loader)
         found = _evaluate_batches(trainer, batches, loss_only, ignore_keys, prefix, keep=predicts)
     num_steps = math.ceil((found.num_samples or 0) / (args.per_device_eval_batch_size * args.world_size))
@@ -128,6 +156,7 @@ def evaluation_loop(
 
     An override is used in evaluate and predict.
     """
+    trainer.callback_handler.eval_dataloader = dataloader
     batches, keep = _own_batches(trainer, None, dataloader), description != "Evaluation"
     return _evaluate_batches(trainer, batches, prediction_loss_only, ignore_keys, metric_key_prefix, keep=keep)
 
@@ -148,7 +177,9 @@ def _evaluate_batches(
         trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)  # for good, as in transformers
     loss_only = args.prediction_loss_only if loss_only is None else loss_only
     by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
-    with evaluation_mode(trainer.model), accelerator.autocast():
+    in_training = trainer.is_in_train and trainer.strategy is not None
+    averaged = trainer.strategy.averaged() if in_training else nullcontext()
+    with averaged, evaluation_mode(trainer.model), accelerator.autocast():
         forwarded = (_forward(trainer, dict(inputs), targets, loss_only, ignore_keys) for inputs, targets in batches)
         own = (each for each in forwarded if each.num_targets != ONLY_FORWARDED)
         if by_batch:
@@ -268,6 +299,8 @@ def _score(
     assert trainer.compute_metrics is not None
     given = EvalPrediction(predictions=predictions, label_ids=labels, inputs=inputs, losses=losses)
     metrics = trainer.compute_metrics(given, **options)
+    if metrics is None and options.get("compute_result") is False:
+        return {}
     if not isinstance(metrics, Mapping):
         raise ValueError(f"compute_metrics returned {metrics!r}; it has to return a dict of numbers by name")
     return dict(metrics)

@@ -9,6 +9,7 @@ from transformers.modelcard import TrainingSummary
 
 from accel_train.checkpoint.contents import OPTIMIZER, TRAINER
 from accel_train.core.ownership import write_file
+from accel_train.hf.argument_table import name_of
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -44,7 +45,7 @@ def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
         ValueError: the Hub cannot be reached, or nobody is logged in.
     """
     args = trainer.args
-    strategy = args.hub_strategy.value
+    strategy = name_of(args.hub_strategy)
     if not args.push_to_hub or strategy == "end":
         return
     if not args.hub_always_push and any(not job.done() for job in trainer.pushes):

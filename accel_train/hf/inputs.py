@@ -184,6 +184,11 @@ class TrainLoader(DataLoader[Any]):
         self.source = source
         """The data set with all its columns."""
         self._made_with = self.collate_fn
+        self.num_batches: int | None = None
+        """Batches of one process in an epoch; None: all are of this one."""
+
+    def __len__(self) -> int:
+        return super().__len__() if self.num_batches is None else self.num_batches
 
     @property
     def is_as_made(self) -> bool:

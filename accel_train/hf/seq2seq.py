@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.trainer_seq2seq import Seq2SeqTrainer as StockSeq2SeqTrainer
 from transformers.trainer_utils import PredictionOutput
 
 from accel_train.hf.inputs import is_columns
@@ -26,8 +26,8 @@ class Seq2SeqTrainer(Trainer):
     generates = True
     _gen_kwargs: dict[str, Any]
 
-    load_generation_config = staticmethod(transformers.Seq2SeqTrainer.load_generation_config)
-    _pad_tensors_to_max_len = transformers.Seq2SeqTrainer._pad_tensors_to_max_len
+    load_generation_config = staticmethod(StockSeq2SeqTrainer.load_generation_config)
+    _pad_tensors_to_max_len = StockSeq2SeqTrainer._pad_tensors_to_max_len
 
     def _adopt(self, model: nn.Module) -> None:
         """Set the model, with the generation config of the arguments where they name one."""
@@ -106,7 +106,9 @@ class Seq2SeqTrainer(Trainer):
                 if name not in ("decoder_input_ids", "decoder_attention_mask")
             }
         generator: Any = model
-        tokens = generator.generate(**given, **(gen_kwargs or self._gen_kwargs))
+        chosen = gen_kwargs or self._gen_kwargs
+        unset = [name for name in ("num_beams", "max_length") if chosen.get(name, "") is None]
+        tokens = generator.generate(**given, **{name: each for name, each in chosen.items() if name not in unset})
         return loss, self._padded(tokens), None if labels is None else self._padded(labels)
 
     def _padded(self, tokens: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.optimization import AdafactorSchedule
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_pt_utils import nested_detach
 from transformers.trainer_utils import unwrap_peft_model
 
@@ -25,7 +27,13 @@ if TYPE_CHECKING:
 OF_AN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
 CACHES = ["past_key_values", "cache"]
 """What a model returns for generation: its name before transformers 5.24, and since."""
-ASKS_NOTHING = (DefaultFlowCallback, PrinterCallback, ProgressCallback, *INTEGRATION_TO_CALLBACK.values())
+ASKS_NOTHING = (
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    DEFAULT_PROGRESS_CALLBACK,
+    *INTEGRATION_TO_CALLBACK.values(),
+)
 
 
 def compute_loss(
@@ -192,6 +200,15 @@ def watch_updates(
 
     hooks.callback(optimizer.register_step_pre_hook(before).remove)
     hooks.callback(optimizer.register_step_post_hook(lambda *_: call("on_optimizer_step")).remove)
+
+
+def rate_in_use(scheduler: AdafactorSchedule) -> float:
+    """Return the rate of the last update, which Adafactor derives from its state, and let `get_last_lr` show it."""
+    optimizer: Any = scheduler.optimizer
+    firsts = [(group, optimizer.state.get(group["params"][0])) for group in optimizer.param_groups]
+    if all(state for _, state in firsts):
+        scheduler._last_lr = [float(optimizer._get_lr(group, state)) for group, state in firsts]
+    return float(scheduler.get_last_lr()[0])
 
 
 class RecipeRates(LRScheduler):

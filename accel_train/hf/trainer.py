@@ -27,6 +27,8 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer import Trainer as StockTrainer
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import (
@@ -75,39 +77,45 @@ class Trainer:
         get_optimizer_group,
         log_metrics,
         metrics_format,
-        save_metrics,
         save_state,
     )
 
     # Methods of transformers' Trainer that read nothing but `args`, `state`, `control` and `callback_handler`.
-    add_callback = transformers.Trainer.add_callback
-    pop_callback = transformers.Trainer.pop_callback
-    remove_callback = transformers.Trainer.remove_callback
-    get_decay_parameter_names = transformers.Trainer.get_decay_parameter_names
-    is_local_process_zero = transformers.Trainer.is_local_process_zero
-    is_world_process_zero = transformers.Trainer.is_world_process_zero
-    log = transformers.Trainer.log
-    num_examples = transformers.Trainer.num_examples
-    create_optimizer_and_scheduler = transformers.Trainer.create_optimizer_and_scheduler
-    create_scheduler = transformers.Trainer.create_scheduler
-    get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
+    add_callback = StockTrainer.add_callback
+    pop_callback = StockTrainer.pop_callback
+    remove_callback = StockTrainer.remove_callback
+    get_decay_parameter_names = StockTrainer.get_decay_parameter_names
+    is_local_process_zero = StockTrainer.is_local_process_zero
+    is_world_process_zero = StockTrainer.is_world_process_zero
+    num_examples = StockTrainer.num_examples
+    create_optimizer_and_scheduler = StockTrainer.create_optimizer_and_scheduler
+    create_scheduler = StockTrainer.create_scheduler
+    get_optimizer_cls_and_kwargs = staticmethod(StockTrainer.get_optimizer_cls_and_kwargs)
 
     # For overrides to call: a subclass cannot replace them.
-    _get_collator_with_removed_columns = transformers.Trainer._get_collator_with_removed_columns
-    _get_eval_sampler = transformers.Trainer._get_eval_sampler
-    _get_learning_rate = transformers.Trainer._get_learning_rate
-    _get_train_sampler = transformers.Trainer._get_train_sampler
-    _prepare_input = transformers.Trainer._prepare_input
-    _prepare_inputs = transformers.Trainer._prepare_inputs
-    _remove_unused_columns = transformers.Trainer._remove_unused_columns
-    _set_signature_columns_if_needed = transformers.Trainer._set_signature_columns_if_needed
+    _get_collator_with_removed_columns = StockTrainer._get_collator_with_removed_columns
+    _get_output_dir = StockTrainer._get_output_dir
+    _get_eval_sampler = StockTrainer._get_eval_sampler
+    _get_learning_rate = StockTrainer._get_learning_rate
+    _get_train_sampler = StockTrainer._get_train_sampler
+    _prepare_input = StockTrainer._prepare_input
+    _prepare_inputs = StockTrainer._prepare_inputs
+    _remove_unused_columns = StockTrainer._remove_unused_columns
+    _set_signature_columns_if_needed = StockTrainer._set_signature_columns_if_needed
     is_deepspeed_enabled = is_fsdp_enabled = False  # sharding is the loop's, without plugins to set up
+    is_model_parallel, place_model_on_device = False, True
+    hp_search_backend = deepspeed = loss_is_scaled_for_ga = None
+    current_flos = 0  # the loop adds them to state.total_flos
+    current_gradient_accumulation_steps = 1
+    """The divisor of a micro-batch's loss in a training_step copied from transformers: the loop itself divides, once."""
 
     # Methods that other modules here define.
     get_total_train_batch_size = sharding.get_total_train_batch_size
     call_model_init = search.call_model_init
     hyperparameter_search = search.hyperparameter_search
     create_optimizer = training.create_optimizer
+    log = evaluation.log
+    save_metrics = evaluation.save_metrics
     save_model = task.save_model
     compute_loss = step.compute_loss
     compute_loss_context_manager = step.compute_loss_context_manager
@@ -188,7 +196,7 @@ class Trainer:
         self._adopt(self.call_model_init() if model is None else model)
         check_optimizer(self)
         reporting = get_reporting_integration_callbacks(args.report_to)
-        printing = [transformers.PrinterCallback] if args.disable_tqdm else []
+        printing = [transformers.PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK]
         self.callback_handler = CallbackHandler(
             [transformers.DefaultFlowCallback, *reporting, *(callbacks or []), *printing],
             self.model,
@@ -203,6 +211,33 @@ class Trainer:
             self.init_hf_repo()
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         self._memory_tracker.stop_and_update_metrics()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if StockTrainer in cls.__mro__:
+            raise ValueError(
+                f"class {cls.__name__}: it is derived from transformers.Trainer too, whose loop would train; derive it from "
+                "accel_train.Trainer alone (TRL, sentence-transformers and setfit need transformers.Trainer)"
+            )
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model divides its loss by `num_items_in_batch`."""
+        return self.signature.takes_num_items
+
+    @property
+    def _train_batch_size(self) -> int:
+        return self.args.train_batch_size
+
+    @property
+    def neftune_noise_alpha(self) -> float | None:
+        """The argument of this name."""
+        return self.args.neftune_noise_alpha
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """Gather tensors of all processes."""
+        return self.accelerator.gather_for_metrics
 
     def overrides(self, name: str) -> bool:
         """Return whether a subclass, or the object itself, brings its own method of this name."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
@@ -19,21 +18,31 @@ from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 from transformers.integrations import activate_neftune, deactivate_neftune
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import Trainer as StockTrainer
+from transformers.utils import logging
 
 from accel_train.core.state import Requests
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.run import RunContext
 from accel_train.engine.run_plan import Extensions
-from accel_train.hf.argument_table import has_recipe_optimizer
-from accel_train.hf.arguments import length_of, schedule_of, to_recipe, with_decay_of
+from accel_train.hf.argument_table import has_recipe_optimizer, name_of
+from accel_train.hf.arguments import Length, length_of, schedule_of, to_recipe, with_decay_of
 from accel_train.hf.callbacks import Flow
 from accel_train.hf.checkpoints import load_stock_optimizer, load_stock_weights, resume_of, stock_checkpoint
-from accel_train.hf.inputs import TrainLoader, epoch_order, loader_of_override, readable, reading_of
+from accel_train.hf.inputs import (
+    TrainLoader,
+    epoch_order,
+    get_train_dataloader,
+    loader_of_override,
+    readable,
+    reading_of,
+)
 from accel_train.hf.sharding import check_sharded
 from accel_train.hf.step import may_ask
 from accel_train.hf.task import HFTask
 from accel_train.optim.custom import try_given
 from accel_train.optim.optimizers import build_optimizer
+from accel_train.optim.schedule_free import always_training
 from accel_train.parallel.precision import agree_on_mixed_precision, start_accelerator
 from accel_train.recipe.reliability import Guard
 from accel_train.recipe.schema import Batch, Precision, Recipe
@@ -96,6 +105,11 @@ def run_training(
         if stock is not None:
             resume_stock(trainer, run, stock)
         first_step = run.state.step
+        log_plan(trainer, length, num_samples, first_step)
+        shown = loader if loader is not None else get_train_dataloader(trainer)
+        if isinstance(shown, TrainLoader):
+            shown.num_batches = length.batches_per_epoch
+        trainer.callback_handler.train_dataloader = shown
         flow.begin(run)
         if args.eval_on_start and trainer.eval_dataset is not None:
             trainer.evaluate(ignore_keys=ignore_keys)
@@ -103,8 +117,33 @@ def run_training(
         run.resources.close()  # the lock on the folder, which train_run releases once it has begun
         raise
     train_run(run)
+    if run.strategy.average is not None:  # a schedule-free optimizer's: what evaluations and saves from now on use
+        with torch.no_grad():
+            averages = run.strategy.average.tensors()
+            for name, parameter in trainer.model.named_parameters():
+                if name in averages:
+                    parameter.copy_(averages[name])
     flow.end()
     return flow, run.state.step - first_step
+
+
+def log_plan(trainer: "Trainer", length: Length, num_samples: int | None, first_step: int) -> None:
+    """Log what transformers' Trainer logs before the first step, at `log_level="info"`."""
+    args, logger = trainer.args, logging.get_logger("transformers.trainer")
+    logger.info("***** Running training *****")
+    for name, number in (
+        ("Num examples", length.num_samples_planned if num_samples is None else num_samples),
+        ("Num Epochs", length.num_epochs),
+        ("Num update steps per epoch", length.steps_per_epoch),
+        ("Instantaneous batch size per device", args.per_device_train_batch_size),
+        ("Total train batch size (w. parallel, distributed & accumulation)", length.global_batch_size),
+        ("Gradient Accumulation steps", args.gradient_accumulation_steps),
+        ("Total optimization steps", length.max_steps),
+        ("Number of trainable parameters", trainer.get_num_trainable_parameters()),
+    ):
+        logger.info(f"  {name} = {number:,}")
+    if first_step:
+        logger.info(f"  Resuming training from checkpoint with global step {first_step}")
 
 
 def extensions_of(
@@ -148,7 +187,7 @@ def create_optimizer(trainer: "Trainer", model: nn.Module | None = None) -> torc
     One that was made before train() is the one that train() uses.
     """
     if trainer.recipe is None or trainer.optimizer is not None or trainer.makes_optimizer:
-        return transformers.Trainer.create_optimizer(trainer, model)
+        return StockTrainer.create_optimizer(trainer, model)
     own, device = trainer.model if model is None else model, trainer.accelerator.device
     trainer.optimizer = build_optimizer(own, trainer.recipe.optimizer, device)
     return trainer.optimizer
@@ -168,7 +207,7 @@ def check_optimizer(trainer: "Trainer") -> None:
         try:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
         except Exception as error:  # each of its handlers raises another
-            raise ValueError(f"optim={args.optim.value}: {error}") from error
+            raise ValueError(f"optim={name_of(args.optim)}: {error}") from error
 
 
 def with_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
@@ -243,7 +282,7 @@ class ScheduledRates:
             scheduler = trainer.lr_scheduler
             if trainer.optimizer is None:
                 raise ValueError("create_optimizer_and_scheduler has set no optimizer: it has to set self.optimizer")
-            self._optimizer = trainer.optimizer
+            self._optimizer = trainer.optimizer = always_training(trainer.optimizer)
             if isinstance(scheduler, ReduceLROnPlateau):
                 self._flow.scheduler = scheduler
             elif not isinstance(scheduler, LRScheduler):

@@ -1,11 +1,12 @@
 """Experiment trackers (TensorBoard, Weights & Biases, ...) through Accelerate; a broken one never stops training."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_train.core.format import did_you_mean
-from accel_train.core.json_io import dotted_items
+from accel_train.core.json_io import dotted_items, read_plain_json, write_plain_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,6 +31,9 @@ RUN_NAME_OF = {
     "swanlab": "experiment_name",
 }
 """Each tracker's own argument for the run's name: Accelerate passes the project's name only."""
+
+RUN_IDS = "trackers.json"
+"""File in the run folder: the id of the run in W&B and MLflow, which a resume continues."""
 
 
 def check_tracker_names(names: Sequence[str]) -> None:
@@ -93,6 +97,12 @@ class Trackers:
         self._init_kwargs: dict[str, dict[str, Any]] = {name: {key: run_name} for name, key in RUN_NAME_OF.items()}
         if initial_step:
             self._init_kwargs["tensorboard"] = {"purge_step": initial_step + 1}
+        self._ids: dict[str, str] = read_ids(logging_dir / RUN_IDS) if initial_step else {}
+        if "wandb" in names or "all" in names:
+            self._ids.setdefault("wandb", secrets.token_hex(4))
+            self._init_kwargs["wandb"] |= {"id": self._ids["wandb"], "resume": "allow"}
+        if "mlflow" in self._ids:
+            self._init_kwargs["mlflow"]["run_id"] = self._ids["mlflow"]
         self._on_failure: Callable[[str], None] = lambda message: None
 
     def start(self, on_failure: Callable[[str], None]) -> None:
@@ -114,6 +124,19 @@ class Trackers:
             except Exception as error:  # any error of a third party's service
                 self._report(str(tracker), "could not be opened", error)
         accelerator.log_with, accelerator.trackers = chosen, working
+        self._keep_ids()
+
+    def _keep_ids(self) -> None:
+        """Write the ids of runs that are open, for a resume."""
+        trackers = self._accelerator.trackers
+        for tracker in trackers:
+            if tracker.name == "mlflow" and (run := getattr(tracker, "active_run", None)) is not None:
+                self._ids["mlflow"] = str(run.info.run_id)
+        if kept := {each.name: self._ids[each.name] for each in trackers if each.name in self._ids}:
+            try:
+                write_plain_json(self._logging_dir / RUN_IDS, kept, durable=False)
+            except OSError as error:
+                self._on_failure(f"{RUN_IDS} could not be written ({error.strerror}): a resume begins new tracker runs")
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Send numbers to every working tracker; None values are left out."""
@@ -140,6 +163,14 @@ class Trackers:
     def _report(self, name: str, failure: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         self._on_failure(f"tracker {name} {failure} and is switched off; training continues ({reason})")
+
+
+def read_ids(path: Path) -> dict[str, str]:
+    """Return the ids that an earlier launch kept; none where the file is missing or damaged."""
+    try:
+        return {str(name): str(value) for name, value in read_plain_json(path).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

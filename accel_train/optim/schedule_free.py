@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: an average of the weights in place of a schedule (Defazio et al. 2024, arXiv 2405.15682; package schedulefree)."""
+"""Schedule-free optimizers: an average of the weights in place of a schedule (Defazio et al. 2024, arXiv 2405.15682; package schedulefree)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,23 +14,22 @@ COUNTERS = ("k", "weight_sum", "lr_max")
 """What the package keeps in its groups, and a checkpoint as numbers of each weight."""
 
 
-class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """`schedulefree.AdamWScheduleFree`, always in its training mode: the weights are y, where gradients are taken.
+class ScheduleFree(torch.optim.Optimizer):
+    """An optimizer of the package, always in its training mode: the weights are y, where gradients are taken.
 
     `ScheduleFreeAverage` puts x, the weights to evaluate, in their place. The package's own `eval()` and `train()` round, so that
     a run would depend on when it was evaluated.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, **options: Any
-    ) -> None:
-        from schedulefree import AdamWScheduleFree
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
 
-        warmup = options.get("warmup_steps", 0)
-        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
-            raise ValueError(f"warmup_steps={warmup!r} is no number of steps")
-        self._inner = AdamWScheduleFree(groups, lr=lr, betas=betas, eps=eps, **options)
-        super().__init__(self._inner.param_groups, self._inner.defaults)
+    @property
+    def beta1(self) -> float:
+        """How y lies between the average x and the fastest weights z."""
+        defaults = self.defaults
+        return float(defaults["betas"][0] if "betas" in defaults else defaults["momentum"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -43,6 +42,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         for group in inner.param_groups:
             for state in self._states(group):
                 state.update({name: group[name] for name in COUNTERS})
+        inner.param_groups = self.param_groups  # a scheduler that was made for it sets the rates there
 
     def _counters(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the counters of a group after its last step, which all its weights have alike; none before the first one."""
@@ -53,13 +53,34 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         return (state for each in group["params"] if "z" in (state := self.state.get(each, {})))
 
 
-class ScheduleFreeAverage(Average):
-    """The average of the weights that schedule-free AdamW finds, x = y + (1 - 1 / beta1) (z - y): computed when it is read."""
+class ScheduleFreeAdamW(ScheduleFree):
+    """`schedulefree.AdamWScheduleFree` by the recipe's options."""
 
-    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], optimizer: ScheduleFreeAdamW) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, **options: Any
+    ) -> None:
+        from schedulefree import AdamWScheduleFree
+
+        warmup = options.get("warmup_steps", 0)
+        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+            raise ValueError(f"warmup_steps={warmup!r} is no number of steps")
+        super().__init__(AdamWScheduleFree(groups, lr=lr, betas=betas, eps=eps, **options))
+
+
+def always_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the package as `ScheduleFree`, and any other as it is."""
+    is_of_package = type(optimizer).__module__.partition(".")[0] == "schedulefree"
+    return ScheduleFree(optimizer) if is_of_package else optimizer
+
+
+class ScheduleFreeAverage(Average):
+    """The average of the weights that a schedule-free optimizer finds, x = y + (1 - 1 / beta1) (z - y): computed when it is read."""
+
+    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], optimizer: ScheduleFree) -> None:
         self.names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._optimizer = optimizer
+        self._is_in_place = False
 
     def update(self, step: int, skipped: Tensor) -> None:
         """Do nothing: the optimizer's own step keeps what the average follows from."""
@@ -69,7 +90,11 @@ class ScheduleFreeAverage(Average):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the average for its weights; after it, every bit of those it had."""
+        """Inside, the model has the average for its weights; after it, every bit of those it had. It may be called within itself."""
+        if self._is_in_place:
+            yield
+            return
+        self._is_in_place = True
         weights, kept = [local_part(parameter.detach()) for parameter in self._parameters], list[Tensor]()
         for weight, parameter in zip(weights, self._parameters, strict=True):
             kept.append(weight.clone())
@@ -77,6 +102,7 @@ class ScheduleFreeAverage(Average):
         try:
             yield
         finally:
+            self._is_in_place = False
             for weight, before in zip(weights, kept, strict=True):
                 weight.copy_(before)
 
@@ -88,5 +114,4 @@ class ScheduleFreeAverage(Average):
     def _average_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the average of what this process holds of a weight; that itself, copied, where no step has changed it."""
         weight, state = local_part(parameter.detach()), self._optimizer.state.get(parameter, {})
-        beta1, _ = self._optimizer.defaults["betas"]
-        return weight.lerp(local_part(state["z"]), 1 - 1 / beta1) if "z" in state else weight.clone()
+        return weight.lerp(local_part(state["z"]), 1 - 1 / self._optimizer.beta1) if "z" in state else weight.clone()

@@ -30,7 +30,7 @@ from accel_train.guard.guard import Limits
 from accel_train.model.batch_norm import SyncedBatchNorm
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.ema import Average, WeightAverage
-from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
+from accel_train.optim.schedule_free import ScheduleFree, ScheduleFreeAverage
 from accel_train.optim.update import Update, update_within
 from accel_train.parallel.dims import ParallelDims, parallel_dims
 from accel_train.recipe.parallel import Parallel
@@ -267,5 +267,5 @@ class Strategy(ABC):
         trained = [(name, each) for name, each in self.inner.model.named_parameters() if each.requires_grad]
         if decay is not None:
             self.average = WeightAverage(trained, decay)
-        elif isinstance(self.optimizer, ScheduleFreeAdamW):
+        elif isinstance(self.optimizer, ScheduleFree):
             self.average = ScheduleFreeAverage(trained, self.optimizer)

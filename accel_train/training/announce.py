@@ -175,6 +175,12 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         name = status.path.name
         message = f"{name} is not used: {status.problem}; it is now broken-{name}, to be looked at or removed"
         observer.on_event("checkpoint_invalid", status.step, message)
+    if point.path is not None and point.changed:
+        changed = ", ".join(point.changed)
+        message = (
+            f"{point.path.name}: {changed} changed since the save; weights and state are whole, so the run resumes"
+        )
+        observer.on_event("checkpoint_changed", step, message)
     if point.previous is not None:
         observer.note(f"what is not resumed is now in {point.previous}")
     recorded = {event.get("number") for event in read_events(folder.path)} if point.rollbacks else set()

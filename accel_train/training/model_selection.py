@@ -3,12 +3,13 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from typing import Any
 
 from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
+from accel_train.core.json_io import plain_metrics
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
 from accel_train.metrics.baselines import is_lower_better
@@ -34,6 +35,7 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     try:
         with run.observer.pause("evaluation"), run.memory.phase("evaluate"), run.strategy.averaged():
             metrics, details = (dict(own()), {}) if own is not None else _task_scores(run, final)
+            metrics = plain_metrics(metrics)
     except EvaluationLeft:
         state.evaluation_owed = True
         return False
@@ -44,7 +46,7 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     run.evaluation.scores = dict(metrics)
     run.evaluation.details = {"step": state.step, "metrics": measured, "details": details}
     check_reported(section.metric_for_best_model, metrics)
-    value = metrics[short_name(section.metric_for_best_model)]
+    value = number_of(section.metric_for_best_model, metrics)
     if final:
         return False
     loss = metrics.get("loss", math.nan)
@@ -175,6 +177,21 @@ def check_reported(name: str, reported: Collection[str]) -> None:
     if short_name(name) not in reported:
         meant = did_you_mean(short_name(name), reported, f"there are {', '.join(reported)}")
         raise RecipeError(f"evaluate.metric_for_best_model={name}: no such metric is reported; {meant}")
+
+
+def number_of(name: str, metrics: Mapping[str, Any]) -> float:
+    """Return the metric that decides which weights are best.
+
+    Raises:
+        RecipeError: it has several values.
+    """
+    value = metrics[short_name(name)]
+    if not isinstance(value, int | float):
+        raise RecipeError(
+            f"evaluate.metric_for_best_model={name}: it is a {type(value).__name__}, and only a number can be compared; "
+            "report its mean under another name"
+        )
+    return value
 
 
 def short_name(name: str) -> str:

@@ -67,7 +67,7 @@ TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
     ({"full_determinism": True}, "precision.deterministic", True),
     ({"logging_steps": 7}, "log.every_steps", 7),
     ({"logging_steps": 0.3}, "log.every_steps", 3),
-    ({"disable_tqdm": False}, "log.progress", "auto"),
+    ({"disable_tqdm": False}, "log.progress", False),
     ({"eval_strategy": "steps", "eval_steps": 4}, "evaluate.every_steps", 4),
     ({"eval_strategy": "epoch"}, "evaluate.every_steps", 5),
     ({"per_device_eval_batch_size": 3}, "batch.per_device_eval_batch_size", 3),

@@ -1,6 +1,7 @@
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,3 +182,32 @@ def test_a_known_name_without_its_package_is_refused_with_what_to_install() -> N
 def test_settings_become_one_level_of_plain_values() -> None:
     nested = {"a": {"b": {"c": 1}, "none": None}, "list": [1, "x"], "flag": True, "path": Path("/x")}
     assert flatten(nested) == {"a.b.c": 1, "list": "[1, 'x']", "flag": True, "path": "/x"}
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_resumed_run_continues_the_run_of_the_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ids: list[str] = []
+
+    class Fake(Recorder):
+        """Opens a run as the package does: MLflow chooses its id, W&B takes the given one."""
+
+        def start(self) -> None:
+            chosen = self.kwargs.get("id" if name == "wandb" else "run_id") or f"new-{len(ids)}"
+            ids.append(chosen)
+            self.active_run = SimpleNamespace(info=SimpleNamespace(run_id=chosen))
+
+        def __init__(self, project: str, **kwargs: Any) -> None:
+            self.kwargs = kwargs
+            super().__init__(project, **kwargs)
+
+    Fake.name = name
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Fake)
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [name])
+    monkeypatch.setattr("accelerate.tracking.filter_trackers", lambda names, _: names)
+    for step in (0, 3, 0):
+        _, trackers = make_trackers((name,), tmp_path, initial_step=step)
+        trackers.start(pytest.fail)
+        trackers.finish()
+    assert ids[1] == ids[0] != ids[2]

@@ -57,6 +57,7 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
                 "path": str(each.path),
                 "step": each.step,
                 "problem": each.problem,
+                "changed": list(verified.changed.get(each.path, ())),
                 "healthy": each.step in verified.healthy,
                 "abandoned": each.path in verified.abandoned,
             }

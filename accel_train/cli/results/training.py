@@ -142,6 +142,8 @@ class CheckpointOfRun(TypedDict):
     step: int
     problem: str | None
     """Null where every digest is right."""
+    changed: Sequence[str]
+    """Files of a valid checkpoint that were changed since the save, and that a resume does without: configuration, tokenizer."""
     healthy: bool
     """A rollback would use it."""
     abandoned: bool
