@@ -111,6 +111,8 @@ def training_settings(
         if name not in USED_BY or recipe.optimizer.name in USED_BY[name]
     }
     values["optimizer.lr_scaling"] = recipe.optimizer.lr_scaling.model_dump()
+    # The Trainer's arguments are settings of the recipe, and compared as these.
+    values["options"] = redact({name: value for name, value in recipe.options.items() if name != "training_arguments"})
     values |= {INPUTS + name: digest for name, digest in inputs.items()}
     origins = {}
     if own_groups is not None:

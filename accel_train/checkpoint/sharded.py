@@ -53,7 +53,7 @@ DTYPES = {
 
 @dataclass
 class KnownPlan:
-    """Which tensors this process writes, as all processes agreed at an earlier save of tensors of this layout."""
+    """Tensors that this process writes, as all processes agreed at an earlier save of this layout."""
 
     layout: object = None
     plan: SavePlan | None = None

@@ -240,6 +240,8 @@ def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
         if name != path.name or name in ("", ".", ".."):
             return f"{MANIFEST} names {name!r}, which is not a plain file name"
         if describes(name):
+            if path.suffix == ".json" and _is_plain_file(path) and not _is_json(path):
+                return f"{name} is not JSON"
             continue
         if name not in present or not _is_plain_file(path):
             return f"{name} is missing"
@@ -253,6 +255,14 @@ def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
             return f"{name} differs from its digest"
     extra = {name for name in present if not describes(name)} - files.keys() - added
     return f"{sorted(extra)[0]} is not in {MANIFEST}" if extra else None
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        read_plain_json(path)
+    except ValueError:
+        return False
+    return True
 
 
 def describes(name: str) -> bool:

@@ -222,7 +222,7 @@ class Trainer:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model divides its loss by `num_items_in_batch`."""
+        """True if the model divides its loss by `num_items_in_batch`."""
         return self.signature.takes_num_items
 
     @property

@@ -27,7 +27,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
     @property
     def beta1(self) -> float:
-        """How y lies between the average x and the fastest weights z."""
+        """Place of y between the average x and the fastest weights z."""
         defaults = self.defaults
         return float(defaults["betas"][0] if "betas" in defaults else defaults["momentum"])
 

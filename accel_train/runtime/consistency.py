@@ -119,7 +119,6 @@ def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:
             "samples": len(data.train),  # type: ignore[arg-type]
             "held out": 0 if data.eval is None else len(data.eval),  # type: ignore[arg-type]
         },
-        **{f"digest of {name}": digest for name, digest in data.inputs.items()},
         "the vocabulary": data.facts.get("vocab_size"),
         "accel_train": f"{__version__}, source {_digest(sorted(PACKAGE_ROOT.rglob('*.py')))}",
         "the task": _task_source(recipe.task),

@@ -93,7 +93,7 @@ def finished_before(plan: RunPlan) -> dict[str, Any] | None:
     # The Trainer's callbacks and a program's observers expect a run.
     if point.path is None or point.broken or point.changes or plan.extensions.observers:
         return None
-    if plan.recipe.checkpoint.resume != "auto":
+    if plan.recipe.checkpoint.resume not in ("auto", "unchanged"):
         return None
     state = read_state(point.path)
     if state.evaluation_owed or not (state.stopped_early or state.step >= plan.max_steps):

@@ -102,6 +102,9 @@ def plan_run(
     data = read_data(task, recipe, progress=accelerator.is_main_process)
     if ":" in recipe.task and not type(task).__module__.startswith("accel_train."):
         data = replace(data, inputs={**data.inputs, "task": digest_of_code(type(task))})
+    # Code may hold a process's own rank: the main process's digests count.
+    inputs = data.inputs
+    data = replace(data, inputs=on_main(lambda: inputs))
     check_agreement(recipe, data, accelerator.num_processes)
     data = in_slices(data, strategy.dims)
     steps, order = resolve_run(recipe, data, sizes, extensions.epoch_order)

@@ -185,8 +185,7 @@ def test_samples_without_a_target_are_no_incident(tmp_path: Path) -> None:
     ignored = [{"step": 4 + place // 8, "rank": 0, "micro_batch": place % 8 // 4, "row": place % 4} for place in places]
     _, watching, _ = train_with_faults(plan_of(tmp_path, "ignored", processes=1, steps=8, ignored=ignored))
     assert watching.skipped == [5]  # nothing to learn from: momentum and weight decay wait as well
-    assert all(math.isfinite(loss) for loss in watching.losses.values())
-    assert watching.losses[5] == 0.0
+    assert [step for step, loss in watching.losses.items() if not math.isfinite(loss)] == [5]  # it has no mean
     assert watching.losses[4] > 0
     assert not (tmp_path / "ignored" / "incidents").exists()
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -254,9 +255,13 @@ def test_a_read_only_folder_is_named() -> None:
             folder.chmod(0o700)
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
     with RunFolder(tmp_path) as folder:
         folder.write_summary({"steps": 1})
-        with pytest.raises(TypeError, match="object"):
-            folder.write_summary({"steps": object()})
+        monkeypatch.setattr("accel_train.core.files.sync", full)
+        with pytest.raises(OSError, match="no space left"):
+            folder.write_summary({"steps": 2})
         assert read_summary(tmp_path) == {"steps": 1}

@@ -66,6 +66,7 @@ def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it
         "sp_size": 1,
         "cp_size": 1,
         "find_unused_parameters": "auto",
+        "sync_batch_norm": False,
     }
     assert recipe.origin("parallel.strategy").kind == "environment"
     assert str(recipe.origin("parallel.dp_shard_size")) == "PARALLELISM_CONFIG_DP_SHARD_SIZE of the launch"

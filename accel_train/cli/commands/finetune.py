@@ -52,7 +52,7 @@ def _write_recipe(
     name = arguments.model or minimal.model.pretrained
     pretrained = None
     if name:
-        from accel_train.experiments.finetune.pretrained import look_at
+        from accel_train.experiments.finetune.models import look_at
 
         if is_first:
             print(f"{name}: looking at the model ...", flush=True)

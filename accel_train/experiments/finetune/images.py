@@ -94,7 +94,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
 
 
 def _tables_there(tables: Sequence[Path]) -> str:
-    """What is to be said of tables that lie next to images."""
+    """Return notes on tables that lie next to images."""
     if not tables:
         return ""
     names = ", ".join(map(str, tables[:3]))

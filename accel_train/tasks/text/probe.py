@@ -125,7 +125,7 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
             raise ValueError(problem)
         return {"probe": Choice("not proved", "; ".join(sorted(set(proof.refused.values()))))}
     found = ", ".join(f"{check} {difference:.0e}" for check, difference in proof.differences.items())
-    return {"probe": Choice("equal", f"to transformers' own forward: {found}; measured on {proof.model}")}
+    return {"probe": Choice("equal", f"to transformers' own forward: {found}; shown on {proof.model}")}
 
 
 def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | None:
