@@ -23,6 +23,8 @@ MANIFEST, TRAINER = "manifest.json", "trainer.json"
 STATE_FILES = (TRAINER, "trainer_state.json", "scheduler.json")
 """Files that a resume reads, like every safetensors file. The others describe the model: configuration, tokenizer, README."""
 FORMAT = 1
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+"""Endings of files that would run code when they are loaded."""
 _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
@@ -267,7 +269,7 @@ def _is_json(path: Path) -> bool:
 
 def describes(name: str) -> bool:
     """Return whether a resume does without a file of a checkpoint: it says how to load the weights elsewhere."""
-    return not name.endswith(".safetensors") and name not in STATE_FILES
+    return not name.endswith((".safetensors", *PICKLES)) and name not in STATE_FILES
 
 
 def changed_descriptions(folder: Path) -> list[str]:
