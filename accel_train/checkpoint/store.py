@@ -278,8 +278,13 @@ def changed_descriptions(folder: Path) -> list[str]:
     files, added = manifest["files"], set(manifest.get("added", []))
     named = [name for name in files if describes(name)]
     found = digests_of(folder, [name for name in named if (folder / name).exists() and _is_plain_file(folder / name)])
-    changed = {name for name in named if found.get(name) != files[name]["sha256"]}
+    changed = {
+        name
+        for name in named
+        if found.get(name) != files[name]["sha256"] or (folder / name).stat().st_size != files[name]["bytes"]
+    }
     foreign = {name for name in files_below(folder) if name not in files and name not in added} - {MANIFEST}
+    foreign |= {entry.name for entry in folder.iterdir() if entry.is_dir() and not any(entry.iterdir())}
     return sorted(changed | foreign)
 
 
