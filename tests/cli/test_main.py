@@ -17,7 +17,7 @@ import yaml
 from accel_train import __version__
 from accel_train.cli.command import Command, data_of
 from accel_train.cli.commands import COMMANDS
-from accel_train.cli.main import main, parse_arguments
+from accel_train.cli.main import build_parser, main, parse_arguments
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
 from tests.support.runs import REPOSITORY
 
@@ -230,6 +230,16 @@ def test_each_command_says_what_it_does_before_it_imports_torch(folder: Path) ->
         said, _ = process.communicate()
         assert said == f"{names[command]}: importing torch and transformers ...\ntorch is imported", command
         assert process.returncode == 9
+
+
+def test_export_names_the_consents_that_it_takes_and_no_other_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["export", "--help"])
+    said = capsys.readouterr().out
+    assert "--task MODULE:CLASS" in said
+    assert "--optimizer.name MODULE:CLASS" in said
+    assert "any setting" not in said
+    assert main(["export", "run", "--data.train", "x"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -98,11 +98,11 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
-def _export(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
-    from accel_train.checkpoint.run_recipe import other_than_consent
+def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+    from accel_train.checkpoint.run_recipe import CONSENT
 
-    if others := other_than_consent(settings):
-        raise ValueError(f"{others[0]} changes nothing of an export; leave it out")
+    given = {name: getattr(arguments, name) for name in CONSENT}
+    settings = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
     with importing_for(Path(arguments.run), settings):
         from accel_train.inference.export import export_run
         from accel_train.inference.int8_cost import format_export
@@ -254,11 +254,15 @@ GENERATE = Command(_generate, "write text with a finished causal-lm run", {
     "--seed": {"metavar": "S", "type": int, "default": 0, "help": "default: 0"},
 }, takes_settings=False)  # fmt: skip
 
+OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code, which the run's recipe names, once you have read it"}
+
 EXPORT = Command(_export, "write the model into a folder for others, and make it smaller if asked", {
     "run": RUN,
     "--out": {"metavar": "FOLDER", "help": "default: RUN/export, or RUN/export-int8"},
     "--quantize": {"choices": ["int8"], "help": "int8: linear layers in a quarter of the memory (needs torchao)"},
-}, processes="one")  # fmt: skip
+    "--task": OWN_CODE,
+    "--optimizer.name": OWN_CODE,
+}, takes_settings=False, processes="one")  # fmt: skip
 
 REPORT = Command(_report, "write report.html of one run, or a comparison of several", {
     "runs": {"metavar": "RUN", "nargs": "+", "help": "the output_dir of a run"},
