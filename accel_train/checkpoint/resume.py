@@ -227,7 +227,7 @@ def set_aside(run_folder: Path) -> Path | None:
     """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing; returns that folder."""
     names = (
         *("metrics.jsonl", "events.jsonl", "launches.jsonl", "evaluation.json", "adapter", "report.html"),
-        *(RESOLVED_RECIPE, "incidents", "profile", *_FINISHED, ROLLBACKS),
+        *(RESOLVED_RECIPE, "examples.json", "trackers.json", "incidents", "profile", *_FINISHED, ROLLBACKS),
         "checkpoints",  # last: while they are there, a start after a kill sets aside what is left
     )
     if not any((run_folder / name).exists() for name in (*_FINISHED, ROLLBACKS, "checkpoints")):

@@ -49,6 +49,7 @@ RUN_NAMES = (
         "examples.json",
         "report.html",
         "rollbacks.json",
+        "trackers.json",
         ".lock",
         ".lock.holder",
         MARKER,

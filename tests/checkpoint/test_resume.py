@@ -84,13 +84,16 @@ def test_starting_anew_takes_rollbacks_and_incidents_along_and_counts_on_after_r
         publish(tmp_path / "checkpoints", number, files(number))
         write_rollbacks(tmp_path, [ROLLBACK])
         (tmp_path / "incidents" / "step-5").mkdir(parents=True)
-        (tmp_path / "report-loss.png").touch()
+        for name in ("report-loss.png", "examples.json", "trackers.json"):
+            (tmp_path / name).touch()
         assert set_aside(tmp_path) == tmp_path / f"previous-{number}"
         assert sorted(path.name for path in (tmp_path / f"previous-{number}").iterdir()) == [
             "checkpoints",
+            "examples.json",
             "incidents",
             "report-loss.png",
             ROLLBACKS,
+            "trackers.json",
         ]
         assert read_rollbacks(tmp_path) == []
     (tmp_path / "previous-1").rename(tmp_path / "kept elsewhere")
