@@ -47,6 +47,7 @@ def _over_the_global_batch(
 def _accumulate(strategy: Strategy, micro_batches: Sequence[MicroBatch], agreement: Agreement, reduce: bool) -> Tensor:
     loss_sums = []
     last = len(micro_batches) - 1
+    strategy.fault = None
     for index, (batch, num_targets) in enumerate(micro_batches):
         strategy.accelerator.sync_gradients = index == last  # for code of the user's to read
         with strategy.accumulating(reduce and index == last):
@@ -60,7 +61,11 @@ def _accumulate(strategy: Strategy, micro_batches: Sequence[MicroBatch], agreeme
                 loss_sum.backward(0 * share)
                 detached = torch.zeros_like(detached)
             else:
-                loss_sum.backward(_weight(share, detached))
+                weight = _weight(share, detached)
+                if weight is not share:
+                    fault = weight - weight
+                    strategy.fault = fault if strategy.fault is None else strategy.fault + fault
+                loss_sum.backward(weight)
             loss_sums.append(detached)
     return loss_sums[0] if last == 0 else torch.stack(loss_sums).sum()
 

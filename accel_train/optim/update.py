@@ -56,9 +56,11 @@ def update_within(
     parameters: Sequence[nn.Parameter],
     scaler: FlooredGradScaler | None,
     share: Tensor | None = None,
+    fault: Tensor | None = None,
 ) -> Update:
     """Clip the gradients and step; or, where their norm is not finite or above the limit, leave weights, moments and step
-    counters untouched to the bit. The same holds, for the loss scale too, where `share` is NaN: the batch has no targets.
+    counters untouched to the bit. The same holds where `fault` is NaN, and, for the loss scale too, where `share` is NaN: the batch
+    has no targets.
 
     The fused kernels of torch take `found_inf` (1.0: do nothing) and `grad_scale` (divide gradients by it, which is the clip
     without another pass over them); both are how `torch.amp.GradScaler` talks to an optimizer.
@@ -73,6 +75,8 @@ def update_within(
         grad_norm = grad_norm.full_tensor()
     if share is not None:
         grad_norm = nan_without_targets(grad_norm, share)
+    if fault is not None:
+        grad_norm = grad_norm + fault
     decide = _on_host if grad_norm.device.type == "cpu" else _on_device
     skipped, found_inf, grad_scale = decide(grad_norm, limits)
     if optimizer.defaults.get("fused", False):

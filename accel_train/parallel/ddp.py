@@ -27,7 +27,8 @@ class Reduction:
     the only place where a gradient can be seen that is not finite on one process and, a moment later, on all.
     """
 
-    def __init__(self, module: DistributedDataParallel) -> None:
+    def __init__(self, module: DistributedDataParallel, strategy: Strategy) -> None:
+        self._strategy = strategy
         self._layout: list[tuple[int, torch.dtype]] = []
         self.sums: list[Tensor] = []
         self._group = module.process_group
@@ -50,6 +51,8 @@ class Reduction:
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Return the mean over all processes, on its way; DDP's hook, as torch's own `allreduce_hook`."""
+        if bucket.is_last() and (fault := self._strategy.fault) is not None:
+            bucket.buffer()[:1].add_(fault)
         self.note(bucket)
         gradients = bucket.buffer().div_(self._group.size())
         return dist.all_reduce(gradients, group=self._group, async_op=True).get_future().then(_first)
@@ -127,7 +130,7 @@ class Ddp(Strategy):
     def note_gradients(self) -> None:
         """Note from now on what this process puts into the average of gradients."""
         if isinstance(self.module, DistributedDataParallel):
-            self.reduction, self.waits_for_all_parameters = Reduction(self.module), True
+            self.reduction, self.waits_for_all_parameters = Reduction(self.module, self), True
             self.looks_for_unused = self.module.find_unused_parameters
 
     def gradient_sum(self) -> Tensor | None:

@@ -142,9 +142,13 @@ class Fsdp2(Strategy):
         self._saving_group = dist.new_group(backend="gloo")
         self._known_plan = KnownPlan()
         if self.accelerator.is_fsdp2:
-            self._gradients = Fsdp2Gradients(inner)
+            self._gradients = Fsdp2Gradients(inner, self._take_fault)
             self.waits_for_all_parameters, self.looks_for_unused = True, find_unused
         return wrapped
+
+    def _take_fault(self) -> Tensor | None:
+        fault, self.fault = self.fault, None
+        return fault
 
     def begin_step(self) -> None:
         """Forget what was noted of the step before."""

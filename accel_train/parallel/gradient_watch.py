@@ -1,6 +1,6 @@
 """Weights that take no part in a micro-batch, seen where a sharded model reduces its gradients: which, and on how many processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ class Fsdp2Gradients:
     would add those of different weights. A group that took no part at all reduces nothing.
     """
 
-    def __init__(self, inner: TrainingModule) -> None:
+    def __init__(self, inner: TrainingModule, take_fault: Callable[[], Tensor | None]) -> None:
+        self._take_fault = take_fault
         self._parameters = {name: each for name, each in inner.model.named_parameters() if each.requires_grad}
         self._names = {id(each): name for name, each in self._parameters.items()}
         for part in inner.modules():
@@ -37,6 +38,9 @@ class Fsdp2Gradients:
     def _complete(self, weights: Sequence[tuple[nn.Parameter, nn.Parameter | None]]) -> None:
         """Complete the gradients of a group: `weights` are its trained ones, as they are sharded and as they are gathered."""
         named = [(self._names[id(sharded)], gathered) for sharded, gathered in weights]
+        grads = [gathered.grad for _, gathered in named if gathered is not None and gathered.grad is not None]
+        if grads and (fault := self._take_fault()) is not None:
+            min(grads, key=torch.numel).add_(fault)
         lacking = {name for name, gathered in named if gathered is None or gathered.grad is None}
         self.lacking |= lacking
         self._used.update(name for name, _ in named if name not in lacking)

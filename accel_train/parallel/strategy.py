@@ -87,6 +87,10 @@ class Strategy(ABC):
         self.section, self.choice = section, choice
         """The recipe's section, and how many processes share one copy of the model, with the reason."""
 
+    fault: Tensor | None = None
+    """0-dim: NaN where a loss of this process's step is not finite, else 0. Gradients take it to the others: NaN that is sent backward
+    need not arrive, where a gradient is zero. None: the host knows that losses are finite."""
+
     # Before and while building
 
     @classmethod
@@ -170,7 +174,7 @@ class Strategy(ABC):
 
     def update_within(self, limits: Limits, share: Tensor) -> Update:
         """* Clip and update, or leave all bits as they are; `share` is `Agreement.share_of_a_target`."""
-        return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler, share)
+        return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler, share, self.fault)
 
     def gradient_sum(self) -> Tensor | None:
         """Return the sum of this process's own gradients of the step, 0-dim on the device; None where they were not seen."""

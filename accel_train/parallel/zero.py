@@ -168,6 +168,8 @@ class Zero(Strategy):
         grads = [grad for group in self._engine.optimizer.averaged_gradients.values() for grad in group]
         # Squares in fp64: a norm of 1e20 is a number, and is one under DDP.
         squares = torch.linalg.vector_norm(torch.stack(norms_of(grads)).double()).square()
+        if self.fault is not None:
+            squares += self.fault
         dist.all_reduce(squares)
         return squares.sqrt().float()
 

@@ -1,5 +1,6 @@
 """What a step has to learn from: a batch without targets is skipped, data without any stops the run, and no count is negative."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,39 @@ def test_ignored_labels_of_a_cross_entropy_leave_no_trace_in_any_layout(
     found = {line["step"]: line for line in metrics(tmp_path / "run")}
     assert (found[3]["skipped"], found[3]["loss"], found[3]["num_targets"]) == (True, "NaN", 0)
     assert all(0.1 < found[step]["loss"] < 5 for step in (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("processes", "sections"),
+    [
+        (1, {}),
+        (2, {"optimizer": {"ema_decay": 0.9}}),
+        (2, {"batch": {"gradient_accumulation_steps": 2}}),
+        (2, {"parallel": {"strategy": "fsdp2"}}),
+        (2, {"parallel": {"strategy": "deepspeed", "zero_stage": 2}}),
+    ],
+    ids=["alone", "ddp and average", "accumulation", "fsdp2", "zero"],
+)
+def test_a_loss_that_is_not_finite_on_one_process_and_has_gradients_of_zero_leaves_no_trace(
+    tmp_path: Path, processes: int, sections: dict[str, Any]
+) -> None:
+    ignored, parts = list(range(16 + 8 * (processes - 1) // 2, 24)), 1 + ("batch" in sections)
+    options = {"ignored": ignored, "classes": True, "of_mean": True, "targets": 8 // processes // parts}
+    recipe = recipe_for(tmp_path, max_steps=4, **options)
+    recipe["checkpoint"] = {"every_steps": 1, "keep": 9}
+    for name, section in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **section}
+    del recipe["output_dir"]
+    preload = ["deepspeed"] if recipe.get("parallel", {}).get("strategy") == "deepspeed" else []
+    words = ["run", str(write_recipe_file(tmp_path, **recipe))]
+    forked = run_forked(words, processes, folder=tmp_path / "processes", preload=preload)
+    assert forked.wait() == [0] * processes, forked.stderr(0)
+    averaged = ("average",) if recipe["optimizer"].get("ema_decay") else ()
+    assert_third_step_left_no_trace(tmp_path / "run", ("model", "optimizer", *averaged))
+    assert [each["step"] for each in events(tmp_path / "run", "skip")] == [3]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"] == 1
+    found = {line["step"]: line for line in metrics(tmp_path / "run")}
+    assert (found[3]["skipped"], found[3]["loss"], found[3]["num_targets"]) == (True, "NaN", 8)
 
 
 def test_a_line_over_several_steps_averages_those_with_targets(tmp_path: Path) -> None:

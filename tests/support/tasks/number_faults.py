@@ -271,13 +271,15 @@ class Uncounted(FaultyRegression):
     """The regression with `options.targets` in the place of the count of each batch, and samples ignored by `options.ignored`.
 
     With `options.classes` it tells numbers above 0 from others by `cross_entropy`, whose gradient of ignored labels is exactly 0.
+    With `options.of_mean` the loss is their mean times the rows: NaN where all are ignored, with gradients of exactly 0.
     """
 
-    classes = False
+    classes = of_mean = False
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         data = super().load_data(recipe, progress=progress)
         self.ignored, self.classes = set(recipe.options.get("ignored", ())), bool(recipe.options.get("classes"))
+        self.of_mean = bool(recipe.options.get("of_mean"))
 
         def collate(rows: Sequence[tuple[int, NDArray[np.float32]]]) -> dict[str, Any]:
             batch = data.collate(rows)
@@ -292,4 +294,7 @@ class Uncounted(FaultyRegression):
             return super().loss_sum(model, batch)
         score = model(batch["features"]).float()
         labels = torch.where(batch["counts"] > 0, (batch["wanted"] > 0).long(), -100)
-        return nn.functional.cross_entropy(torch.stack((-score, score), 1), labels, reduction="sum")
+        logits = torch.stack((-score, score), 1)
+        if self.of_mean:
+            return nn.functional.cross_entropy(logits, labels) * len(labels)
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
