@@ -14,7 +14,7 @@ from accel_train.checkpoint.store import check, folder_of
 from accel_train.checkpoint.trainer_state import read_state
 from accel_train.checkpoint.zero import whole_numel
 from accel_train.core.errors import DataError, Preempted
-from accel_train.core.json_io import json_text, read_json
+from accel_train.core.json_io import json_digest, json_text, read_json, to_json
 from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact, redact_text
 from accel_train.engine.resolve import change_model
@@ -26,9 +26,8 @@ from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.pretrained import quiet_bars
 from accel_train.observe.progress import without_averages
-from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE
-from accel_train.recipe.writer import format_recipe
-from accel_train.recipe.yaml_core import parse_yaml
+from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
+from accel_train.recipe.schema import Recipe
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
@@ -100,28 +99,47 @@ def finished_before(plan: RunPlan) -> dict[str, Any] | None:
         return None
     try:
         summary = read_json(folder / SUMMARY_FILE)
-        was, _ = parse_yaml((folder / RECIPE_FILE).read_text(encoding="utf-8"), RECIPE_FILE)
     except (OSError, ValueError):
         return None
-    now, _ = parse_yaml(format_recipe(plan.recipe), RECIPE_FILE)
-    is_same = isinstance(summary, dict) and summary.get("steps") == state.step and was == now
+    # The recipe in the folder may be of a later start, which was killed before its own end.
+    ended_as = {"steps": state.step, "recipe_digest": _digest_of_recipe(plan.recipe)}
+    is_same = isinstance(summary, dict) and all(summary.get(name) == value for name, value in ended_as.items())
     return summary if is_same and (folder / "model").is_dir() else None
+
+
+def _digest_of_recipe(recipe: Recipe) -> str:
+    """Return a digest of what a run is, however and wherever it was started."""
+    how = {"output_dir": True, "checkpoint": {"resume", "accept_changes"}}
+    # Without defaults: a newer version with more settings finds the run again.
+    return json_digest(to_json(recipe.model_dump(exclude=how, exclude_defaults=True)))
 
 
 def report_finished(run: RunContext, summary: Mapping[str, Any]) -> nn.Module:
     """Print one line about a run that has finished before; return the model with the weights that are in `model/`."""
     step = run.state.step
     run.state.best_step = summary.get("best_step")  # the evaluation at the end came after the last checkpoint
-    if run.plan.recipe.loads_best_model and run.state.best_step not in (None, step):
-        load_best(run)
+    is_wanted = run.plan.recipe.loads_best_model and run.state.best_step not in (None, step)
+    result = "nothing is changed"
+    if is_wanted and not load_best(run):
+        result += f". The checkpoint of step {run.state.best_step} is damaged: take the best weights from model/"
     with run.strategy.averaged():
         model = _kept_model(run)
     metric = short_name(run.plan.recipe.evaluate.metric_for_best_model)
     value = (summary.get("eval") or {}).get(metric)
-    result = f" ({metric.replace('_', ' ')} {value:.4g})" if isinstance(value, float) else ""
+    score = f" ({metric.replace('_', ' ')} {value:.4g})" if isinstance(value, float) else ""
     if run.accelerator.is_main_process:
-        print(f"{run.plan.output_dir}: finished at step {step}{result}; nothing is changed", flush=True)
+        if _lacks_report(run.plan.output_dir):
+            with warned(run, "report.html is not written"):
+                write_report([run.plan.output_dir])
+        print(f"{run.plan.output_dir}: finished at step {step}{score}; {result}", flush=True)
+    run.accelerator.wait_for_everyone()  # one that ends early would count as lost
     return model
+
+
+def _lacks_report(folder: Path) -> bool:
+    """Return whether a kill came between the summary and the report."""
+    report = folder / "report.html"
+    return not report.exists() or report.stat().st_mtime_ns < (folder / SUMMARY_FILE).stat().st_mtime_ns
 
 
 def _kept_model(run: RunContext) -> nn.Module:
@@ -227,6 +245,7 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
     return {
         "status": "stopped early" if state.stopped_early else "finished",
         "steps": state.step,
+        "recipe_digest": _digest_of_recipe(plan.recipe),
         "num_targets": state.num_targets_seen,
         "skipped_steps": state.num_skipped_steps,
         "eval": run.evaluation.scores,

@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from accel_train import Recipe, train
+from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.cli.main import main
 from accel_train.core.ownership import MARKER, RUN_NAMES, check_file, claim, recipe_of_run, write_file
-from accel_train.observe.run_folder import RECIPE_FILE, RunFolder
+from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE, RunFolder
+from accel_train.observe.trackers import RUN_IDS
 from tests.support.runs import SCENES, recipe_dict, write_corpus
 
 LM: dict[str, Any] = {
@@ -170,6 +172,7 @@ def test_a_run_is_refused_where_it_would_replace_what_no_run_wrote(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_recipe(corpus)
+    assert {SUMMARY_FILE, EXAMPLES_FILE, RUN_IDS, ROLLBACKS} <= set(RUN_NAMES)
     for name in RUN_NAMES:
         for kind in ("file", "folder", "link"):
             plant(corpus / "run" / name, kind)
@@ -250,6 +253,8 @@ def test_a_run_of_an_older_version_is_known_without_a_marker_and_written_to_agai
     for marker in text.rglob(MARKER):
         marker.unlink()
     (text / RECIPE_FILE).rename(text / "recipe.yaml")
+    summary = json.loads((text / "summary.json").read_text())
+    (text / "summary.json").write_text(json.dumps(summary | {"recipe_digest": None}))
     for words in (["report", "text"], ["evaluate", "text"], ["verify", "text"], ["export", "text"]):
         assert main(words) == 0, words
     (text / MARKER).unlink()

@@ -1,6 +1,7 @@
 """What a run publishes at its end, and what it refuses to: weights that are no numbers, scores of other samples."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import TensorDataset
 
-from accel_train import fit
+from accel_train import fit, train
+from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.training.train import RunResult
@@ -164,3 +167,62 @@ def test_fit_returns_the_weights_of_a_run_that_has_finished_and_changes_no_file(
 
 def squares(module: nn.Module, batch: Any) -> Tensor:
     return (module(batch[0])[:, 0] - batch[1]).square()
+
+
+def test_a_run_that_was_killed_while_it_was_finished_with_another_recipe_is_not_taken_for_finished(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections: dict[str, Any] = {"schedule": {"max_steps": 4}, "evaluate": {"every_steps": 2}}
+    recipe = write_recipe_file(corpus, **sections, optimizer={"learning_rate": 100.0})
+    best = ["--checkpoint.load_best_model_at_end", "true"]
+    train(load_recipe(recipe))
+    last = load_file(corpus / "run" / "model" / "model.safetensors")
+
+    def killed(_: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("accel_train.training.train.finish_run", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(load_recipe(recipe, arguments=best))
+    summary = train(load_recipe(recipe, arguments=best)).summary
+    assert summary["best_step"] == 2, "else the weights of the last step are right"
+    model = load_file(corpus / "run" / "model" / "model.safetensors")
+    assert any(not torch.equal(model[name], last[name]) for name in model)
+    capsys.readouterr()
+    train(load_recipe(recipe, arguments=[*best, "--checkpoint.resume", "unchanged"]))
+    assert "finished at step 4" in capsys.readouterr().out
+
+
+def test_a_finished_run_writes_the_report_that_a_kill_has_cost(corpus: Path) -> None:
+    recipe = load_recipe(write_recipe_file(corpus, schedule={"max_steps": 2}))
+    train(recipe)
+    report = corpus / "run" / "report.html"
+    report.unlink()
+    train(recipe)
+    written = report.stat().st_mtime_ns
+    train(recipe)
+    assert report.stat().st_mtime_ns == written
+    os.utime(report, (1, 1))  # of a shorter run before
+    train(recipe)
+    assert report.stat().st_mtime_ns > written
+
+
+def test_a_finished_run_whose_best_checkpoint_is_damaged_says_where_the_best_weights_are(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {
+        "schedule": {"max_steps": 4},
+        "evaluate": {"every_steps": 2},
+        "optimizer": {"learning_rate": 100.0},
+        "checkpoint": {"load_best_model_at_end": True},
+    }
+    recipe = load_recipe(write_recipe_file(corpus, **settings))
+    assert train(recipe).summary["best_step"] == 2
+    model = corpus / "run" / "model" / "model.safetensors"
+    best = model.read_bytes()
+    (corpus / "run" / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
+    capsys.readouterr()
+    train(recipe)
+    assert "take the best weights from model/" in capsys.readouterr().out
+    assert model.read_bytes() == best
