@@ -316,7 +316,9 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
     point, state, changes = plan.resume_point, TrainState(), list[Change]()
     if point.path is not None:
         state = restore(strategy, point.path, plan.recipe.optimizer.name)
-        changes = setting_changes(read_trainer(point.path), settings)
+        path = point.path
+        # All processes go by the main one's: they decide whether the run has finished, and what counts as best.
+        changes = on_main(lambda: setting_changes(read_trainer(path), settings))
         if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
             state.best_metric = state.best_step = state.best_loss = None
             state.evaluations_without_improvement = 0
@@ -342,18 +344,22 @@ def check_lone_samples(run: RunContext) -> None:
     # A process without a share forwards one sample, to keep the others company.
     if size > 1 and not any(not share or any(len(part) == 1 for part in share) for share in shares):
         return
-    kept = Buffers(strategy.inner)
-    try:
-        batch, _ = next(read_batches(data.train, data.collate, iter([[0]]), run.accelerator.device, Reading()))
-        with torch.no_grad():
-            strategy.inner(batch)
-    except Exception as error:
-        if "Expected more than 1 value per channel" not in str(error):
-            return  # the step itself reports it
+
+    def forward_one() -> str:
+        kept = Buffers(strategy.inner)
+        try:
+            batch, _ = next(read_batches(data.train, data.collate, iter([[0]]), run.accelerator.device, Reading()))
+            with torch.no_grad():
+                strategy.inner(batch)
+        except Exception as error:  # another one is for the step itself to report
+            return str(error)
+        finally:
+            kept.put_back()
+        return ""
+
+    if "Expected more than 1 value per channel" in on_main(forward_one):
         where = f"step {step + 1}, the last of an epoch," if size > 1 else "each step"
         remedy = "data.last_batch to drop or carry" if size > 1 else "batch.per_device_batch_size to 2 or more"
         raise ValueError(
             f"in {where} a process forwards one sample alone, and this model's batch norm cannot train on one. Set {remedy}"
-        ) from None
-    finally:
-        kept.put_back()
+        )
