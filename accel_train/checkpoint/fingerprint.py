@@ -80,7 +80,8 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
         "schedule.max_steps": steps.max_steps,
         "schedule.warmup_steps": steps.warmup_steps,
     }
-    normal: dict[str, Any] = json.loads(json.dumps(identity))
+    # NaN as text: it is not JSON, nor equal to itself.
+    normal: dict[str, Any] = json.loads(json.dumps(identity), parse_constant=str)
     return normal
 
 
@@ -124,7 +125,7 @@ def training_settings(
             if found[0] is not None:
                 values[name] = found[0] if all(each == found[0] for each in found) else found
                 origins[name] = "the program's own optimizer"
-    normal: dict[str, Any] = json.loads(json.dumps(values))
+    normal: dict[str, Any] = json.loads(json.dumps(values), parse_constant=str)
     return Settings(normal, identity_origins(recipe, normal) | origins)
 
 

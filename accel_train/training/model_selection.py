@@ -53,7 +53,7 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     # transformers keeps the first of equal metrics.
     ties = own is None and math.isfinite(value) and value == state.best_metric
     gains = is_better(value, state.best_metric, section)
-    is_tie_broken = ties and (state.best_loss is None or loss < state.best_loss)
+    is_tie_broken = ties and loss < (math.inf if state.best_loss is None else state.best_loss)
     is_best = gains or is_tie_broken or (ties and loss == state.best_loss)
     state.last_loss = loss if math.isfinite(loss) else None
     state.evaluations_without_improvement += 1
@@ -191,7 +191,7 @@ def number_of(name: str, metrics: Mapping[str, Any]) -> float:
             f"evaluate.metric_for_best_model={name}: it is a {type(value).__name__}, and only a number can be compared; "
             "report its mean under another name"
         )
-    return value
+    return float(value)
 
 
 def short_name(name: str) -> str:

@@ -1,6 +1,7 @@
 """What a recipe chooses beside the plain loop: early stopping, the best weights, averages, adapters, short steps, augmentation."""
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,8 +110,9 @@ def test_early_stopping_ends_the_run_after_so_many_evaluations_without_a_better_
         ([3, 2, 1, 0.5, 0.4, 0.3], 12, 12),  # falls to the end
         ([3, 1, 2, 2.5, 2, 2], 4, 8),  # rises after the second: patience is spent
         ([3, 1, 1, 1, 1, 1], 8, 8),  # stays: the later step is kept, and patience is spent
+        ([math.nan] * 3 + [1], 6, 6),  # not finite, which is no progress; then the evaluation at the end
     ],
-    ids=["falls", "rises", "stays"],
+    ids=["falls", "rises", "stays", "not finite"],
 )
 def test_of_equal_metrics_the_lower_loss_is_best_and_progress_and_then_the_later_step(
     corpus: Path, losses_said: list[float], best_step: int, ends_at: int
