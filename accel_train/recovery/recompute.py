@@ -104,19 +104,23 @@ class SamplesOf:
     def __init__(self, micro_batch: MicroBatch, indices: list[int] | None) -> None:
         self.micro_batch = micro_batch
         self.batch, self.num_targets = micro_batch
-        sizes = [value.shape[0] for value in self.batch.values() if isinstance(value, Tensor) and value.dim()]
+        shapes = [value.shape for value in self.batch.values() if isinstance(value, Tensor) and value.dim()]
+        sizes = [shape[0] for shape in shapes]
         self.num_rows = len(indices) if indices else max(set(sizes), key=sizes.count, default=0)
-        # Samples that are packed into one row, say, cannot be separated.
-        self.can_be_cut = self.num_targets > 0 and self.num_rows > 0 and self.num_rows in sizes
+        # Samples that are packed into one row, padded time first, or nodes of one graph cannot be separated.
+        self.can_be_cut = self.num_targets > 0 and self.num_rows > 0 and set(sizes) == {self.num_rows}
+        if (
+            self.num_rows,
+            0,
+        ) in shapes:  # a layout of the program's own (`ModuleTask`): time first with as many steps as samples?
+            self.can_be_cut &= not any(self.num_rows in shape[1:] for shape in shapes)
         self.indices = indices or list(range(self.num_rows))
 
     def part(self, rows: Sequence[int]) -> MicroBatch:
-        """Return these rows alone; a tensor without one row per sample stays whole."""
+        """Return these rows alone; a tensor of one number stays whole."""
         index = torch.as_tensor(rows)
         batch = {
-            name: value.index_select(0, index.to(value.device))
-            if isinstance(value, Tensor) and value.dim() and value.shape[0] == self.num_rows
-            else value
+            name: value.index_select(0, index.to(value.device)) if isinstance(value, Tensor) and value.dim() else value
             for name, value in self.batch.items()
         }
         return batch, self.num_targets

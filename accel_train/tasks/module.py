@@ -131,8 +131,13 @@ class ModuleTask(Task):
 
         structure = _Structure(_mapped(self.collate(samples), take))
         # `collate` alone decides on shapes (time first, nodes of all graphs), so the count of samples has a tensor of its own.
-        rows = torch.zeros(len(samples), dtype=torch.uint8)
+        # Without columns: it is not known which dimension is of the samples.
+        rows = torch.zeros((len(samples),) if self._stacks() else (len(samples), 0), dtype=torch.uint8)
         return {**tensors, _SAMPLES: rows, _STRUCTURE: structure, "num_targets": len(samples)}
+
+    def _stacks(self) -> bool:
+        """Return whether `collate` is torch's, which puts samples one after the other in the first dimension."""
+        return type(self).collate is ModuleTask.collate
 
     def _given(self, batch: Mapping[str, Any]) -> Any:
         """Return the batch in the form in which `collate` made it."""
@@ -202,6 +207,9 @@ class FittedModule(ModuleTask):
         """Return what the program's function does; nothing without one."""
         function = self.functions.get("metrics")
         return {} if function is None else function(model, batch)
+
+    def _stacks(self) -> bool:
+        return self.functions.get("collate") is None
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Make a batch by the program's function, else as torch's DataLoader does."""

@@ -195,9 +195,18 @@ def test_gradient_computed_again_is_that_of_the_step() -> None:
         assert outcome.norms[name] == pytest.approx(float(parameter.grad.norm()), rel=1e-5)
 
 
-def test_packed_rows_are_not_cut() -> None:
-    samples = SamplesOf(({"tokens": torch.zeros(1, 64), "starts": torch.zeros(5)}, 64), [3, 8, 9])
-    assert not samples.can_be_cut
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"tokens": torch.zeros(1, 64), "starts": torch.zeros(5)},
+        {"padded time first": torch.zeros(7, 3, 2), "samples": torch.zeros(3)},
+        {"as many steps as samples": torch.zeros(3, 3, 2), "samples": torch.zeros(3, 0)},
+        {"nodes": torch.zeros(11, 4), "graph of node": torch.zeros(11), "label": torch.zeros(3)},
+    ],
+    ids=["packed", "time first", "square", "graphs"],
+)
+def test_a_batch_without_a_row_for_each_sample_is_not_cut(batch: dict[str, Tensor]) -> None:
+    assert not SamplesOf((batch, 64), [3, 8, 9]).can_be_cut
 
 
 # torch's compiler looks at the gradient of a block's input, and torch warns of it

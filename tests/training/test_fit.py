@@ -140,6 +140,7 @@ def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
     "changed, said",
     [
         ({"max_steps": 3, "num_epochs": 2}, "max_steps=3 and num_epochs=2 are both given; give one of them"),
+        ({"max_steps": 3, "resume": True}, "resume=True: unknown value. Use auto, always, never"),
         (
             {"optimizer": {"learning_rat": 1}},
             r"unknown setting optimizer\.learning_rat \(fit\(\)\); did you mean optimizer\.learning_rate",
@@ -226,3 +227,23 @@ def test_on_two_processes_the_losses_are_those_of_one(tmp_path: Path, strategy: 
     one, two = (load_file(tmp_path / f"run-{number}/model/model.safetensors") for number in (1, 2))
     for name, weight in one.items():
         torch.testing.assert_close(weight, two[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [5, 4], ids=["other", "as many as samples"])
+def test_no_sample_is_named_for_a_batch_that_is_padded_time_first(tmp_path: Path, num_steps: int) -> None:
+    series = torch.randn(12, num_steps, 3, generator=torch.Generator().manual_seed(1))
+    series[6, 1] = torch.nan
+    fit(
+        nn.Linear(3, 1),
+        list(series),  # type: ignore[arg-type]
+        loss=lambda model, batch: model(batch).square().mean(),
+        collate=lambda samples: torch.stack(list(samples), 1),
+        output_dir=tmp_path,
+        max_steps=3,
+        batch_size=4,
+        data={"shuffle": False, "num_workers": 0},
+        log={"progress": False},
+    )
+    [record] = [json.loads(path.read_text()) for path in tmp_path.glob("incidents/*/incident.json")]
+    [finding] = record["processes"]
+    assert (finding["happens_again"], finding["samples"], finding["suspects"]) == (True, [], [4, 5, 6, 7])
