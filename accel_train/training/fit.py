@@ -77,11 +77,14 @@ def fit(
         if max_steps is not None
         else {"every_epochs": max(1, int((num_epochs or 3) // 4))},
     }
-    own["checkpoint"] = {
+    ways: dict[str, dict[str, Any]] = {
         "auto": {"resume": "unchanged"},
         "always": {"accept_changes": True},
         "never": {"resume": "never"},
-    }[resume]
+    }
+    if resume not in ways:
+        raise ValueError(f"resume={resume!r}: unknown value. Use {', '.join(ways)}")
+    own["checkpoint"] = ways[resume]
     for name, section in sections.items():
         own[name] = {**own[name], **section} if isinstance(section, Mapping) and name in own else section
     recipe = make_recipe(own, "fit()", arguments=[])
