@@ -13,6 +13,7 @@ from accel_train.recovery.out_of_memory import CAREFUL_STEPS, NewSizes, smaller_
 from tests.support.number_faults import launch
 from tests.support.processes import run_forked
 from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+from tests.system.test_cases_moe import MIXTURE
 
 
 def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) -> str:
@@ -59,6 +60,22 @@ def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_
         in told[0]["message"]
     )
     assert "8 = 2 per device" in told[-1]["message"]
+
+
+@pytest.mark.parametrize("from_step", [1, 3])
+def test_the_router_loss_of_a_mixture_is_the_same_after_one_process_ran_out_of_memory(
+    tmp_path: Path, from_step: int
+) -> None:
+    sections: dict[str, Any] = {"model": {"config": MIXTURE}, "schedule": {"max_steps": 4}}
+    run_in(tmp_path / "whole", processes=1, **sections)
+    limit = {"no_room": {"rank": 1, "rows": 2, "where": "forward", "from_step": from_step}}
+    run_in(tmp_path / "cut", processes=2, options=limit, **sections)
+    assert len(events(tmp_path / "cut/run", "out_of_memory")) == 1
+    whole, cut = (
+        [(each["step_loss"], each["router_aux_loss"], each["grad_norm"]) for each in metrics(tmp_path / name / "run")]
+        for name in ("whole", "cut")
+    )
+    assert cut == [pytest.approx(each, rel=1e-6) for each in whole]
 
 
 @pytest.mark.slow
