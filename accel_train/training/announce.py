@@ -112,7 +112,7 @@ def device_peak(device: torch.device, choices: Mapping[str, Choice[Any]]) -> tup
     return peak, Choice("reported", f"of {peak / 1e12:g} TFLOP/s, the dense peak of {name}")
 
 
-def _of_data(data: TaskData) -> list[str]:
+def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     """Return how many samples there are, and the notes on them."""
     facts = data.facts
     sizes = []
@@ -122,18 +122,20 @@ def _of_data(data: TaskData) -> list[str]:
     labels = class_notes(counts) if counts and not kind.startswith("regression") else []
     if kind.startswith("regression"):
         labels = [f"labels: {kind}; no classes"]
-    return [*sizes, *labels, *few_held_out(facts), *facts.get("notes", ())]
+    return [*sizes, *labels, *few_held_out(facts, recipe.data.eval), *facts.get("notes", ())]
 
 
-def few_held_out(facts: Mapping[str, Any]) -> list[str]:
-    """Return a warning about a split that holds out too few samples to measure a classifier or a regression."""
+def few_held_out(facts: Mapping[str, Any], own: object) -> list[str]:
+    """Return a warning about too few held-out samples to measure a classifier or a regression; `own` is `data.eval`."""
     num_eval, is_labelled = facts.get("num_eval", 0), "num_train_of_label" in facts or "problem_type" in facts
     if not (is_labelled and 0 < num_eval < FEW_HELD_OUT):
         return []
-    return [
-        f"{num_eval} held-out samples are few: one more error is {1 / num_eval:.1%} of the accuracy. Raise data.eval_fraction, to "
-        "0.1 for example, or give data.eval"
-    ]
+    is_regression = facts.get("problem_type", "").startswith("regression")
+    costs = "" if is_regression else f": one more error is {1 / num_eval:.1%} of the accuracy"
+    remedy = (
+        "Raise data.eval_fraction, to 0.1 for example, or give data.eval" if own is None else "Give more in data.eval"
+    )
+    return [f"{num_eval} held-out samples are few{costs}. {remedy}"]
 
 
 def describe_batch_norm(run: RunContext) -> str | None:
@@ -167,7 +169,7 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
     observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
     if (norms := describe_batch_norm(run)) is not None:
         observer.note(f"{'batch norm'.ljust(width)}  {norms}")
-    for note in _of_data(plan.data):
+    for note in _of_data(plan.data, plan.recipe):
         observer.note(f"{'data'.ljust(width)}  {note}")
     if not folder.lock.value:
         observer.note(f"output_dir is not locked: {folder.lock.reason}")
