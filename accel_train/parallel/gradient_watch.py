@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from accel_train.core.errors import RecipeError
 from accel_train.model.training_module import TrainingModule
@@ -40,7 +41,8 @@ class Fsdp2Gradients:
         named = [(self._names[id(sharded)], gathered) for sharded, gathered in weights]
         grads = [gathered.grad for _, gathered in named if gathered is not None and gathered.grad is not None]
         if grads and (fault := self._take_fault()) is not None:
-            min(grads, key=torch.numel).add_(fault)
+            smallest = min(grads, key=torch.numel)
+            (smallest.to_local() if isinstance(smallest, DTensor) else smallest).add_(fault)
         lacking = {name for name, gathered in named if gathered is None or gathered.grad is None}
         self.lacking |= lacking
         self._used.update(name for name, _ in named if name not in lacking)
