@@ -255,7 +255,7 @@ def load_class(setting: str, name: str, base: str) -> type[Any]:
 
 
 def prove_forward(task: Task, recipe: "Recipe") -> "dict[str, Choice[Any]]":
-    """Return what a task proves of its forward before data is read, for the start; nothing unless it has a method `prove`.
+    """Return what a task proves of its forward before data is read; nothing unless it has a method `prove`.
 
     Raises:
         ValueError: a setting changes what the model computes; the text names the setting and the fix.

@@ -56,7 +56,7 @@ class ResumePoint:
     rollbacks: tuple[Rollback, ...] = ()
     """Rollbacks of earlier launches."""
     changes: tuple[Change, ...] = ()
-    """Differences between the recipe and the checkpoint's, with the user's consent; without a checkpoint, the cause of the new run."""
+    """Accepted differences from the checkpoint's recipe; without a checkpoint, the cause of the new run."""
     changed: tuple[str, ...] = ()
     """Files of the checkpoint that were changed since it was saved, and that a resume does without."""
     previous: Path | None = None
@@ -140,9 +140,9 @@ def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
 def find_checkpoint(
     recipe: Recipe, identity: Mapping[str, Any], digests: Digests = digests_of, settings: Settings | None = None
 ) -> ResumePoint:
-    """Return the newest valid checkpoint of this run, or the one the recipe names; `never` archives those of an old run.
+    """Return the newest valid checkpoint of this run, or the one that the recipe names.
 
-    `unchanged` also archives them where the identity or the settings differ.
+    `never` archives those of an old run; so does `unchanged`, where the identity or the settings differ.
     """
     folder, resume = Path(recipe.output_dir), recipe.checkpoint.resume
     root = folder / "checkpoints"

@@ -21,15 +21,15 @@ from accel_train.core.json_io import read_plain_json, write_plain_json
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 STATE_FILES = (TRAINER, "trainer_state.json", "scheduler.json")
-"""Files that a resume reads, like every safetensors file. The others describe the model: configuration, tokenizer, README."""
+"""Files that a resume reads, like every safetensors file. The others describe the model (config, tokenizer, README)."""
 FORMAT = 1
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 """Endings of files that would run code when they are loaded."""
 _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
-    r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|trackers|recipe(\.resolved)?"
-    r"|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
+    r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|trackers"
+    r"|recipe(\.resolved)?|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
 )
 """Temporary names that only this program gives: others in the run folder are the user's."""
 
@@ -273,7 +273,7 @@ def describes(name: str) -> bool:
 
 
 def changed_descriptions(folder: Path) -> list[str]:
-    """Return the files of a valid checkpoint that were changed, added or removed since it was saved, and that a resume does without."""
+    """Return what was changed, added or removed in a valid checkpoint since the save, and a resume does without."""
     manifest = read_plain_json(folder / MANIFEST)
     files, added = manifest["files"], set(manifest.get("added", []))
     named = [name for name in files if describes(name)]

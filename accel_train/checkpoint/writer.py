@@ -59,7 +59,7 @@ class Saver:
         then: Callable[[], Sequence[Path]],
         parts: "ShardWriter | None" = None,
     ) -> None:
-        """Publish a checkpoint and then call `then`, which removes older ones; waits first for the one that is being written, if any.
+        """Publish a checkpoint, and call `then`, which removes older ones; waits for one that is being written.
 
         With `parts` all processes save at once, each its own. Once `failed`, nothing more is written: the run is about to end,
         and how it ends must not hang on whether it heard of the second failure before the third save was due.

@@ -66,7 +66,7 @@ def json_digest(value: object) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value in forms that JSON has, without secrets: NaN and Infinity as strings, arrays and tensors as lists."""
+    """Return a value as JSON has it, without secrets: NaN and Infinity as strings, arrays and tensors as lists."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

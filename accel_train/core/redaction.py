@@ -43,7 +43,7 @@ def is_secret(name: str) -> bool:
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """Let `redact` know these secrets wherever they come up: values of secret names, passwords in URLs, and targets of `notify`.
+    """Let `redact` know these secrets: values of secret names, passwords in URLs, and targets of `notify`.
 
     Works through mappings and lists; remembers for as long as the process lives.
     """
@@ -66,7 +66,7 @@ def _secrets_of(value: Any, name: str) -> set[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {str(value)} if is_number and is_secret(name) else set()
     inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
-    # Anybody who knows the address of a webhook can write to it. What is not an address may be a command with credentials.
+    # Whoever knows the address of a webhook can write to it. Other texts may be commands with credentials.
     if name.rpartition(".")[2] == "notify" and not value.startswith("$") and value != REDACTED:
         inside.add(value)
     # A path says where the secret lies, and belongs into messages.

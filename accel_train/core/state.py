@@ -30,7 +30,7 @@ class StepResult(NamedTuple):
     num_targets: int
     """Targets (tokens, for a language model) in the global batch."""
     skipped: bool
-    """The update was not applied: without targets, with a loss or gradient that is not finite, or with a norm above the guard's limit."""
+    """The update was not applied: no targets, a loss or gradient not finite, or a norm above the guard's limit."""
     loss_scale: float | None
     """fp16 only: the scale this step's gradients were computed with."""
     stop_requested: bool
@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
     gradient_sum_here: float = 0.0
     """Sum of its own gradients, scaled as they were: finite where all of them were, or where nobody looked."""
     router_loss: float | None = None
-    """Load-balancing loss of a mixture of experts over the global batch, without its coefficient; `loss` includes it."""
+    """Load-balancing loss of a mixture of experts over the global batch, without its coefficient."""
     ended: float | None = None
     """Time at which this process's host had queued its update, by `time.perf_counter`."""
 

@@ -51,7 +51,7 @@ class _Filtered:
 
 @contextmanager
 def controls_kept_out() -> Iterator[None]:
-    """Print all text inside `without_controls`: names, labels and messages may come from another person's run or data."""
+    """Print all text inside `without_controls`: names and messages may come from another person's run or data."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, stream and _Filtered(stream)) for stream in before)
     try:

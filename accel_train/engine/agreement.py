@@ -33,8 +33,9 @@ class StepOutcome(NamedTuple):
     step: int
     learning_rate: float
     numbers: Tensor | list[float]
-    """[loss sum of this process, gradient norm, 1 where skipped, loss scale, gradient sum of this process, router loss] on the device;
-    all but the loss sum and the gradient sum are the same on all processes. On the host where one process trains on a CPU."""
+    """[loss sum here, gradient norm, 1 where skipped, loss scale, gradient sum of this process, router loss].
+
+    All but the two sums are the same on all processes. On the device; on the host where one process trains on a CPU."""
     counts: Tensor | StepSignals
     """[targets, stop requests, ...] over all processes: on the device, or known to the host of a process that is alone."""
     has_loss_scale: bool

@@ -1,4 +1,4 @@
-"""`log.notify`: post to webhooks that a run rolls back, stops or ends. None of them can fail the run, or hold up its training."""
+"""`log.notify`: post to webhooks that a run rolls back, stops or ends. None of them can fail or delay the run."""
 
 import json
 import os

@@ -343,7 +343,7 @@ def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, Json
 
 
 def parse_line(line: bytes, kind: str) -> tuple[JsonRecord | None, str]:
-    """Return a line as a record, and why it is damaged; None, or an empty text. `kind` is its key that names a split or event."""
+    """Return a line as a record or None, and why it is damaged. `kind` is its key that names a split or event."""
     try:
         record = from_json(json.loads(line))
     except (ValueError, RecursionError) as error:

@@ -64,7 +64,7 @@ def agree_on_mixed_precision(section: Precision, device: torch.device, num_proce
 
 
 def weakest_precision(choices: Sequence[Choice[str] | str]) -> Choice[str]:
-    """Return the weakest of the precisions that the processes have chosen, or raise the error that one of them has met, a text."""
+    """Return the weakest of the precisions that processes have chosen, or raise the error (a text) that one has met."""
     number, problem = next(((rank, each) for rank, each in enumerate(choices) if isinstance(each, str)), (0, ""))
     if isinstance(problem, str) and problem:
         raise ValueError(problem if len(choices) == 1 else f"rank {number}: {problem}")

@@ -88,8 +88,9 @@ class Strategy(ABC):
         """The recipe's section, and how many processes share one copy of the model, with the reason."""
 
     fault: Tensor | None = None
-    """0-dim: NaN where a loss of this process's step is not finite, else 0. Gradients take it to the others: NaN that is sent backward
-    need not arrive, where a gradient is zero. None: the host knows that losses are finite."""
+    """0-dim: NaN where a loss of this process's step is not finite, else 0; None: all are known to be finite.
+
+    Gradients take it to the other processes: NaN that is sent backward need not arrive where a gradient is zero."""
 
     # Before and while building
 

@@ -29,7 +29,7 @@ OF_ONE_MACHINE: Any = {
 }
 """Settings that may differ between machines, or that only the main process uses; the data itself is compared."""
 OF_COMPUTATION = ("precision.", "model.", "loss.", "optimizer", "batch", "document mask", "parallel")
-"""Beginnings of the names of choices that decide what a step computes; others (threads, readers, folders) belong to a machine."""
+"""Beginnings of names of choices that decide what a step computes; others (threads, readers) belong to a machine."""
 PACKAGE_ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "numpy")
 

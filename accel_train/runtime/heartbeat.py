@@ -10,7 +10,7 @@ They use a connection of their own, from threads that no collective can block. T
     failure            the first failure of the run; later ones read it, so that all processes name the same cause
     stop               some process was asked to stop
 
-A process reads the statuses of its own machine and of rank 0. So a start costs O(world size) calls in all, and not its square.
+A process reads the statuses of its own machine and of rank 0, so a start costs O(world size) calls in all.
 """
 
 import itertools

@@ -87,7 +87,7 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
 
 
 def finished_before(plan: RunPlan) -> dict[str, Any] | None:
-    """Return the contents of summary.json if this very run, with the same recipe, has finished in this folder; else None."""
+    """Return the contents of summary.json if this run has finished in this folder with the same recipe; else None."""
     point, folder = plan.resume_point, plan.output_dir
     # The Trainer's callbacks and a program's observers expect a run.
     if point.path is None or point.broken or point.changes or plan.extensions.observers:
@@ -143,7 +143,7 @@ def _lacks_report(folder: Path) -> bool:
 
 
 def _kept_model(run: RunContext) -> nn.Module:
-    """Return the model with the weights that are in use; within `averaged` a copy, as the run's own gets its last weights back."""
+    """Return the model with the weights in use; within `averaged` a copy, as the run's own gets its last ones back."""
     model = full_model(run)
     averages = run.plan.recipe.optimizer.ema_decay is not None and run.strategy.is_replicated
     return copy.deepcopy(model) if averages else model

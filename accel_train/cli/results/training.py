@@ -143,7 +143,7 @@ class CheckpointOfRun(TypedDict):
     problem: str | None
     """Null where every digest is right."""
     changed: Sequence[str]
-    """Files of a valid checkpoint that were changed since the save, and that a resume does without: configuration, tokenizer."""
+    """Files that were changed since the save and that a resume does without (config, tokenizer)."""
     healthy: bool
     """A rollback would use it."""
     abandoned: bool
