@@ -47,12 +47,11 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
         TrainingStopped: the weights, their average or their loss are not finite: nothing is published.
     """
     accelerator, output_dir = run.accelerator, run.plan.output_dir
-    if (
-        run.state.num_targets_seen == 0 < run.state.step
-    ):  # the guard counts steps without targets since the last start only
+    # The guard counts steps without targets since the last start only.
+    if run.state.num_targets_seen == 0 < run.state.step:
         raise DataError(
-            f"none of the {run.state.step} steps had a target, so nothing was trained. Check the labels (or masks) of the "
-            "training data, and which label is ignored"
+            f"none of the {run.state.step} steps had a target, so nothing was trained. Check the labels (or masks) of "
+            "the training data, and which label is ignored"
         )
     if accelerator.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
@@ -280,7 +279,7 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str
         steps=state.step,
         epochs=state.step / plan.order.steps_per_epoch,
         best_step=state.best_step,
-        loss_rose=None not in (state.best_loss, state.last_loss) and state.last_loss > state.best_loss,  # type: ignore[operator]
+        loss_rose=state.best_loss is not None and state.last_loss is not None and state.last_loss > state.best_loss,
         pretrained=plan.recipe.model.pretrained is not None,
         parameters=whole_numel(list(run.strategy.inner.model.parameters())),
         samples=plan.order.num_samples,

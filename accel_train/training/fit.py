@@ -40,10 +40,10 @@ def fit(
 ) -> RunResult:
     """Train any `nn.Module` on a map-style data set, with the guards, the data order and the checkpoints of every run.
 
-    Call it again to resume from the newest valid checkpoint of `output_dir`, or to get the finished model. Where data, loss, metrics,
-    model, or settings have changed, it says so, keeps the old run in `previous-N`, and trains a new one. Initial weights are not
-    compared. Under `accelerate launch` or torchrun the same program trains on all processes. The module is trained in place; where
-    it is sharded, `result.model` has its weights.
+    Call it again to resume from the newest valid checkpoint of `output_dir`, or to get the finished model. Where data,
+    loss, metrics, model, or settings have changed, it says so, keeps the old run in `previous-N`, and trains a new one.
+    Initial weights are not compared. Under `accelerate launch` or torchrun the same program trains on all processes. The
+    module is trained in place; where it is sharded, `result.model` has its weights.
 
     Args:
         model: on the CPU, in fp32.

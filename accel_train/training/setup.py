@@ -361,5 +361,6 @@ def check_lone_samples(run: RunContext) -> None:
         where = f"step {step + 1}, the last of an epoch," if size > 1 else "each step"
         remedy = "data.last_batch to drop or carry" if size > 1 else "batch.per_device_batch_size to 2 or more"
         raise ValueError(
-            f"in {where} a process forwards one sample alone, and this model's batch norm cannot train on one. Set {remedy}"
+            f"in {where} a process forwards one sample alone, and this model's batch norm cannot train on one. "
+            f"Set {remedy}"
         )
