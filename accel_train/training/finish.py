@@ -108,7 +108,7 @@ def finished_before(plan: RunPlan) -> dict[str, Any] | None:
 
 def _digest_of_recipe(recipe: Recipe) -> str:
     """Return a digest of what a run is, however and wherever it was started."""
-    how = {"output_dir": True, "checkpoint": {"resume", "accept_changes"}}
+    how: dict[str, Any] = {"output_dir": True, "checkpoint": {"resume", "accept_changes"}}
     # Without defaults: a newer version with more settings finds the run again.
     return json_digest(to_json(recipe.model_dump(exclude=how, exclude_defaults=True)))
 
