@@ -114,11 +114,11 @@ def choose_cache() -> Choice[str]:
 
 
 def drop_unfinished(folder: Path, pattern: str) -> int:
-    """Remove the files in `folder` that a compiler was killed in, so that torch does not load them; returns their number.
+    """Remove files in `folder` that a compiler was killed in, before torch loads them; returns their number.
 
-    torch renames its own files into place, and takes a file that exists for complete. C++ compilers write in place. torch
-    makes a folder `KEY..._CxxBuild` next to their output before they start, and removes it when they are done. It holds the
-    key's lock meanwhile, so that the files of another process that compiles now are left alone.
+    torch renames its own files into place, and takes a file that exists for complete. C++ compilers write in place.
+    torch makes a folder `KEY..._CxxBuild` next to their output before they start, and removes it when they are done.
+    It holds the key's lock meanwhile, so the files of another process that compiles now are left alone.
     """
     num_dropped = 0
     unfinished = filter(_is_unfinished, folder.glob(pattern))
@@ -143,9 +143,9 @@ def drop_unfinished(folder: Path, pattern: str) -> int:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return whether this is the mark of a compiler that did not finish, or a library that is shorter than its header says."""
+    """Return whether this is the mark of an unfinished compiler, or a library shorter than its header says."""
     if path.name.endswith(BUILD_MARK):
-        # Another key's lock guards the second part of a kernel (TORCHINDUCTOR_CPP_WRAPPER=1), so that it is not known to be free.
+        # TORCHINDUCTOR_CPP_WRAPPER=1: another key's lock guards the second part of a kernel, so it may be in use.
         return not path.name.endswith(f".optimized{BUILD_MARK}")
     if path.suffix != ".so":
         return False

@@ -140,7 +140,7 @@ def check_launcher(num_processes_seen: int) -> None:
 
 
 def idle_gpus(device: Any, num_processes_seen: int) -> Choice[str] | None:
-    """Return that this process uses one of several GPUs, and the command that uses all; None where a launcher chose, or has none idle."""
+    """Return that this process uses one of several GPUs, and the command for all; None under a launcher or if none is idle."""
     import torch
 
     num_gpus = torch.get_device_module(device).device_count()

@@ -1,4 +1,4 @@
-"""The NVIDIA driver of this machine: its version, the torch that fits it, and whether the installed torch uses it. Imports no torch."""
+"""The NVIDIA driver of this machine, the torch that fits it, and whether the installed torch uses it. Imports no torch."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def installed_torch(package: Path | None = None) -> TorchBuild | None:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver by its kernel module or by nvidia-smi (WSL); None where neither is present."""
+    """Return the version of the NVIDIA driver, by its kernel module or by nvidia-smi (WSL); None without both."""
     try:
         words = (ROOT / "proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
         return next((word for word in words if word[0].isdigit()), None)
@@ -60,7 +60,7 @@ def driver_version() -> str | None:
 
 
 def hides_gpus(environment: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: CUDA ignores what follows the first entry that names no GPU."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: CUDA stops at the first entry that names no GPU."""
     first = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     return not re.match(r"\d|GPU-|MIG-", first)
 
@@ -77,9 +77,9 @@ def remedy_for(driver: str, build: TorchBuild | None) -> str:
 
 
 def unused_driver(environment: Mapping[str, str]) -> str | None:
-    """Return why a torch that sees no GPU leaves those of this machine unused, with the remedy; None where it has none to use.
+    """Return why a torch that sees no GPU leaves this machine's GPUs unused, with the remedy; None if it has none.
 
-    None also where the environment hides the GPUs or asks for the CPU, and in a container or a job that was given none.
+    None also if the environment hides the GPUs or asks for the CPU, and in a container or a job without GPUs.
     """
     if uses_cpu(environment) or hides_gpus(environment) or (driver := driver_version()) is None:
         return None

@@ -82,9 +82,9 @@ def set_constant_floats(is_on: bool) -> None:
 
 
 def header_folder(folder: Path | None = None) -> Path:
-    """Return where torch keeps the precompiled headers of its kernels on CPUs, or move it to `folder`; `codecache._HEADER_DIR`, torch 2.13.
+    """Return where torch keeps precompiled headers of CPU kernels, or move it to `folder`; `codecache._HEADER_DIR`, torch 2.13.
 
-    It lies in the folder for temporary files, whatever TORCHINDUCTOR_CACHE_DIR says.
+    The folder lies among temporary files, whatever TORCHINDUCTOR_CACHE_DIR says.
     """
     from torch._inductor import codecache
 
@@ -152,9 +152,7 @@ def forget_accelerator() -> None:
 
 
 def is_set_to_cpu() -> bool:
-    """Return whether this process's PartialState was made for the CPU (`TrainingArguments(use_cpu=True)`); `PartialState._shared_state`,
-    Accelerate 1.15.
-    """
+    """Return whether `TrainingArguments(use_cpu=True)` chose the CPU; `PartialState._shared_state`, Accelerate 1.15."""
     from accelerate import PartialState
 
     return bool(PartialState._shared_state.get("_cpu", False))

@@ -238,7 +238,8 @@ def test_every_launch_that_is_printed_uses_all_of_eight_gpus(path: Path, eight_g
 
 
 def test_check_of_the_launches_can_fail(eight_gpus: None) -> None:
-    text = "`torchrun --nproc_per_node 2 -m accel_train run R`\n#   accelerate launch --num_processes \\\n#     2 -m accel_train x"
+    text = "`torchrun --nproc_per_node 2 -m accel_train x`\n"
+    text += "#   accelerate launch --num_processes \\\n#     2 -m accel_train x"
     assert [processes_on_a_machine(words) for words in commands_for_gpus(text)] == [2, 2]
     assert sum(len(commands_for_gpus(path.read_text())) for path in PAGES) >= 20
 

@@ -99,7 +99,7 @@ def test_kills_change_nothing_of_a_run_whose_checkpoints_hold_adapters_alone(tmp
 
 
 OUTPUTS = {"torchinductor_*/precompiled_headers/*.gch": 1_000_000, "compiled/*/??/*.main.so": 1}
-"""What C++ compilers write for torch.compile, in its order, and a size in bytes that only unfinished files are below."""
+"""What C++ compilers write for torch.compile, in its order, and a size in bytes that finished files exceed."""
 
 
 def kill_in_compiler(recipe: Path, folder: Path, output: str, **variables: str) -> None:

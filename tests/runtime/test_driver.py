@@ -1,4 +1,4 @@
-"""A machine whose NVIDIA driver torch cannot use trains nothing on its CPU unasked, and the remedy names the wheels that fit."""
+"""A torch that cannot use the NVIDIA driver trains nothing on the CPU unasked; the refusal names the wheels that fit."""
 
 from collections.abc import Iterator
 from pathlib import Path
