@@ -167,6 +167,8 @@ def _choose_folder() -> Choice[str]:
         if given and Path(given) != folder and not _is_torchs_own(Path(given)):
             return Choice(given, f"as {CACHE_VARIABLE} says; compiled code is kept there")
         problem = _make_private(folder.parent) or _make_private(folder)
+        if any(map(str.isspace, str(folder))):
+            problem = f"{folder} has a blank in its name, and torch's commands for compilers split at it"
     except (OSError, RuntimeError) as error:  # no room, no permission, or no home folder
         problem = str(error)
     if problem:

@@ -141,7 +141,7 @@ def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again
 
     for folder, output in zip((tmp_path / "temporary", tmp_path / "cache"), OUTPUTS, strict=True):
         kill_in_compiler(recipe("killed"), folder, output, **caches)
-    assert train("killed", **caches) == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other cache"))
+    assert train("killed", **caches) == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other-cache"))
     choice = json.loads((tmp_path / "killed" / "summary.json").read_text())["choices"]["compile_cache"]
     assert "left unfinished" in json.dumps(choice)
 

@@ -175,6 +175,16 @@ def test_compiled_code_that_others_could_have_written_is_not_executed(
     used.rmdir()
 
 
+def test_a_folder_that_torch_cannot_name_to_a_compiler_is_not_used(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "my cache"))
+    choice = choose_cache()
+    assert not any(map(str.isspace, choice.value))
+    assert "my cache" in choice.reason
+    Path(choice.value).rmdir()
+
+
 KEY = "cab4"
 SECTIONS_BEGIN, SECTION_SIZE, NUM_SECTIONS = 1000, 64, 2
 _FIELDS = (b"\x7fELF", 2, 1, 1, 3, 62, 1, 0, 64, SECTIONS_BEGIN, 0, 64, 56, 1, SECTION_SIZE, NUM_SECTIONS, 1)
