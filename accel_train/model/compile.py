@@ -6,6 +6,9 @@ What is compiled is kept in a folder of the user, so that the next start loads i
 import hashlib
 import os
 import platform
+import shutil
+import struct
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -14,15 +17,19 @@ from stat import S_ISDIR
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import nn
 
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.cache import user_cache
 from accel_train.recipe.schema import MemoryBudget, Precision
-from accel_train.runtime.private import set_activation_memory_budget, set_constant_floats
+from accel_train.runtime.private import header_folder, set_activation_memory_budget, set_constant_floats
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch (and by Triton's part of it) whenever it compiles or loads."""
+BUILD_MARK = "_CxxBuild"
+"""Ending of the folder that torch makes before it starts a C++ compiler, and removes when the compiler is done."""
 
 
 class GraphCount:
@@ -89,14 +96,79 @@ def choose_cache() -> Choice[str]:
     """Choose and set the folder that compiled code is kept in: by TORCHINDUCTOR_CACHE_DIR, else in the user's cache folder.
 
     Its files are executed, so a folder that another user owns, or may write to, is not used: what is compiled then lies in a
-    temporary folder, for this start alone.
+    temporary folder, for this start alone. Files that a killed process left unfinished are removed.
     """
+    choice = _choose_folder()
+    folder, headers = Path(choice.value), header_folder()
+    try:
+        problem = _make_private(headers.parent)
+    except OSError as error:
+        problem = str(error)
+    if problem:  # torch's folder has a name that other users can guess, and lies in /tmp
+        headers = header_folder(folder / headers.name)
+    num_dropped = drop_unfinished(folder, "??/*") + drop_unfinished(headers, "*")
+    if not num_dropped:
+        return choice
+    dropped = f"removed {format_count(num_dropped, 'file')} that a killed compiler left unfinished"
+    return Choice(choice.value, f"{choice.reason}; {dropped}")
+
+
+def drop_unfinished(folder: Path, pattern: str) -> int:
+    """Remove files in `folder` that a compiler was killed in, before torch loads them; returns their number.
+
+    torch renames its own files into place, and takes a file that exists for complete. C++ compilers write in place.
+    torch makes a folder `KEY..._CxxBuild` next to their output before they start, and removes it when they are done.
+    It holds the key's lock meanwhile, so the files of another process that compiles now are left alone.
+    """
+    num_dropped = 0
+    unfinished = filter(_is_unfinished, folder.glob(pattern))
+    for parent, key in sorted({(each.parent, each.name.split(".")[0].removesuffix(BUILD_MARK)) for each in unfinished}):
+        lock = folder / "locks" / f"{key}.lock"
+        try:
+            lock.parent.mkdir(exist_ok=True)
+            with FileLock(lock, timeout=0):
+                files = sorted(parent.glob(f"{key}*"))
+                if not any(map(_is_unfinished, files)):  # another process has removed it by now
+                    continue
+                outputs = [each for each in files if each.suffix in (".so", ".o", ".gch", ".pch")]
+                for each in outputs:
+                    each.unlink()
+                for each in files:  # last: what a kill leaves here is still marked
+                    if each.name.endswith(BUILD_MARK):
+                        shutil.rmtree(each)
+                num_dropped += len(outputs)
+        except OSError:  # a lock that is held is a TimeoutError; or the user may not write to the folder
+            continue
+    return num_dropped
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Return whether this is the mark of an unfinished compiler, or a library shorter than its header says."""
+    if path.name.endswith(BUILD_MARK):
+        # TORCHINDUCTOR_CPP_WRAPPER=1: another key's lock guards the second part of a kernel, so it may be in use.
+        return not path.name.endswith(f".optimized{BUILD_MARK}")
+    if path.suffix != ".so":
+        return False
+    try:
+        with path.open("rb") as file:
+            header, size = file.read(64), os.fstat(file.fileno()).st_size
+    except OSError:  # another process has removed it
+        return False
+    if size >= 64 and header.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian
+        sections_begin, section_size, num_sections = struct.unpack("<40xQ10xHH2x", header)
+        return bool(size < sections_begin + section_size * num_sections)
+    return size < 64 or (sys.platform == "linux" and not header.startswith(b"\x7fELF"))
+
+
+def _choose_folder() -> Choice[str]:
     try:
         folder = user_cache() / "compiled" / machine_kind()
         given = os.environ.get(CACHE_VARIABLE)
         if given and Path(given) != folder and not _is_torchs_own(Path(given)):
             return Choice(given, f"as {CACHE_VARIABLE} says; compiled code is kept there")
         problem = _make_private(folder.parent) or _make_private(folder)
+        if any(map(str.isspace, str(folder))):
+            problem = f"{folder} has a blank in its name, and torch's commands for compilers split at it"
     except (OSError, RuntimeError) as error:  # no room, no permission, or no home folder
         problem = str(error)
     if problem:

@@ -17,7 +17,16 @@ from typing import Any, Literal
 
 from accel_train.core.format import format_bytes, format_count
 from accel_train.core.redaction import redact_words
+from accel_train.core.state import Choice
 from accel_train.core.version import __version__
+from accel_train.runtime.driver import (
+    TorchBuild,
+    driver_version,
+    hides_gpus,
+    installed_torch,
+    remedy_for,
+    unused_driver,
+)
 
 GIT_SECONDS = 2.0
 LEAST_FREE_DISK_BYTES = 5 * 2**30
@@ -130,6 +139,21 @@ def check_launcher(num_processes_seen: int) -> None:
         )
 
 
+def idle_gpus(device: Any, num_processes_seen: int) -> Choice[str] | None:
+    """Return that this process uses one of several GPUs, and the command for all; None under a launcher or if none is idle."""
+    import torch
+
+    num_gpus = torch.get_device_module(device).device_count()
+    # `accelerate launch` sets the second, and WORLD_SIZE only for several processes.
+    is_launched = not {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}.isdisjoint(os.environ)
+    if num_processes_seen > 1 or num_gpus < 2 or is_launched:
+        return None
+    command = f"torchrun --standalone --nproc_per_node {num_gpus} {_own_command()}"
+    if "ipykernel" in sys.modules:
+        command = f"accelerate.notebook_launcher(FUNCTION, num_processes={num_gpus})"
+    return Choice(f"1 of {num_gpus} GPUs used", f"all: {command}")
+
+
 def _own_command() -> str:
     """Return the command of this process as it stands behind a launcher, without secrets."""
     words = ["-m", "accel_train", *sys.argv[1:]] if _is_our_program() else sys.argv
@@ -179,9 +203,9 @@ def _check_gpus() -> Iterator[Finding]:
     """Examine each GPU (memory, precisions), the driver, CUDA and NCCL."""
     import torch
 
-    driver = _driver_version()
+    driver = driver_version()
     if not torch.cuda.is_available():
-        yield _no_gpu(torch, driver)
+        yield _no_gpu(driver, installed_torch())
         return
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
     yield Finding("ok", "cuda", f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}, NCCL {nccl}")
@@ -200,26 +224,18 @@ def _check_gpus() -> Iterator[Finding]:
         yield Finding("bad", "nccl", text, "install torch for CUDA")
 
 
-def _no_gpu(torch: Any, driver: str | None) -> Finding:
-    hidden, built_for = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda
-    if driver is not None and built_for is None:
-        text = f"driver {driver} is here, but torch {torch.__version__} computes on the CPU only"
-        return Finding("bad", "gpu", text, "install torch for CUDA: https://pytorch.org/get-started/locally")
-    if hidden is not None and hidden.strip() in ("", "-1"):
+def _no_gpu(driver: str | None, build: TorchBuild | None) -> Finding:
+    if hides_gpus(os.environ):
+        hidden = os.environ["CUDA_VISIBLE_DEVICES"]
         return Finding("warn", "gpu", f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES")
-    if built_for is not None:
+    if driver is not None:
+        status: Literal["warn", "bad"] = "bad" if unused_driver(os.environ) else "warn"
+        return Finding(status, "gpu", f"driver {driver} is here, but {build} finds no GPU", remedy_for(driver, build))
+    if build is not None and build.cuda is not None:
         remedy = "install the driver, or give the container its GPUs (docker run --gpus all)"
-        return Finding("warn", "gpu", f"torch is built for CUDA {built_for}, and finds no GPU", remedy)
+        return Finding("warn", "gpu", f"{build} finds no GPU and no driver", remedy)
     remedy = "fine for a trial; install torch for CUDA on a GPU machine"
     return Finding("warn", "gpu", "none: training runs on the CPU, in fp32", remedy)
-
-
-def _driver_version() -> str | None:
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return next((word for word in words if word[0].isdigit()), None)
 
 
 def check_host() -> Iterator[Finding]:

@@ -59,6 +59,8 @@ def exit_code(error: BaseException) -> int | None:
             return code
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return 4
+    if compiled_file_of(error) is not None:
+        return 1
     if "torch" not in sys.modules or not isinstance(error, RuntimeError):
         return None
     from accel_train.runtime.memory import is_out_of_memory
@@ -69,6 +71,12 @@ def exit_code(error: BaseException) -> int | None:
         cause = None if Watchdog.current is None else Watchdog.current.cause
         return 5 if cause is None else cause.exit_code
     return 5 if str(error).startswith(DATA_WORKER_ERRORS) else None
+
+
+def compiled_file_of(error: BaseException) -> str | None:
+    """Return the file of torch.compile's kept code that could not be loaded; None for other errors."""
+    path, folder = getattr(error, "path", None), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return str(path) if isinstance(error, ImportError) and path and folder and path.startswith(f"{folder}/") else None
 
 
 def is_output_closed() -> bool:
@@ -128,6 +136,8 @@ def message_of(error: BaseException) -> str:
     text = cause.message if cause is not None else redact_text(str(error).strip()) or type(error).__name__
     if isinstance(error, RuntimeError) and text.startswith(DATA_WORKER_ERRORS):
         text += "; workers read the data ahead (data.num_workers): is the host out of memory, or the storage stuck?"
+    if (path := compiled_file_of(error)) is not None:
+        text = f"{text}; torch cannot load this compiled code. Remove {path}, and it is compiled again"
     if isinstance(error, KeyboardInterrupt):
         text = INTERRUPTED_MESSAGE
     if isinstance(error, OutOfMemory):

@@ -5,6 +5,7 @@ Each says the version it was seen in and what it is for; `tests/runtime/test_pri
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,18 @@ def set_constant_floats(is_on: bool) -> None:
     settings.specialize_float = is_on  # type: ignore[assignment, unused-ignore]
 
 
+def header_folder(folder: Path | None = None) -> Path:
+    """Return where torch keeps precompiled headers of CPU kernels, or move it to `folder`; `codecache._HEADER_DIR`, torch 2.13.
+
+    The folder lies among temporary files, whatever TORCHINDUCTOR_CACHE_DIR says.
+    """
+    from torch._inductor import codecache
+
+    if folder is not None:
+        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(folder), str(folder / "locks")
+    return Path(codecache._HEADER_DIR)
+
+
 def with_plain_names(module: Any) -> Any:
     """Return a module that torch.compile has wrapped, and its submodules, compiled in place: the wrapper would put `_orig_mod.` into
     the names of weights; `OptimizedModule._orig_mod`, `dynamo_ctx`, `Module._compiled_call_impl`, torch 2.13.
@@ -136,6 +149,13 @@ def forget_accelerator() -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
+
+
+def is_set_to_cpu() -> bool:
+    """Return whether `TrainingArguments(use_cpu=True)` chose the CPU; `PartialState._shared_state`, Accelerate 1.15."""
+    from accelerate import PartialState
+
+    return bool(PartialState._shared_state.get("_cpu", False))
 
 
 def set_gradient_norm(zero: Any, norm: Tensor) -> None:

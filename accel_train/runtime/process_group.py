@@ -12,8 +12,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, broadcast_object_list
 
+from accel_train.runtime.driver import unused_driver, uses_cpu
 from accel_train.runtime.launch_environment import launched_with
 from accel_train.runtime.launcher import stop_with_launcher, store_of_this_start
+from accel_train.runtime.private import is_set_to_cpu
 from accel_train.runtime.signals import stopped_while_joining
 
 T = TypeVar("T")
@@ -27,7 +29,12 @@ def start_processes(*, offloads: bool = False) -> PartialState:
     """Join the other processes of the launcher, if any: the world size is known after this and not before.
 
     A run that `offloads` its weights to the host has collectives there as well as on the GPUs.
+
+    Raises:
+        ValueError: torch cannot use the NVIDIA driver of this machine, and would compute on the CPU unasked.
     """
+    if not (has_accelerator() or is_set_to_cpu()) and (problem := unused_driver(os.environ)) is not None:
+        raise ValueError(problem)
     stop_with_launcher()
     launched_with()  # before anything here changes a variable
     if offloads:  # how Accelerate learns of it; `start_accelerator` removes them
@@ -83,5 +90,4 @@ def limit_collectives(seconds: float) -> None:
 
 def has_accelerator() -> bool:
     """Return whether a run here computes on a GPU: there is one, and ACCELERATE_USE_CPU does not hide it."""
-    uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-    return torch.accelerator.is_available() and not uses_cpu
+    return torch.accelerator.is_available() and not uses_cpu(os.environ)

@@ -27,7 +27,7 @@ from accel_train.parallel.strategies import open_strategy
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import check_agreement
-from accel_train.runtime.doctor import check_launcher
+from accel_train.runtime.doctor import check_launcher, idle_gpus
 from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.task import Task, prove_forward, read_data
 
@@ -71,6 +71,8 @@ def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Ch
         "precision.mixed_precision": strategy.precision(precision),
         **set_backends(recipe.precision, precision.value, device),
     }
+    if (idle := idle_gpus(device, num_processes)) is not None:
+        choices["gpus"] = idle
     if (kept := choose_frozen_dtype(recipe, precision.value, device.type)) is not None:
         choices["model.frozen_dtype"] = kept
     if section.strategy != "ddp":

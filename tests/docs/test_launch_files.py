@@ -1,13 +1,17 @@
 """Launch files say where a run runs, never how it trains."""
 
 import json
+import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -16,6 +20,7 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
+from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
@@ -53,7 +58,10 @@ def environment_of(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> 
     """What `accelerate launch` adds to the environment of the processes, by its own code."""
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
         monkeypatch.delenv(name)
-    words = ["--config_file", str(path), "--main_process_port", "0", *flags, "-m", "accel_train", "run", "x.yaml"]
+    # Files for any number of GPUs do not name it.
+    count = () if load_config_from_file(str(path)).num_processes > 0 else ("--num_processes", "8")
+    flags = ("--main_process_port", "0", *count, *flags)
+    words = ["--config_file", str(path), *flags, "-m", "accel_train", "run", "x.yaml"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     prepare = prepare_multi_gpu_env if arguments.multi_gpu or arguments.use_fsdp else prepare_simple_launcher_cmd_env
     if arguments.use_deepspeed:
@@ -190,3 +198,55 @@ def test_the_cpu_script_starts_the_program_in_two_processes(tmp_path: Path) -> N
     started = [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
     assert [process["LOCAL_RANK"] for process in started] == ["0", "1"]
     assert all(process["ACCELERATE_USE_CPU"] == "true" for process in started)
+
+
+PAGES = [
+    *(REPOSITORY / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted(path for path in LAUNCH.iterdir() if path.suffix in (".md", ".yaml")),
+    *sorted((REPOSITORY / "recipes").glob("*.yaml")),
+]
+COMMAND = re.compile(r"(?:accelerate launch|accel_train\.torchrun|torchrun) [^`\n]*-m accel_train\b[^`\n]*")
+
+
+def commands_for_gpus(text: str) -> list[list[str]]:
+    """The launches that a page prints, but those for CPUs, for one GPU, and for numbers that a shell fills in."""
+    lines = re.sub(r"\\\n#?\s*", "", text).splitlines()
+    on_gpus = [line for line in lines if "CPU" not in line and "one_gpu" not in line and "$" not in line]
+    return [shlex.split(command, comments=True) for line in on_gpus for command in COMMAND.findall(line)]
+
+
+def processes_on_a_machine(words: list[str]) -> int:
+    """How many processes a launch starts on each machine, by the launcher's own code."""
+    words = [str(LAUNCH / "ddp.yaml") if word == "FILE" else word.replace("launch/", f"{LAUNCH}/") for word in words]
+    if words[0] == "accelerate":
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2:]))
+        return int(arguments.num_processes // arguments.num_machines)
+    return int(determine_local_world_size(get_args_parser().parse_args(words[1:]).nproc_per_node))
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
+def test_every_launch_that_is_printed_uses_all_of_eight_gpus(path: Path, eight_gpus: None) -> None:
+    fewer = [words for words in commands_for_gpus(path.read_text()) if processes_on_a_machine(words) != 8]
+    assert fewer == []
+
+
+def test_check_of_the_launches_can_fail(eight_gpus: None) -> None:
+    text = "`torchrun --nproc_per_node 2 -m accel_train x`\n"
+    text += "#   accelerate launch --num_processes \\\n#     2 -m accel_train x"
+    assert [processes_on_a_machine(words) for words in commands_for_gpus(text)] == [2, 2]
+    assert sum(len(commands_for_gpus(path.read_text())) for path in PAGES) >= 20
+
+
+@configs
+def test_a_file_for_one_machine_is_for_any_number_of_gpus_or_for_what_its_parts_multiply_to(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    sizes = config.parallelism_config.values()
+    if config.num_machines == 1 and path.name != "one_gpu.yaml":
+        assert config.num_processes == (math.prod(sizes) if sizes else -1)

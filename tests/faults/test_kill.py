@@ -1,9 +1,13 @@
 """K2: a run of two processes that is killed at random, half of the time in a save, and run again each time, is the run that
 was never killed: no checkpoint corrupt, none lost, every loss, weight and moment the same to the bit."""
 
+import json
+import os
 import random
+import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +96,54 @@ def test_kills_change_nothing_of_a_run_whose_checkpoints_hold_adapters_alone(tmp
     tally = kill_and_compare(tmp_path, 12, 40, seed=3, model=model)
     print(tally)
     assert tally.kills["in save"] >= 3
+
+
+OUTPUTS = {"torchinductor_*/precompiled_headers/*.gch": 1_000_000, "compiled/*/??/*.main.so": 1}
+"""What C++ compilers write for torch.compile, in its order, and a size in bytes that finished files exceed."""
+
+
+def kill_in_compiler(recipe: Path, folder: Path, output: str, **variables: str) -> None:
+    """Start a run, and kill it and its compiler at once when the compiler has opened such a file in `folder`."""
+    process = subprocess.Popen(
+        command(recipe),
+        env=environment(**variables),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while process.poll() is None:
+            if any(path.stat().st_size < OUTPUTS[output] for path in folder.glob(output)):
+                return  # and kill it on the way out
+            time.sleep(0.0005)
+        raise AssertionError(f"the run ended with {process.returncode}, and no unfinished {output} was seen")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    caches = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+
+    def recipe(name: str) -> Path:
+        model = {"config": {**TINY_MODEL, "resid_pdrop": 0.1}}
+        sections = {"precision": {"compile": True}, "schedule": {"max_steps": 3}, "data": {"eval_fraction": 0}}
+        return write_recipe_file(tmp_path, output_dir=str(tmp_path / name), model=model, **sections)
+
+    def train(name: str, **variables: str) -> list[float]:
+        subprocess.run(command(recipe(name)), env=environment(**variables), check=True, timeout=300)
+        return list(losses(tmp_path / name).values())
+
+    for folder, output in zip((tmp_path / "temporary", tmp_path / "cache"), OUTPUTS, strict=True):
+        kill_in_compiler(recipe("killed"), folder, output, **caches)
+    assert train("killed", **caches) == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other-cache"))
+    choice = json.loads((tmp_path / "killed" / "summary.json").read_text())["choices"]["compile_cache"]
+    assert "left unfinished" in json.dumps(choice)
 
 
 @pytest.mark.faults

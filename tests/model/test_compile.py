@@ -1,18 +1,23 @@
 """One graph serves all blocks and any length, nothing is compiled twice, and compiled code is kept where no other user can write."""
 
+import importlib.util
 import json
 import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
+from torch._inductor import codecache
 
 from accel_train import Recipe, train
 from accel_train.model import compile as compiling
 from accel_train.model.compile import GraphCount, choose_cache, compile_module, machine_kind
 from accel_train.recipe.schema import Precision
+from accel_train.runtime.exit import exit_code, message_of
 from benchmarks.model_path import FAMILIES, SIZES, build, step_of
 from tests.support.processes import run_forked
 from tests.support.runs import TINY_MODEL, events, recipe_dict, write_corpus, write_recipe_file
@@ -33,6 +38,8 @@ def traced_only() -> Iterator[None]:
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(compiling.CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path / "torchinductor_me" / "precompiled_headers"))
+    monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", codecache._HEADER_LOCK_DIR)
     return tmp_path / "cache" / "compiled" / machine_kind()
 
 
@@ -166,6 +173,117 @@ def test_compiled_code_that_others_could_have_written_is_not_executed(
     assert choice.reason.startswith("for this start alone: ")
     assert said[trouble] in choice.reason
     used.rmdir()
+
+
+def test_a_folder_that_torch_cannot_name_to_a_compiler_is_not_used(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "my cache"))
+    choice = choose_cache()
+    assert not any(map(str.isspace, choice.value))
+    assert "my cache" in choice.reason
+    Path(choice.value).rmdir()
+
+
+KEY = "cab4"
+SECTIONS_BEGIN, SECTION_SIZE, NUM_SECTIONS = 1000, 64, 2
+_FIELDS = (b"\x7fELF", 2, 1, 1, 3, 62, 1, 0, 64, SECTIONS_BEGIN, 0, 64, 56, 1, SECTION_SIZE, NUM_SECTIONS, 1)
+WHOLE = struct.pack("<4sBBB9xHHIQQQIHHHHHH", *_FIELDS).ljust(SECTIONS_BEGIN + NUM_SECTIONS * SECTION_SIZE, b"\1")
+"""A shared library as linkers leave it: the table of its sections is its end."""
+
+
+def write_kernel(cache: Path, content: bytes, *, marked: bool = False) -> Path:
+    """Leave what torch keeps of one kernel, and the mark of a compiler that has not finished."""
+    folder = cache / KEY[1:3]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{KEY}.main.cpp").touch()
+    if marked:
+        (folder / f"{KEY}.main_CxxBuild").mkdir()
+    library = folder / f"{KEY}.main.so"
+    library.write_bytes(content)
+    return library
+
+
+@pytest.mark.parametrize(
+    ("content", "marked", "is_kept"),
+    [
+        pytest.param(WHOLE, False, True, id="whole"),
+        pytest.param(b"", False, False, id="empty"),
+        pytest.param(WHOLE[:40], False, False, id="cut in its header"),
+        pytest.param(WHOLE[:-1], False, False, id="cut by a byte"),
+        pytest.param(bytes(len(WHOLE)), False, False, id="zeros, of a machine that lost power"),
+        pytest.param(WHOLE, True, False, id="whole, and its compiler was killed"),
+    ],
+)
+def test_libraries_that_no_linker_has_finished_are_removed_and_said(
+    own_cache: Path, content: bytes, marked: bool, is_kept: bool
+) -> None:
+    library = write_kernel(own_cache, content, marked=marked)
+    own_cache.chmod(0o700)
+    own_cache.parent.chmod(0o700)
+    assert ("1 file " in choose_cache().reason) == (not is_kept)
+    assert library.exists() == is_kept
+    assert sorted(path.name for path in library.parent.iterdir() if path != library) == [f"{KEY}.main.cpp"]
+    assert "removed" not in choose_cache().reason
+
+
+def test_a_library_that_another_process_compiles_now_is_left_alone(own_cache: Path) -> None:
+    library = write_kernel(own_cache, b"", marked=True)
+    (own_cache / "locks").mkdir()
+    with FileLock(own_cache / "locks" / f"{KEY}.lock"):
+        assert compiling.drop_unfinished(own_cache, "??/*") == 0
+        assert library.exists()
+    assert compiling.drop_unfinished(own_cache, "??/*") == 1
+    assert not library.exists()
+
+
+def test_a_folder_of_the_users_own_is_looked_through_and_may_be_closed_to_writing(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = write_kernel(tmp_path / "mine", b"")
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path / "mine"))
+    (tmp_path / "mine" / "locks").touch()  # so that no lock can be taken, by root either
+    assert "removed" not in choose_cache().reason
+    assert library.exists()
+    (tmp_path / "mine" / "locks").unlink()
+    assert "1 file " in choose_cache().reason
+    assert not library.exists()
+
+
+def test_code_that_cannot_be_loaded_later_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = write_kernel(tmp_path, b"")
+
+    def load() -> BaseException:
+        spec = importlib.util.spec_from_file_location("kernel", library)
+        assert spec is not None
+        with pytest.raises(ImportError) as caught:
+            importlib.util.module_from_spec(spec)
+        return caught.value
+
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path))
+    assert exit_code(load()) == 1
+    assert f"Remove {library}" in message_of(load())
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path / "other"))
+    assert exit_code(load()) is None
+
+
+def test_headers_that_no_compiler_has_finished_are_removed(own_cache: Path) -> None:
+    headers = Path(codecache._HEADER_DIR)
+    (headers / f"{KEY}.h_CxxBuild").mkdir(parents=True)
+    for name in (f"{KEY}.h", f"{KEY}.h.gch", "cde.h.gch"):
+        (headers / name).touch()
+    assert "1 file " in choose_cache().reason
+    assert {path.name for path in headers.iterdir()} == {f"{KEY}.h", "cde.h.gch", "locks"}
+
+
+def test_headers_in_a_folder_that_others_may_write_to_are_not_used(own_cache: Path) -> None:
+    guessed = Path(codecache._HEADER_DIR).parent
+    guessed.mkdir()
+    guessed.chmod(0o777)
+    choose_cache()
+    own = own_cache / "precompiled_headers"
+    assert str(own) == codecache._HEADER_DIR
+    assert str(own / "locks") == codecache._HEADER_LOCK_DIR
 
 
 @pytest.mark.slow

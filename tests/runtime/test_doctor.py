@@ -1,5 +1,6 @@
 """The doctor says what is wrong with a machine or a launch, and a run refuses a launcher that trains fewer processes than asked."""
 
+import json
 import os
 import socket
 import subprocess
@@ -7,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from accel_train import Recipe, train
 from accel_train.cli.main import main
 from accel_train.runtime.doctor import (
     Finding,
@@ -18,8 +21,10 @@ from accel_train.runtime.doctor import (
     check_versions,
     examine,
     format_findings,
+    idle_gpus,
     launch_facts,
 )
+from tests.support.runs import recipe_dict, write_corpus
 
 JOIN_AND_CHECK = """\
 from accelerate import PartialState
@@ -102,6 +107,63 @@ def test_refused_launch_says_the_command_that_was_typed_behind_a_launcher(
     with pytest.raises(ValueError, match=r"WORLD_SIZE=4") as caught:
         check_launcher(1)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_gpus", "num_processes", "is_said"),
+    [
+        ({}, 8, 1, True),
+        ({}, 1, 1, False),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, 8, 1, False),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, 8, 1, False),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, 8, 2, False),
+    ],
+    ids=["alone", "one visible", "torchrun with one", "accelerate launch with one", "torchrun with two"],
+)
+def test_a_start_without_a_launcher_names_the_idle_gpus_and_the_command_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+    not_launched: None,
+    variables: dict[str, str],
+    num_gpus: int,
+    num_processes: int,
+    is_said: bool,
+) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr("sys.argv", ["/usr/bin/accel-train", "run", "a recipe.yaml", "--hub_token", "s3cr3t"])
+    idle = idle_gpus(torch.device("cuda", 0), num_processes)
+    assert (idle is not None) == is_said
+    if idle is not None:
+        assert idle.value == f"1 of {num_gpus} GPUs used"
+        command = (
+            f"torchrun --standalone --nproc_per_node {num_gpus} -m accel_train run 'a recipe.yaml' --hub_token REDACTED"
+        )
+        assert idle.reason == f"all: {command}"
+    assert idle_gpus(torch.device("cpu"), 1) is None
+
+
+def test_a_notebook_is_told_of_its_launcher(monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    idle = idle_gpus(torch.device("cuda", 0), 1)
+    assert idle is not None
+    assert "notebook_launcher(FUNCTION, num_processes=4)" in idle.reason
+
+
+def test_a_run_records_the_idle_gpus_with_its_other_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch.cpu, "device_count", lambda: 8)  # stands for GPUs: torch counts devices by the run's kind
+    write_corpus(tmp_path)
+    train(Recipe.model_validate(recipe_dict(tmp_path, schedule={"max_steps": 1})))
+    choices = json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]
+    assert "1 of 8 GPUs used" in json.dumps(choices["gpus"])
+    assert "--nproc_per_node 8" in json.dumps(choices["gpus"])
+    assert "1 of 8 GPUs used" in "".join(capsys.readouterr())
 
 
 def test_no_launcher_passes(monkeypatch: pytest.MonkeyPatch) -> None:

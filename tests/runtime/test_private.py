@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -153,3 +153,27 @@ def test_deepspeed_asks_for_the_norm_where_it_is_set():
     with otherwise("DeepSpeed computes its gradient norm elsewhere: set it there, see ZeRO's step()"):
         assert "self.scaled_global_norm()" in getsource(stage_1_and_2)
         assert "self._get_norm_groups()" in getsource(stage3)
+
+
+def test_headers_of_kernels_are_precompiled_where_they_are_told(tmp_path, monkeypatch):
+    with otherwise(
+        "codecache._HEADER_DIR is gone: look where torch keeps precompiled headers, and whether others may write there"
+    ):
+        from torch._inductor import codecache
+
+        for name in ("_HEADER_DIR", "_HEADER_LOCK_DIR"):
+            monkeypatch.setattr(codecache, name, getattr(codecache, name))
+        assert private.header_folder().name == "precompiled_headers"
+        assert private.header_folder(tmp_path) == tmp_path
+        assert str(tmp_path / "locks") == codecache._HEADER_LOCK_DIR
+
+
+def test_a_process_that_was_set_to_the_cpu_is_known():
+    with otherwise(
+        "PartialState._shared_state is gone: ask how TrainingArguments(use_cpu=True) can be told from a CPU by default"
+    ):
+        PartialState._reset_state()
+        assert not private.is_set_to_cpu()
+        PartialState(cpu=True)
+        assert private.is_set_to_cpu()
+        PartialState._reset_state()

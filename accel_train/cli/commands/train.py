@@ -14,6 +14,7 @@ from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import use_colour
+from accel_train.runtime.driver import installed_torch, unused_driver
 from accel_train.runtime.exit import end_process_group
 from accel_train.runtime.signals import StopRequest
 
@@ -35,6 +36,9 @@ def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
         from accel_train.recipe.loader import load_recipe
 
         recipe = load_recipe(path, arguments=settings)
+        # Known before torch is imported; whether a build for GPUs finds them is known after it.
+        if (build := installed_torch()) is not None and build.is_for_cpu and (problem := unused_driver(os.environ)):
+            raise ValueError(problem)
         if os.environ.get("RANK", "0") == "0":
             print(redact_text(f"{path}: to be trained in {recipe.output_dir}"), flush=True)
         with importing(path, recipe.task):

@@ -1,0 +1,108 @@
+"""The NVIDIA driver of this machine, the torch that fits it, and whether the installed torch uses it. Imports no torch."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+WHEELS = {580: "cu130", 525: "cu126"}
+"""torch's wheels by the oldest driver that runs them, newest first (NVIDIA, CUDA Compatibility, table 1)."""
+ROOT = Path("/")
+"""Where the kernel shows the driver and its devices."""
+SMI_SECONDS = 20.0
+
+
+class TorchBuild(NamedTuple):
+    """The installed torch, and the CUDA version that it is built for, None for other devices and for the CPU alone."""
+
+    version: str
+    cuda: str | None
+    is_for_cpu: bool
+
+    def __str__(self) -> str:
+        built_for = f"CUDA {self.cuda}" if self.cuda else "the CPU alone" if self.is_for_cpu else "other GPUs"
+        return f"torch {self.version} (built for {built_for})"
+
+
+def installed_torch(package: Path | None = None) -> TorchBuild | None:
+    """Return how the torch in `package` was built, from its version file; None if it has no readable one."""
+    spec = find_spec("torch") if package is None else None
+    folder = package or Path((spec and spec.origin) or "missing").parent
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    values = dict(re.findall(r"^(\w+)[^=\n]*= '([^']*)'$", text, re.MULTILINE))
+    is_for_cpu = not values.keys() & {"cuda", "hip", "xpu"}
+    return TorchBuild(values.get("__version__", "of unknown version"), values.get("cuda"), is_for_cpu)
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, by its kernel module or by nvidia-smi (WSL); None without both."""
+    try:
+        words = (ROOT / "proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
+        return next((word for word in words if word[0].isdigit()), None)
+    except (OSError, IndexError):
+        pass
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    words = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(words, capture_output=True, text=True, timeout=SMI_SECONDS, check=True).stdout.split()
+        return said[0] if said and said[0][0].isdigit() else None
+    return None
+
+
+def hides_gpus(environment: Mapping[str, str]) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: CUDA stops at the first entry that names no GPU."""
+    first = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return not re.match(r"\d|GPU-|MIG-", first)
+
+
+def remedy_for(driver: str, build: TorchBuild | None) -> str:
+    """Return what makes torch use a driver of this version."""
+    major = re.match(r"\d+", driver)
+    wheels = next((name for least, name in WHEELS.items() if major and int(major[0]) >= least), None)
+    if wheels is None:
+        return f"update the driver to {min(WHEELS)} or newer, which torch needs"
+    if build is not None and build.cuda is not None and int(build.cuda.split(".")[0]) <= int(wheels[2:4]):
+        return "the two fit, so check CUDA_VISIBLE_DEVICES, and the state of the GPUs with nvidia-smi"
+    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
+
+
+def unused_driver(environment: Mapping[str, str]) -> str | None:
+    """Return why a torch that sees no GPU leaves this machine's GPUs unused, with the remedy; None if it has none.
+
+    None also if the environment hides the GPUs or asks for the CPU, and in a container or a job without GPUs.
+    """
+    if uses_cpu(environment) or hides_gpus(environment) or (driver := driver_version()) is None:
+        return None
+    devices = [each for each in (ROOT / "dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdecimal()]
+    # Every container of the machine sees the kernel's file, and only those with GPUs see devices.
+    if (ROOT / "proc/driver/nvidia/version").exists() and not any(map(_can_open, devices)):
+        return None
+    build = installed_torch()
+    return (
+        f"NVIDIA driver {driver} is installed, but {build or 'torch'} does not use it and would compute on the CPU; "
+        f"{remedy_for(driver, build)}. To use the CPU on purpose, set ACCELERATE_USE_CPU=true"
+    )
+
+
+def uses_cpu(environment: Mapping[str, str]) -> bool:
+    """Return whether ACCELERATE_USE_CPU hides the GPUs."""
+    return environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+
+
+def _can_open(device: Path) -> bool:
+    """Return whether this process may use a GPU: a scheduler's limits show only when it is opened."""
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except OSError:
+        return False
+    return True
