@@ -70,7 +70,7 @@ class Machines:
 
     def wait_for_the_first(self, logs: Sequence[Path]) -> None:
         """Where both machines have one address, either may take the port that they meet at; it is to be the one that lives."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.addresses[0] == self.addresses[1]:
             with suppress(OSError), socket.create_connection((self.addresses[0], self.port), timeout=1):
                 return
@@ -185,7 +185,7 @@ def wait_for_step(run: Path, step: int, launcher: psutil.Popen, logs: Sequence[P
 
 
 def wait_until(is_so: Callable[[], bool], logs: Sequence[Path]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not is_so():
         assert time.monotonic() < deadline, said(logs)
         time.sleep(0.05)

@@ -50,7 +50,7 @@ def start(folder: Path, started: list[Forked], name: str, seconds: dict[str, flo
 
 def wait_for(forked: Forked, moment: str, folder: Path, step: int) -> None:
     """Until the processes have met and prepare (the folder is locked), or a step after `step` is done; or all is over."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while None in forked.exit_codes() and time.monotonic() < deadline:
         if moment in ("build", "load") and (folder / ".lock.holder").exists():
             return

@@ -40,7 +40,7 @@ def seconds_until_end(forked: Forked, folder: Path, after_step: int) -> float:
 
 
 def wait_for_step(forked: Forked, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (folder / "run" / "metrics.jsonl").exists() or max(losses(folder / "run"), default=0) < step:
         assert time.monotonic() < deadline, "no such step"
         assert None in forked.exit_codes() or max(losses(folder / "run"), default=0) >= step, forked.stderr(0)
