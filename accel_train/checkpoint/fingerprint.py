@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from accel_train.core.redaction import redact
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.optim.schedule import StepPlan
@@ -120,7 +122,8 @@ def training_settings(
         values = {name: value for name, value in values.items() if not name.startswith("optimizer.")}
         values["optimizer.max_grad_norm"] = recipe.optimizer.max_grad_norm
         for key in ("lr", "weight_decay", "betas", "eps", "momentum"):
-            found = [group.get(f"initial_{key}", group.get(key)) for group in own_groups]
+            given = [group.get(f"initial_{key}", group.get(key)) for group in own_groups]
+            found = [each.item() if isinstance(each, Tensor) else each for each in given]
             name = f"optimizer.{'learning_rate' if key == 'lr' else key}"
             if found[0] is not None:
                 values[name] = found[0] if all(each == found[0] for each in found) else found

@@ -100,7 +100,7 @@ def check_combinations(trainer: "Trainer") -> None:
             f"eval_strategy={name_of(args.eval_strategy)} needs an eval_dataset; give one, or set it to no"
         )
     if args.save_strategy == "best" and args.metric_for_best_model is None:
-        raise ValueError("save_strategy=best needs metric_for_best_model")
+        raise ValueError("save_strategy=best: `args.metric_for_best_model` must be provided")
     if not callable(trainer.data_collator):
         raise ValueError(
             f"data_collator={trainer.data_collator!r} cannot be called; give a function of a list of samples"

@@ -80,6 +80,9 @@ class Flow(Observer):
         self._shown_rate = 0.0
         self._num_micro_batches = 0
         """Of the step that runs."""
+        self._num_own = 0
+        self.own_of_short_steps: dict[int, int] = {}
+        """Batches of this process in each 0-based step of a stream in which it has fewer than usual."""
         self._tokens: list[Any] = []
         """Counts of input tokens since the last step."""
         self._hooks = ExitStack()
@@ -142,7 +145,7 @@ class Flow(Observer):
 
     def on_step_begin(self, step: int) -> None:
         """Let overridden methods see the step; call on_epoch_begin and on_step_begin, where callbacks have seen all of the one before."""
-        self._num_micro_batches = 0
+        self._num_micro_batches, self._num_own = 0, self._own_micro_batches(step)
         if step == self._begun_step:  # repeated: out of memory, or to learn which weights a step leaves unused
             self._flops, self._tokens = self._flops_at_step, []
         self._begun_step, self._flops_at_step = step, self._flops
@@ -314,6 +317,8 @@ class Flow(Observer):
         """Add the operations and tokens of a micro-batch, and call on_substep_end for the one before; a compiled graph counts none."""
         if torch.compiler.is_compiling() or not self.trainer.model.training:
             return
+        if self._num_micro_batches == self._num_own:
+            return
         self._flops += self.trainer.floating_point_ops(inputs)
         if self._num_micro_batches and self.requests is not None:
             self._call("on_substep_end")
@@ -321,9 +326,19 @@ class Flow(Observer):
         if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
             self._tokens.append(num_input_tokens(self.trainer, inputs))
 
+    def _own_micro_batches(self, step: int) -> int:
+        """Return how many micro-batches of a step hold this process's samples; more only keep the processes together."""
+        assert self.run is not None
+        plan, rank, sizes = self.run.plan, self.run.strategy.dims.rank, self.run.sizes
+        if plan.data.step_batches is not None:
+            return self.own_of_short_steps.get(step, sizes.gradient_accumulation_steps)
+        if (step + 1) % self.length.steps_per_epoch:
+            return sizes.gradient_accumulation_steps
+        return len(plan.order.rank_micro_batches(step, rank, sizes.world_size, sizes.per_device_batch_size))
+
     def _count_tokens(self) -> None:
         """Add the tokens of the step, over all processes, to the state."""
-        if self._tokens:
+        if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
             self.trainer.state.num_input_tokens_seen += int(sum_of_all(self.trainer, sum(self._tokens)))
             self._tokens = []
 

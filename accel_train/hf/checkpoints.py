@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
 from accel_train.core.json_io import plain
 from accel_train.hf.sharding import is_spread
+from accel_train.optim.optimizers import set_rate
 
 if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
@@ -151,7 +152,8 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     if requested is True:
         if not checkpoint_folders(root):
             raise ValueError(
-                f"resume_from_checkpoint=True: there is no checkpoint in {root}; leave it out to start anew"
+                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({args.output_dir}); leave it out to "
+                "start a new run"
             )
         return "auto"
     path = Path(requested)
@@ -235,7 +237,7 @@ def first_state(
     if scheduler is not None and (folder / SCHEDULER_STATE).exists():
         scheduler.load_state_dict(json.loads((folder / SCHEDULER_STATE).read_text()))
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+            set_rate(group, float(rate))
     return state
 
 

@@ -203,11 +203,13 @@ def watch_updates(
 
 
 def rate_in_use(scheduler: AdafactorSchedule) -> float:
-    """Return the rate of the last update, which Adafactor derives from its state, and let `get_last_lr` show it."""
+    """Return the rate of the last update, which Adafactor derives from its state; show it in `get_last_lr` and in its groups."""
     optimizer: Any = scheduler.optimizer
     firsts = [(group, optimizer.state.get(group["params"][0])) for group in optimizer.param_groups]
     if all(state for _, state in firsts):
         scheduler._last_lr = [float(optimizer._get_lr(group, state)) for group, state in firsts]
+        for (group, _), rate in zip(firsts, scheduler._last_lr, strict=True):
+            group["lr"] = rate
     return float(scheduler.get_last_lr()[0])
 
 

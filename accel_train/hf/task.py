@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import _is_peft_model
 
 from accel_train.checkpoint.contents import model_tensors
+from accel_train.data.digest import digest_of_code, digest_of_data
 from accel_train.hf.arguments import Length
 from accel_train.hf.callbacks import Flow
 from accel_train.hf.inputs import (
@@ -42,6 +44,10 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
+PLAIN = (TableDataset, list, tuple, Columns)
+"""Data sets whose rows no code makes."""
+
+
 class HFTask(Task):
     """A Trainer as a task: its data in order, its model, `compute_loss`; evaluations are those of `Flow.evaluate`."""
 
@@ -61,28 +67,52 @@ class HFTask(Task):
         if args.train_sampling_strategy == "group_by_length" and not streamed:
             lengths = lengths_of(trainer, dataset if is_columns(self.source) else self.source)
         per_epoch = self.length.steps_per_epoch * self.length.global_batch_size
+        facts: dict[str, Any] = {"num_train": per_epoch if streamed else len(dataset)}
+        inputs = self._code()
+        if not streamed and not isinstance(dataset, PLAIN) and trainer.is_world_process_zero():
+            inputs["training data"], is_stable = digest_of_data(dataset)
+            if not is_stable:
+                note = "training data differ from read to read: a resume compares their number, not their content"
+                facts["notes"] = [note]
         return TaskData(
             train=Subset(dataset, range(per_epoch)) if streamed else dataset,  # only its length is read
             eval=None,
             collate=collate_of(trainer),
             fingerprint=fingerprint(dataset) if self.loader is None else type(self.loader).__name__,
-            facts={"num_train": per_epoch if streamed else len(dataset)},
+            inputs=inputs,
+            facts=facts,
             lengths=lengths,
             seeds_reading=True,
             step_batches=self._read_from if streamed else None,
         )
 
+    def _code(self) -> dict[str, str]:
+        """Return digests of the program's functions and classes, by name: a resume says which have changed."""
+        trainer = self.trainer
+        parts = {"data_collator": trainer.data_collator, "compute_loss_func": trainer.compute_loss_func}
+        parts["the class of the trainer"] = type(trainer)
+        # Of a collator of another class the code alone: the tokenizer in it changes while it is used.
+        return {
+            name: digest_of_code(part if isinstance(part, type | FunctionType) else type(part))
+            for name, part in parts.items()
+        }
+
     def _read_from(self, first_step: int) -> Iterator[list[tuple[dict[str, Any], int]]]:
         """Yield each step's micro-batches, out of batches that can only be read in order: a resume reads up to its place.
 
-        Every process reads all of them and keeps each W-th. A step in which a process has none forwards the step's first one,
-        with no target.
+        Every process reads all of them and keeps each W-th. A process that has none forwards the step's first one, with no
+        target. Processes of a sharded model meet in each forward, so each forwards as many as any of them.
         """
         args = self.trainer.args
-        for step in islice(self._steps(), first_step, self.length.max_steps):
+        for number, step in enumerate(islice(self._steps(), first_step, self.length.max_steps), first_step):
             own = step[args.process_index :: args.world_size]
-            batches = [counted(batch, self.trainer.signature) for batch in own or step[:1]]
-            yield batches if own else [(batches[0][0], 0)]
+            wanted = 1 if self.trainer.strategy.is_replicated else -(-len(step) // args.world_size)
+            batches = [counted(batch, self.trainer.signature) for batch in own]
+            if len(own) < args.gradient_accumulation_steps:
+                self.flow.own_of_short_steps[number] = len(own)
+            if len(own) < wanted:
+                batches += [(counted(step[0], self.trainer.signature)[0], 0)] * (wanted - len(own))
+            yield batches
 
     def _steps(self) -> Iterator[list[Any]]:
         """Yield the batches of each step over all processes, epoch after epoch."""
@@ -154,14 +184,14 @@ class HFTask(Task):
 def fingerprint(data: Any) -> str:
     """Return a digest of the number of rows, and of 16 rows where the data set is plain values (no code makes them).
 
-    A resume needs the same data; rows that a `__getitem__` makes may differ each time, so they are not read.
+    Rows that a `__getitem__` makes may differ each time, so `digest_of_data` reads them twice, on the main process.
     """
     digest = hashlib.sha256(type(data).__name__.encode())
     if is_stream(data):
         return digest.hexdigest()
     digest.update(str(len(data)).encode())
     rows = data.with_format(None) if isinstance(data, TableDataset) else data
-    if len(data) and isinstance(data, TableDataset | list | tuple | Columns):
+    if len(data) and isinstance(data, PLAIN):
         for number in range(min(16, len(data))):
             row = rows[number * len(data) // min(16, len(data))]
             digest.update(json.dumps(row, default=_plain, sort_keys=True).encode())

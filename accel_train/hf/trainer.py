@@ -11,6 +11,7 @@ resume are the loop's own. docs/hf_trainer.md says what becomes of every argumen
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +71,8 @@ class Trainer:
 
     generates = False
     """Evaluations may generate texts (Seq2SeqTrainer)."""
+    signature: Signature
+    _accepts_loss_kwargs: bool | None = None
 
     from transformers.trainer_pt_utils import (
         get_learning_rates,
@@ -222,8 +225,14 @@ class Trainer:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """True if the model divides its loss by `num_items_in_batch`."""
+        """True if the model divides its loss by `num_items_in_batch`; scripts may set it, as in transformers."""
         return self.signature.takes_num_items
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, accepts: bool) -> None:
+        self._accepts_loss_kwargs = accepts  # holds for models that model_init makes later
+        weighs_batches = self.match_transformers and self.compute_loss_func is None and not accepts
+        self.signature = replace(self.signature, takes_num_items=accepts, weighs_batches=weighs_batches)
 
     @property
     def _train_batch_size(self) -> int:
@@ -258,6 +267,8 @@ class Trainer:
         self.strategy = None
         match = self.match_transformers and self.compute_loss_func is None
         self.signature = Signature.of(model, self.args.label_names, match=match)
+        if self._accepts_loss_kwargs is not None:
+            self.model_accepts_loss_kwargs = self._accepts_loss_kwargs
         self.label_names = list(self.signature.label_names)
         self._signature_columns: list[str] | None = None
         self.can_return_loss = bool(can_return_loss(type(unwrap_peft_model(model))))

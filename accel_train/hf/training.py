@@ -41,7 +41,7 @@ from accel_train.hf.sharding import check_sharded
 from accel_train.hf.step import may_ask
 from accel_train.hf.task import HFTask
 from accel_train.optim.custom import try_given
-from accel_train.optim.optimizers import build_optimizer
+from accel_train.optim.optimizers import build_optimizer, set_rate
 from accel_train.optim.schedule_free import always_training
 from accel_train.parallel.precision import agree_on_mixed_precision, start_accelerator
 from accel_train.recipe.reliability import Guard
@@ -313,7 +313,7 @@ class ScheduledRates:
 
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            set_rate(group, rate)
 
 
 def evaluation_accelerator(args: TrainingArguments) -> Accelerator:

@@ -183,8 +183,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[f
     """Set one learning rate on all groups, each with its factor, or one for each group; returns the (first) rate."""
     if isinstance(rate, float | int):
         for group in optimizer.param_groups:
-            group["lr"] = rate * group["lr_scale"]
+            set_rate(group, rate * group["lr_scale"])
         return rate
     for group, own in zip(optimizer.param_groups, rate, strict=True):
-        group["lr"] = own
+        set_rate(group, own)
     return rate[0]
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of one group; a tensor stays one, because some optimizers (torchao's) take nothing else."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -1,5 +1,6 @@
 """Checkpoints that transformers' own Trainer wrote are resumed, and schedules that follow a metric are."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import Dataset
 
 from accel_train.hf import Trainer
 from accel_train.hf.checkpoints import load_stock_weights
@@ -157,3 +160,69 @@ def test_a_checkpoint_of_an_adapted_model_is_loaded_by_peft_and_operations_are_c
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2"))
     assert difference(resumed.model, ours.model) == 0.0
     assert theirs.state.total_flos == ours.state.total_flos == resumed.state.total_flos > 0
+
+
+class Scaled(Dataset[dict[str, Any]]):
+    """A data set of a script: its items are made by code."""
+
+    def __init__(self, factor: float, *, is_random: bool = False) -> None:
+        self.rows, self.factor, self.is_random = plain_rows(16), factor, is_random
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row, self.num_reads = self.rows[index], self.num_reads + 1
+        factor = self.num_reads if self.is_random else self.factor
+        return {**row, "features": row["features"] * factor}
+
+
+def doubled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return 2 * torch.nn.functional.cross_entropy(outputs[0], labels)
+
+
+class Doubled(Trainer):
+    """A trainer of a script, with a loss of its own."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
+def test_a_resume_says_which_data_and_code_of_the_program_have_changed(tmp_path: Path) -> None:
+    def resume(data: Any, kind: Any = Trainer, **further: Any) -> list[str]:
+        args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+        kind(Plain(), args, train_dataset=data, **further).train(str(tmp_path / "checkpoint-2"))
+        lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        return [line["setting"] for line in lines if line["event"] == "settings_changed"]
+
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    Trainer(Plain(), args, train_dataset=Scaled(1.0)).train()
+    assert resume(Scaled(1.0)) == []
+    expected = ["inputs.training data"]
+    assert resume(Scaled(2.0)) == expected
+    expected += ["inputs.compute_loss_func"]
+    assert resume(Scaled(1.0), compute_loss_func=doubled) == expected
+    expected += ["inputs.the class of the trainer"]
+    assert resume(Scaled(1.0), Doubled) == expected
+
+
+def test_data_that_differ_from_read_to_read_are_resumed_without_an_event(tmp_path: Path) -> None:
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+        Trainer(Plain(), args, train_dataset=Scaled(1.0, is_random=True)).train(resume)
+    assert "settings_changed" not in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_compiled_model_is_saved_under_plain_names(tmp_path: Path) -> None:
+    compiled = torch.compile(Plain(), backend="eager")
+    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer = Trainer(compiled, args, train_dataset=plain_rows(16))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    plain = Trainer(Plain(), arguments(tmp_path / "plain", max_steps=2), train_dataset=plain_rows(16))
+    plain.train()
+    for folder in ("model", "checkpoint-2", "saved"):
+        weights = load_file(tmp_path / folder / "model.safetensors")
+        assert not any("_orig_mod" in name for name in weights), folder
+        torch.testing.assert_close(weights, dict(plain.model.state_dict()))

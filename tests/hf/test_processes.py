@@ -28,3 +28,8 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     assert one["prepared"][0] == 6
     assert one["stopped_at"] == 2
     assert one["batches"] == [3, 3, 3, 3, 1]
+    assert (one["rows_by_flos"], one["rows_by_tokens"]) == (33, 33)
+    assert one["loaders"] == [9, 1]
+    assert one["syncs"] == [False, True] * 2
+    assert two["same_bits"] == two["without_targets"] == [True, True]
+    assert one["grown"][:2] == [4, 4]

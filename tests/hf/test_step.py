@@ -16,6 +16,7 @@ from tests.support.hf_models import (
     both,
     difference,
     history,
+    llama,
     pad,
     plain_rows,
     rows,
@@ -134,3 +135,36 @@ def test_match_transformers_takes_their_count_where_ours_differs_on_purpose(tmp_
         losses = [[line["loss"] for line in history(each) if "loss" in line] for each in (theirs, own, matching)]
         distances = [max(abs(a - b) for a, b in zip(losses[0], other, strict=True)) for other in losses[1:]]
     assert distances[1] < CLOSE < distances[0]
+
+
+def test_a_script_may_say_that_a_model_takes_no_count_also_for_models_made_later(tmp_path: Path) -> None:
+    """transformers' own tests set this attribute; the loss stays the mean of the step either way."""
+    args = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    given = {"train_dataset": [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(16)]}
+    taking = Trainer(model_init=llama, args=arguments(tmp_path / "a", **args), **given)
+    assert taking.model_accepts_loss_kwargs is True
+    other = Trainer(model_init=llama, args=arguments(tmp_path / "b", **args), **given)
+    other.model_accepts_loss_kwargs = False
+    taking.train(), other.train()
+    assert other.model_accepts_loss_kwargs is False
+    assert difference(taking.model, other.model) < CLOSE
+
+
+def test_an_optimizer_whose_rate_is_a_tensor_trains_and_resumes_as_one_with_a_number(tmp_path: Path) -> None:
+    """As torchao's, which take nothing else."""
+    found = []
+    for rate in (0.01, torch.tensor(0.01)):
+        folder = tmp_path / type(rate).__name__
+        args = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+        for resume in (None, str(folder / "checkpoint-2")):
+            model = Plain()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+            given = {"train_dataset": plain_rows(16), "optimizers": (optimizer, None)}
+            trainer = Trainer(model, arguments(folder, **args), **given)
+            trainer.train(resume)
+            found.append((trainer, [line["learning_rate"] for line in history(trainer) if "loss" in line]))
+        assert isinstance(optimizer.param_groups[0]["lr"], type(rate))
+    models = [trainer.model for trainer, _ in found]
+    assert all(rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025]) for _, rates in found)
+    assert difference(models[0], models[1]) == difference(models[2], models[3]) == 0
+    assert difference(models[0], models[2]) < CLOSE

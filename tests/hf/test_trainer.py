@@ -292,7 +292,7 @@ def test_a_finished_run_is_resumed_for_more_epochs(tmp_path: Path, schedule: str
 
 def test_going_on_without_a_checkpoint_is_refused_and_starting_anew_keeps_what_was_there(tmp_path: Path) -> None:
     trainer = Trainer(Plain(), arguments(tmp_path / "run", max_steps=2), train_dataset=plain_rows(16))
-    with pytest.raises(ValueError, match="resume_from_checkpoint=True: there is no checkpoint"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint=True: No valid checkpoint found"):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
     trainer.train()
