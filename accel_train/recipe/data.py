@@ -169,7 +169,8 @@ class Data(Section):
     completion_only_loss: bool = True
     """Fine-tuning rows: off counts the loss on prompts as well."""
     chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])
-    """A Jinja chat template, or a file with one, where the tokenizer brings none."""
+    """A Jinja chat template, or a file with one, where the tokenizer brings none. A few chats are rendered first in a process of its
+    own: a template that needs more than 5 seconds or 1 GiB is refused."""
     source_column: str = "source"
     """seq2seq: the column with the text that is read ..."""
     target_column: str | None = "target"
