@@ -159,6 +159,6 @@ FIND_LR = Command(_find_lr, "train with a rising learning rate, and say up to wh
     "recipe": RECIPE,
     "--min": {"metavar": "LR", "type": finite_number, "default": 1e-6, "help": "where the rate begins; default: 1e-6"},
     "--max": {"metavar": "LR", "type": finite_number, "default": 1.0, "help": "where it ends; default: 1"},
-    "--steps": {"metavar": "N", "type": whole_number, "default": 100, "help": "default: 100"},
+    "--steps": {"metavar": "N", "type": whole_number, "default": 100, "help": "steps to train; default: 100"},
     "--out": {"metavar": "FOLDER", "help": "for find-lr.json and find-lr.png; default: the recipe's output_dir"},
 }, processes="all")  # fmt: skip
