@@ -103,11 +103,10 @@ class MetricsReader:
                 places = [at for at in train if pattern.search(lines[at])]
                 values = [pattern.findall(lines[at])[0] for at in places]
             numbers = list(map(float, values))
-            extremes = {"greatest": max, **({"least": min} if name == "loss" else {})} if numbers else {}
-            for kind, extreme_of in extremes.items():
-                extreme, key = extreme_of(numbers), f"{kind} {name}"
-                at = places[numbers.index(extreme)]
-                if key not in self._group or extreme_of(extreme, self._group[key][0]) != self._group[key][0]:
+            for sign in ((1, -1) if name == "loss" else (1,)) if numbers else ():
+                extreme, key = max(numbers) if sign > 0 else min(numbers), f"{name} {sign}"
+                if key not in self._group or sign * extreme > sign * self._group[key][0]:
+                    at = places[numbers.index(extreme)]
                     self._group[key] = (extreme, first + at, lines[at])
 
     def _close_group(self) -> None:

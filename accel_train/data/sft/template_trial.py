@@ -43,7 +43,7 @@ os._exit(0)
 """
 
 
-_tried: set[Any] = set()
+_tried: set[str] = set()
 """Templates that have passed in this process."""
 
 
@@ -57,15 +57,18 @@ def check_template(
     Raises:
         ValueError: the template takes more time or memory than `CPU_SECONDS`, `MEMORY_BYTES` and `MOST_CHARACTERS`.
     """
-    if tokenizer.chat_template in _tried:
+    # A tokenizer may have several, by name.
+    given = tokenizer.chat_template
+    template = given if isinstance(given, str) else str(tokenizer.get_chat_template())
+    if template in _tried:
         return
     tries = [(list(chat), is_prompt) for chat in chats for is_prompt in (False, True)]
     names = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     limits = (CPU_SECONDS, MEMORY_BYTES, MOST_CHARACTERS)
-    given = json.dumps([str(tokenizer.chat_template), tries, names, *limits], default=str)
+    text = json.dumps([template, tries, names, *limits], default=str)
     try:
         code = subprocess.run(
-            [sys.executable, "-c", _TRIAL], input=given.encode(), capture_output=True, timeout=_WALL_SECONDS
+            [sys.executable, "-c", _TRIAL], input=text.encode(), capture_output=True, timeout=_WALL_SECONDS
         ).returncode
     except subprocess.TimeoutExpired:
         code = -1
@@ -78,4 +81,4 @@ def check_template(
             f"{whose} needs more than {MEMORY_BYTES >> 20:,} MiB, or makes a chat longer than {MOST_CHARACTERS:,} characters; "
             f"{remedy}"
         )
-    _tried.add(tokenizer.chat_template)
+    _tried.add(template)
