@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
-from accel_train.core.format import wrap
+from accel_train.core.format import LARGEST_COUNT, wrap
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import busy, width_of
 
@@ -46,6 +46,30 @@ class Command(NamedTuple):
     """Whether `--section.field VALUE` overrides a setting of its recipe."""
     processes: Literal["all", "rank 0", "one"] = "rank 0"
     """Which processes of a launch work on it; `one` refuses a launch of several."""
+
+
+def whole_number(text: str) -> int:
+    """Return an integer argument; ArgumentTypeError for one that no count of this program can be."""
+    number = int(text)
+    if abs(number) > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text:.30} is too large; give at most {LARGEST_COUNT:,}")
+    return number
+
+
+def seed_number(text: str) -> int:
+    """Return a seed argument; ArgumentTypeError outside of the range of torch.manual_seed."""
+    number = int(text)
+    if not 0 <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"{text:.30} is not a seed; give a number from 0 to 2**64 - 1")
+    return number
+
+
+def finite_number(text: str) -> float:
+    """Return a number argument; ArgumentTypeError for NaN, infinity, and numbers of more than 10 digits."""
+    number = float(text)
+    if not abs(number) <= LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text:.30} is not a number up to {LARGEST_COUNT:,}")
+    return number
 
 
 @contextmanager

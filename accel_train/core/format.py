@@ -8,6 +8,9 @@ from difflib import get_close_matches
 
 from accel_train.core.terminal import paint
 
+LARGEST_COUNT = 2**31 - 1
+"""Upper bound of integers that a user sets, so that the product of two of them (steps and batch size) fits 64 bits."""
+
 
 def did_you_mean(
     word: str,

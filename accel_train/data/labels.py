@@ -131,7 +131,7 @@ def label_scheme(
         if label_names is None and problem_type != "regression":
             raise ValueError("data.label_column: none is for rows to predict; then data.label_names says the classes")
         asked: Any = problem_type if problem_type in ("multi_label", "regression") else "single_label"
-        return LabelScheme(asked, tuple(label_names or ("value",)), "", False, "as the recipe says")
+        return LabelScheme(asked, tuple(label_names or ("value",)), "", False, "as set")
     missing = next((row for row, value in enumerate(values) if is_missing(value)), None)
     if missing is not None:
         count = sum(map(is_missing, values))
@@ -273,7 +273,7 @@ def is_missing(value: Any) -> bool:
 
 def _problem_type(values: Sequence[Any], asked: str, are_named: bool) -> tuple[ProblemType, str]:
     if asked in ("single_label", "multi_label", "regression"):
-        return asked, "as the recipe says"  # type: ignore[return-value]
+        return asked, "as set"  # type: ignore[return-value]
     if all(isinstance(value, list | tuple) for value in values):
         return "multi_label", "the labels are lists"
     numbers = [_as_number(value) for value in values]

@@ -179,7 +179,7 @@ def fit_micro_batch(
     if is_open(recipe.batch):
         answer = _answer_without_search(device.type, share, device_bytes, is_empty)
     else:
-        answer = Choice(sizes.per_device_batch_size, "as the recipe has it")
+        answer = Choice(sizes.per_device_batch_size, "as set")
     can_search = answer is None
     cache = open_batch_cache(
         recipe,

@@ -52,14 +52,14 @@ def choose_reading(section: Data, data: TaskData, accelerator: Accelerator) -> t
     reason = "copies to a GPU can overlap" if kind == "cuda" else f"no copy to make on {kind}"
     pin = Choice(kind == "cuda", reason)
     if isinstance(section.pin_memory, bool):
-        pin = Choice(section.pin_memory, "as the recipe says")
+        pin = Choice(section.pin_memory, "as set")
     return Reading(workers.value, pin.value), {"data.num_workers": workers, "data.pin_memory": pin}
 
 
 def choose_num_workers(requested: int | str, data: TaskData, world_size: int) -> Choice[int]:
     """Return how many processes read ahead for each training process: those of one machine share its cores."""
     if isinstance(requested, int):
-        return Choice(requested, "as the recipe says")
+        return Choice(requested, "as set")
     if data.reading_is_free:
         return Choice(0, "reading memory-mapped samples costs microseconds")
     cores, processes = usable_cores(), processes_on_machine(world_size)

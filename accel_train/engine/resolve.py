@@ -106,7 +106,7 @@ class Changed(NamedTuple):
 
 
 def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
-    """Return the model in training mode, with checkpointed blocks, adapters and frozen parameters as the recipe says, and the
+    """Return the model in training mode, with checkpointed blocks, adapters and frozen parameters as set, and the
     choices made.
 
     Raises:

@@ -4,9 +4,11 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ from torch import Tensor
 
 from accel_train.core.errors import RecipeError
 from accel_train.core.files import is_written_into, output_path
+from accel_train.core.format import format_count
 from accel_train.core.ownership import check_file, check_folder, replacing, staging_of, write_file
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
+from accel_train.recipe.yaml_core import is_number
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 MAX_SCORE_COLUMNS = 20
@@ -164,7 +168,8 @@ def _numbers(values: NDArray[Any]) -> list[float]:
 def write_table(columns: Columns, out: Path, home: Path) -> Path:
     """Write a csv, jsonl or parquet file, by the end of its name, completely or not at all; return its path.
 
-    `home` is the run folder, which keeps its digest.
+    `home` is the run folder, which keeps its digest. Texts stay as they are: those that a spreadsheet may run as formulas are counted
+    on stderr.
     """
     kind = out.suffix.lower()
     if kind == ".parquet":
@@ -180,10 +185,21 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
         writer.writerow(columns)
         cells = ([_cell(value) for value in values] for values in columns.values())
         writer.writerows(zip(*cells, strict=True))
+        if num_formulas := sum(map(_may_be_formula, chain(columns, *columns.values()))):
+            print(
+                f"{out}: {format_count(num_formulas, 'cell')} may run as formulas in a spreadsheet: they begin with = + - or @. For data "
+                "of strangers use --out FILE.jsonl",
+                file=sys.stderr,
+            )
     else:
         for row in zip(*columns.values(), strict=True):
             text.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n")
     return write_file(out, text.getvalue().encode(), home)
+
+
+def _may_be_formula(value: Any) -> bool:
+    """Return whether a spreadsheet may compute a text; csv has no way to say that it is a text."""
+    return isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not is_number(value)
 
 
 def _cell(value: Any) -> Any:

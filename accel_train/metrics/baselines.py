@@ -92,7 +92,7 @@ def likely_causes(
     parameters: int,
     samples: int,
 ) -> list[str]:
-    """Return the three likely causes of such a defeat with what to try, the likeliest first.
+    """Return three likely causes of such a defeat with what to try, the likeliest first.
 
     `best_step`: the step whose evaluation was the best one, None where there is none. `loss_rose`: the held-out loss was higher at the
     end than at that step.
@@ -111,12 +111,18 @@ def likely_causes(
     ]
     if best_step == steps:
         causes[1] = f"{causes[1]}; the last evaluation was the best one"
-    elif best_step is not None and best_step <= 0.75 * steps and loss_rose:
+    elif best_step is not None and loss_rose:
         remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
         causes[1] = (
             f"overfitting: step {best_step:,} of {steps:,} evaluated best, and later steps fit the training data alone: "
             f"more data, {remedy}, or fewer steps"
         )
+    elif best_step is not None:
+        return [
+            causes[0],
+            data,
+            f"more steps alone are unlikely to help: step {best_step:,} of {steps:,} evaluated best",
+        ]
     else:
         return causes
     return [causes[1], causes[0], causes[2]]

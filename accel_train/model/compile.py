@@ -53,7 +53,7 @@ def compile_module(
     """
     requested, checkpointing = precision.compile, precision.gradient_checkpointing
     if requested is False:
-        return {"precision.compile": Choice("no", "as the recipe says")}
+        return {"precision.compile": Choice("no", "as set")}
     set_activation_memory_budget(checkpointing.memory_budget if isinstance(checkpointing, MemoryBudget) else 1.0)
     # With `dynamic=True` floats are unknown, too; torch finds at the end that it needs their values, and traces all again.
     set_constant_floats(lengths_vary)
@@ -63,7 +63,7 @@ def compile_module(
     )
     blocks, count = repeated_blocks(module), graphs or GraphCount()
     if requested == "model" or not blocks:
-        choice = Choice("model", "as the recipe says" if requested == "model" else "the model repeats no block")
+        choice = Choice("model", "as set" if requested == "model" else "the model repeats no block")
         compiled = [module]
     else:
         choice = Choice("blocks", f"{len(blocks)} x {type(blocks[0]).__name__} share one compiled block")

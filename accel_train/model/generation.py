@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from accel_train.data.sft.template_trial import check_template
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +21,7 @@ def check_sampling(max_new_tokens: int, temperature: float) -> None:
 def chat_prompt(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
     """Return a user's message in the chat template, up to where the answer begins, without a beginning-of-text token."""
     messages = [{"role": "user", "content": text}]
+    check_template(tokenizer, [messages])
     prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return prompt.removeprefix(tokenizer.bos_token or "")
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_train.core.format import did_you_mean
+from accel_train.core.format import LARGEST_COUNT, did_you_mean
+from accel_train.core.json_io import dotted_items
 from accel_train.core.state import Choice
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.writer import who_set
@@ -43,7 +44,11 @@ def check_model_config(recipe: Recipe) -> None:
     known = {*default.to_dict(), *config_class.attribute_map} - {"model_type", "transformers_version"}
     if "rope_parameters" in known:
         known |= {"rope_theta", "rope_scaling"}  # what transformers 4 called them, and 5 still reads
-    problems = [*_unknown_fields(recipe, fields, known), *_negative_counts(recipe, fields, default)]
+    problems = [
+        *_unknown_fields(recipe, fields, known),
+        *_negative_counts(recipe, fields, default),
+        *_large_numbers(recipe, fields),
+    ]
     if problems:
         raise ValueError("\n".join(sorted(problems)))
     unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}  # a run takes the tokenizer's
@@ -74,6 +79,13 @@ def _negative_counts(recipe: Recipe, fields: Mapping[str, Any], default: Any) ->
         if is_count and any(type(each) is int and each < 0 for each in counts[0]):
             usually = f"{default.model_type} has {usual} by default"
             yield f"{name}={show(value)} ({recipe.origin(name)}): must not be negative; {usually}"
+
+
+def _large_numbers(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in dotted_items(fields, "model.config."):
+        numbers = value if isinstance(value, list) else [value]
+        if any(type(each) is int and abs(each) > LARGEST_COUNT for each in numbers):
+            yield f"{name}={show(value)} ({recipe.origin(name)}): no size is above {LARGEST_COUNT:,}; lower it"
 
 
 def _check_heads(config: Any, at: str) -> None:

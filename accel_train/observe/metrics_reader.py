@@ -1,8 +1,9 @@
 """Read a metrics.jsonl that grows, in bounded time and memory: each line once, and of a long file a sample."""
 
 import os
+import re
 from collections import deque
-from itertools import count
+from itertools import islice
 from pathlib import Path
 
 from accel_train.core.state import JsonRecord
@@ -10,11 +11,14 @@ from accel_train.observe.run_folder import note_damage, parse_line
 
 WHOLE_BYTES = 2**24
 """A smaller file is kept whole: about 40,000 lines."""
-GROUPS = 4_000
+GROUPS = 2_000
 """A longer file is cut into as many groups of lines, of which a few are kept."""
 LAST_LINES = 100
 """Lines at the end, which are all kept."""
 _PRINT_BYTES = 512
+_NUMBERS = {
+    name: re.compile(rb'"%s": (-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)[,}]' % name.encode()) for name in ("loss", "grad_norm")
+}
 
 
 class MetricsReader:
@@ -34,7 +38,7 @@ class MetricsReader:
         self._kept: dict[int, JsonRecord] = {}
         self._last: deque[tuple[int, bytes]] = deque(maxlen=LAST_LINES)
         self._group: dict[str, tuple[float, int, bytes]] = {}
-        self._numbers = count(1)
+        self._num_lines = 0
         self._faults: dict[int, str] = {}
 
     def read(self, damage: list[str] | None = None) -> list[JsonRecord]:
@@ -51,15 +55,15 @@ class MetricsReader:
                 self._start_over(facts.st_size)
                 self._inode = facts.st_ino
             file.seek(self._offset)
-            end = self._offset + self._group_bytes
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # torn by a kill, or not written to its end yet
-                self._offset += len(line)
-                self._take(line)
-                if self._offset >= end:
-                    self._close_group()
-                    end = self._offset + self._group_bytes
+            while lines := file.readlines(self._group_bytes or WHOLE_BYTES):
+                if not lines[-1].endswith(b"\n"):
+                    lines.pop()  # torn by a kill, or not written to its end yet
+                num_bytes = sum(map(len, lines))
+                self._offset += num_bytes
+                self._take(lines)
+                if num_bytes < (self._group_bytes or 1):
+                    break
+                self._close_group()
             file.seek(max(0, self._offset - _PRINT_BYTES))
             self._print = file.read(self._offset - file.tell())
         found = dict(self._kept)
@@ -72,32 +76,38 @@ class MetricsReader:
             note_damage(f"{self._path}:{first} is damaged ({self._faults[first]}) and is skipped{more}", damage)
         return [found[number] for number in sorted(found)]
 
-    def _take(self, line: bytes) -> None:
-        """Keep a line for good, or as the most telling one of its group."""
-        number = next(self._numbers)
-        is_train = b'"split": "train"' in line
-        is_sound = line.startswith(b"{") and line.endswith(b"}\n")
-        if not self._group_bytes or not is_sound or not (is_train or b'"split": "system"' in line):
-            if (record := self._parsed(number, line)) is not None:
+    def _take(self, lines: list[bytes]) -> None:
+        """Keep lines for good, or the most telling ones of a group."""
+        first = self._num_lines + 1
+        self._num_lines += len(lines)
+        train = [at for at, line in enumerate(lines) if b'"split": "train"' in line] if self._group_bytes else []
+        text = b"".join([lines[at] for at in train])
+        if not (text.startswith(b"{") and text.endswith(b"}\n") and text.count(b"}\n{") == len(train) - 1):
+            train = [at for at in train if _is_whole(lines[at])]
+            text = b"".join([lines[at] for at in train])
+        for at in sorted({*range(len(lines))}.difference(train)):
+            number, line = first + at, lines[at]
+            if self._group_bytes and b'"split": "system"' in line and _is_whole(line):
+                self._group.setdefault("system", (0.0, number, line))
+            elif (record := self._parsed(number, line)) is not None:
                 self._kept[number] = record
-            return
-        if not is_train:
-            self._group.setdefault("system", (0.0, number, line))
-            return
-        self._last.append((number, line))
-        if b'NaN"' in line or b'Infinity"' in line:
-            self._group.setdefault("not finite", (0.0, number, line))
-        for name, keys in ((b'"loss": ', (("least", -1), ("greatest", 1))), (b'"grad_norm": ', (("norm", 1),))):
-            at = line.find(name)
-            if at < 0:
-                continue
-            try:
-                value = float(line[at + len(name) :].partition(b",")[0].rstrip(b"}\n"))
-            except ValueError:  # not finite
-                continue
-            for key, sign in keys:
-                if key not in self._group or sign * value > self._group[key][0]:
-                    self._group[key] = (sign * value, number, line)
+        self._last.extend((first + at, lines[at]) for at in train[-LAST_LINES:])
+        if b"N" in text or b"I" in text:  # one character is found ten times as fast as a word
+            odd = (at for at in train if b'NaN"' in lines[at] or b'Infinity"' in lines[at])
+            for at in islice(odd, 1):
+                self._group.setdefault("not finite", (0.0, first + at, lines[at]))
+        for name, pattern in _NUMBERS.items():
+            # One search of all lines takes a third of the time that a search of each takes.
+            values, places = pattern.findall(text), train
+            if len(values) != len(train):
+                places = [at for at in train if pattern.search(lines[at])]
+                values = [pattern.findall(lines[at])[0] for at in places]
+            numbers = list(map(float, values))
+            for sign in ((1, -1) if name == "loss" else (1,)) if numbers else ():
+                extreme, key = max(numbers) if sign > 0 else min(numbers), f"{name} {sign}"
+                if key not in self._group or sign * extreme > sign * self._group[key][0]:
+                    at = places[numbers.index(extreme)]
+                    self._group[key] = (extreme, first + at, lines[at])
 
     def _close_group(self) -> None:
         for _, number, line in self._group.values():
@@ -110,3 +120,7 @@ class MetricsReader:
         if fault:
             self._faults[number] = fault
         return record
+
+
+def _is_whole(line: bytes) -> bool:
+    return line.startswith(b"{") and line.endswith(b"}\n")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -29,6 +30,7 @@ PROFILE_FOLDER = "profile"
 
 
 _TAIL_BYTES = 2**16
+_TRAIN_LINE = re.compile(rb'\{"step": (\d{1,18}), "split": "train", ')
 _SECONDS_OF_THE_DEAD = 20.0
 """A killed process's threads and children may hold its files for a moment: in a write to a slow disk, before they begin."""
 
@@ -290,25 +292,33 @@ def _tail(path: Path, num_bytes: int) -> bytes:
 
 
 def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: int) -> None:
-    """Remove the lines that are not kept, all at the end of a file: no more of it is read than that.
+    """Remove the lines that are not kept, all at the end of a file: a search finds where, and what is before is not read.
 
     A damaged line stays where it is: it may be the user's.
     """
-    size, num_bytes = path.stat().st_size, _TAIL_BYTES
-    while True:
-        lines = _tail(path, num_bytes).splitlines(keepends=True)
-        if num_bytes < size:
-            del lines[0]  # its beginning is not read
-        records = [parse_line(line, "split")[0] for line in lines]
-        first = next((record["step"] for record in records if record is not None), None)
-        if num_bytes >= size or (first is not None and first < step):
-            break
-        num_bytes *= 4
-    kept = [line for line, record in zip(lines, records) if record is None or is_kept(record)]
-    if kept and not kept[-1].endswith(b"\n"):
-        kept.pop()  # torn by a kill: it was never a line
-    begin = size - sum(map(len, lines))
-    if b"".join(lines).startswith(content := b"".join(kept)):
+    low, high = 0, path.stat().st_size
+    kept, is_prefix, has_removed = [], True, False
+    with path.open("rb") as file:
+        while high - low > _TAIL_BYTES:
+            file.seek(middle := (low + high) // 2)
+            file.readline()  # its beginning is not read
+            records = (parse_line(line, "split")[0] for line in file)
+            found = next((record["step"] for record in records if record is not None), step)
+            low, high = (middle, high) if found < step else (low, middle)
+        file.seek(low)
+        begin = low + (len(file.readline()) if low else 0)
+        for line in file:
+            later = _TRAIN_LINE.match(line) if line.endswith(b"}\n") else None
+            is_later = later is not None and int(later[1]) > step  # most of them: not parsed
+            record = None if is_later else parse_line(line, "split")[0]
+            # A last line without an end was torn by a kill: it was never a line.
+            if is_later or not line.endswith(b"\n") or (record is not None and not is_kept(record)):
+                has_removed = True
+            else:
+                kept.append(line)
+                is_prefix = is_prefix and not has_removed
+    content = b"".join(kept)
+    if is_prefix:
         os.truncate(path, begin + len(content))
         sync(path)
         return

@@ -41,7 +41,7 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     if asked == "fp8" and not has_float8(device):
         raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(name)}")
     if asked != "auto":
-        return Choice(asked, "as the recipe says")
+        return Choice(asked, "as set")
     if has_bf16:
         return Choice("bf16", f"{name} computes bf16, which needs no loss scale")
     if cuda:
@@ -99,9 +99,9 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
         tf32 = Choice(mixed_precision != "no", f"mixed_precision is {mixed_precision}")
         benchmark = Choice(not section.deterministic, f"deterministic is {section.deterministic}")
         if section.tf32 != "auto":
-            tf32 = Choice(section.tf32, "as the recipe says")
+            tf32 = Choice(section.tf32, "as set")
         if section.cudnn_benchmark != "auto":
-            benchmark = Choice(section.cudnn_benchmark, "as the recipe says")
+            benchmark = Choice(section.cudnn_benchmark, "as set")
         torch.set_float32_matmul_precision("high" if tf32.value else "highest")
         torch.backends.cudnn.allow_tf32 = tf32.value
         torch.backends.cudnn.benchmark = benchmark.value

@@ -154,5 +154,5 @@ def _precision_on(section: Precision, gpu: str) -> Choice[str]:
     if asked == "fp8" and not has_float8(gpu):
         raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(gpu)}")
     if asked != "auto":
-        return Choice(asked, "as the recipe says")
+        return Choice(asked, "as set")
     return Choice("bf16", f"{gpu} computes bf16") if has_bf16 else Choice("fp16", f"{gpu} has no bf16")

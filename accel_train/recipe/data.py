@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.values import (
     Auto,
     Fraction,
@@ -88,7 +89,7 @@ class Data(Section):
     """The configuration name of a data set (`wikitext-103-raw-v1`)."""
     split: str = "train"
     """The split of a data set to train on."""
-    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
     """Tokens a sample predicts: each window reads this many tokens and predicts the next of each."""
     mask_documents: bool = False
     """Attention stays within a document, and positions restart at each. Where `model.attn_implementation` is auto each document is
@@ -168,7 +169,8 @@ class Data(Section):
     completion_only_loss: bool = True
     """Fine-tuning rows: off counts the loss on prompts as well."""
     chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])
-    """A Jinja chat template, or a file with one, where the tokenizer brings none."""
+    """A Jinja chat template, or a file with one, where the tokenizer brings none. A few chats are rendered first in a process of its
+    own: a template that needs more than 5 seconds or 1 GiB is refused."""
     source_column: str = "source"
     """seq2seq: the column with the text that is read ..."""
     target_column: str | None = "target"

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.values import (
     Auto,
     NonNegativeFloat,
@@ -39,7 +40,7 @@ class TestTimeAugmentation(Section):
 class Evaluate(Section):
     every_steps: NonNegativeInt = 500
     """Steps between two evaluations; 0: only at the end."""
-    every_epochs: NonNegativeFloat | None = None
+    every_epochs: Annotated[NonNegativeFloat, Field(le=LARGEST_COUNT)] | None = None
     """The same in passes over the training data; given, it replaces every_steps."""
     metrics: tuple[str, ...] = ()
     """Further metrics beside the task's own: names of accel_train.metrics, or of the hub with allow_hub_metrics."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_train.core.format import did_you_mean
+from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin, Section
 from accel_train.recipe.yaml_core import Key, is_number, show
@@ -220,6 +220,8 @@ def _remedy(name: str, raw: Any) -> str:
     for item in raw if isinstance(raw, list | tuple) else [raw]:
         if isinstance(item, str) and item not in choices and (meant := did_you_mean(item, choices)):
             return meant
+        if isinstance(item, int | float) and item > LARGEST_COUNT and "at most" not in rule_of(name):
+            return f"no setting takes a number above {LARGEST_COUNT:,}"
     if isinstance(raw, str) and raw.lower() in ("yes", "no", "on", "off", "true", "false") and bool in kinds_of(name):
         return "write true or false, without quotes"
     if isinstance(raw, str) and is_number(raw):
@@ -278,5 +280,7 @@ def _rule(schema: Mapping[str, Any]) -> str:
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {_rule(schema['prefixItems'][0])}"
     kind = _KINDS.get(schema.get("type", ""), "a mapping of finite values")
-    limits = " and ".join(f"{words} {schema[limit]}" for limit, words in _LIMITS.items() if limit in schema)
+    # The general bound of integers is far from any value in use: only the message for a larger number names it.
+    given = {limit: schema[limit] for limit in _LIMITS if schema.get(limit) not in (None, LARGEST_COUNT)}
+    limits = " and ".join(f"{_LIMITS[limit]} {value}" for limit, value in given.items())
     return f"{kind} {limits}".rstrip()

@@ -4,7 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from accel_train.recipe.values import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from accel_train.recipe.values import (
+    Fraction,
+    Length,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 SCHEDULE_FREE = "schedule_free_adamw"
 
@@ -105,7 +113,7 @@ class Schedule(Section):
     """The curve of the learning rate over the steps."""
     max_steps: PositiveInt | None = None
     """Steps (optimizer updates) to train."""
-    num_epochs: PositiveFloat | None = None
+    num_epochs: Length | None = None
     """Passes over the training data; give this or max_steps."""
     warmup_steps: NonNegativeInt | None = None
     """Steps over which the learning rate rises linearly to where the curve begins: its peak, or `initial_lr_ratio` of it for one_cycle and cyclic."""

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from accel_train.recipe.values import Auto, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from accel_train.core.format import LARGEST_COUNT
+from accel_train.recipe.values import Auto, Length, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class Guard(Section):
@@ -15,7 +16,7 @@ class Guard(Section):
     that stays far above those before for 10 steps rolls back with all of them; off: nothing is watched."""
     spike_threshold: PositiveFloat = 6.0
     """How far above: spreads above the median of the window, of the loss and of the logarithm of the gradient norm."""
-    spike_window_steps: Annotated[int, Field(ge=8)] = 128
+    spike_window_steps: Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = 128
     """Accepted steps after the warmup that spikes are measured by; with half of them the watch begins."""
     max_consecutive_skips: NonNegativeInt = 5
     """More skipped steps than this in a row roll back."""
@@ -34,18 +35,18 @@ class Guard(Section):
     """... for this many steps."""
     max_incidents: NonNegativeInt = 10
     """Incidents that are diagnosed and written to `incidents/`; later ones are events alone."""
-    incident_seconds: PositiveFloat = 60.0
+    incident_seconds: Length = 60.0
     """Limit of one diagnosis."""
     fp16_scale_floor: PositiveFloat = 1.0
     """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
-    hang_timeout_seconds: PositiveFloat = 600.0
+    hang_timeout_seconds: Length = 600.0
     """Without a step, or an evaluated batch, for so long the run has hung: stacks are written, the process that the others wait
     for is named, and all end (exit code 5). The first step of a launch may take three times as long; after it no collective
     waits for longer than twice this."""
     straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
     """A process whose own work in a step (reading data, and on a CPU the forward) takes so many times what the median process's
     takes is named in an event, where that is a tenth of a step at least; none: no comparison."""
-    straggler_window_steps: Annotated[int, Field(ge=2)] = 50
+    straggler_window_steps: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 50
     """Steps over which that is averaged, and between two comparisons ..."""
     straggler_windows: PositiveInt = 3
     """... of which so many in a row have to find the same process."""

@@ -7,13 +7,16 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from accel_train.core.format import LARGEST_COUNT
 from accel_train.core.redaction import REDACTED
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 """The range of torch.manual_seed, and numpy."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Length = Annotated[float, Field(gt=0, le=LARGEST_COUNT, allow_inf_nan=False)]
+"""Seconds or epochs."""
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Auto = Literal["auto"]

@@ -149,7 +149,7 @@ def replay_incident(
     base = digests_of_base(model, frozen) if recipe.model.pretrained is not None else {}
     weights = load_weights(model, folder, run_folder, record, base)
     if recipe.model.frozen_dtype == "nf4":  # bf16 is what autocast rounds to anyway
-        keep_frozen(model, frozen, Choice("nf4", "as the recipe says"), precision)
+        keep_frozen(model, frozen, Choice("nf4", "as set"), precision)
     inner = TrainingModule(model, task).to(accelerator.device)
     accelerator.prepare_model(inner, evaluation_mode=True)  # puts autocast around its forward, and no DDP
     recomputation = Recomputation(inner, _request(record, readers), accelerator.device)

@@ -67,7 +67,7 @@ def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> Non
         raise ValueError(
             "the processes of this run would not compute alike: "
             + "; ".join(problems)
-            + ". Set these in the recipe to what all machines have, or use machines of one kind"
+            + ". Set these to what all machines have, or use machines of one kind"
         )
 
 

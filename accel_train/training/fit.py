@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.loader import make_recipe
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.private import with_plain_names
@@ -22,6 +23,12 @@ _TASK = "accel_train.tasks.module:FittedModule"
 
 
 @exits_are_errors()
+def _quarter(length: float) -> int:
+    """Return a quarter of the run's length, 1 at least; 1 of a length that the recipe refuses."""
+    is_length = isinstance(length, int | float) and 0 < length <= LARGEST_COUNT
+    return max(1, int(length // 4)) if is_length else 1
+
+
 def fit(
     model: nn.Module,
     train_data: "Dataset[Any]",
@@ -64,7 +71,9 @@ def fit(
         ValueError: a setting or the data are wrong; raised before a step.
         TrainingStopped, CheckpointError, Preempted: as `accel_train.train`.
     """
-    length: dict[str, Any] = {"max_steps": max_steps} if max_steps is not None else {"num_epochs": num_epochs or 3}
+    length: dict[str, Any] = (
+        {"max_steps": max_steps} if max_steps is not None else {"num_epochs": 3 if num_epochs is None else num_epochs}
+    )
     if max_steps is not None and num_epochs is not None:
         raise ValueError(f"max_steps={max_steps} and num_epochs={num_epochs} are both given; give one of them")
     own: dict[str, Any] = {
@@ -73,18 +82,14 @@ def fit(
         "batch": {"global_batch_size": batch_size},
         "optimizer": {"learning_rate": learning_rate},
         "schedule": length,
-        "evaluate": {"every_steps": max(1, max_steps // 4)}
-        if max_steps is not None
-        else {"every_epochs": max(1, int((num_epochs or 3) // 4))},
+        "evaluate": {
+            "every_epochs" if max_steps is None else "every_steps": _quarter(*length.values()),
+        },
     }
-    ways: dict[str, dict[str, Any]] = {
-        "auto": {"resume": "unchanged"},
-        "always": {"accept_changes": True},
-        "never": {"resume": "never"},
-    }
-    if resume not in ways:
-        raise ValueError(f"resume={resume!r}: unknown value. Use {', '.join(ways)}")
-    own["checkpoint"] = ways[resume]
+    resumes = {"auto": {"resume": "unchanged"}, "always": {"accept_changes": True}, "never": {"resume": "never"}}
+    if resume not in resumes:
+        raise ValueError(f"resume={resume!r}: must be one of {', '.join(resumes)}")
+    own["checkpoint"] = resumes[resume]
     for name, section in sections.items():
         own[name] = {**own[name], **section} if isinstance(section, Mapping) and name in own else section
     recipe = make_recipe(own, "fit()", arguments=[])

@@ -499,3 +499,19 @@ def test_the_good_recipe_is_good(no_model: list[str], capsys: pytest.CaptureFixt
     assert main(["plan", "r.yaml"]) == 0
     assert no_model == ["from_config"]
     assert "Memory of each process" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "find-lr r.yaml --steps N", "find-lr r.yaml --min F", "plan r.yaml --world-size N", "plan r.yaml --mfu F",
+        "rehearse r.yaml --steps N", "generate run --max-new-tokens N", "generate run --temperature F",
+        "generate run --seed N", "report run --port N", "watch run --every F", "sweep r.yaml --random N",
+    ],
+)  # fmt: skip
+def test_a_number_on_the_command_line_that_nothing_can_use_is_one_line(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in ("nan", "inf", "1e400") if words.endswith("F") else ("100000000000000000000", "1" * 5000):
+        assert main([*words.split()[:-1], number]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -505,3 +505,22 @@ def test_wrong_data_are_one_line_that_shows_the_flag(what: str, capsys: pytest.C
     assert main(["finetune", path, "--dry-run", *flags]) == 2
     assert capsys.readouterr().err == f"error: {said.replace('{here}', str(Path.cwd()))}\n"
     assert not Path("runs").exists()
+
+
+def test_a_table_of_numbers_with_classes_by_name_is_refused_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [",".join([*(f"{(n * k) % 7 / 3:.3f}" for k in (1, 2, 3, 4)), "RM"[n % 2]]) for n in range(60)]
+    Path("sonar.csv").write_text("\n".join(rows) + "\n")
+    assert main(["finetune", "sonar.csv", "--dry-run"]) == 2
+    assert "no task for tables of numbers" in capsys.readouterr().err
+
+
+def test_boxes_next_to_the_training_images_are_refused_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    write_digits("coco/train")
+    for path in Path("coco/train").glob("*/*.png"):
+        path.rename(Path("coco/train", path.name))
+    for folder in Path("coco/train").glob("digit-*"):
+        folder.rmdir()
+    Path("coco/annotations").mkdir()
+    Path("coco/annotations/instances.json").write_text('{"images": [], "annotations": [], "categories": []}')
+    assert main(["finetune", "coco", "--dry-run"]) == 2
+    assert "coco/annotations/instances.json holds boxes or polygons (COCO)" in capsys.readouterr().err

@@ -296,3 +296,27 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_table({"id": ["a", "b"], "label": ["x"]}, out, tmp_path / "run")
     assert len(read_csv(out)) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_texts_that_a_spreadsheet_may_run_are_counted_and_kept_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {
+        "id": ['=HYPERLINK("http://x")', "@sum", "-1.5", "+ 1", "a=b"],
+        "score": [-0.5, 1.0, None, 2.0, 3.0],
+        "score_-x": [0.0] * 5,
+    }
+    out = write_table(columns, tmp_path / "p.csv", tmp_path / "run")
+    with out.open(newline="") as file:
+        names, *rows = csv.reader(file)
+    assert names == list(columns)
+    assert [row[0] for row in rows] == columns["id"]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "4 cells" not in said
+    assert "3 cells" in said
+    assert ".jsonl" in said
+    out = write_table(columns, tmp_path / "p.jsonl", tmp_path / "run")
+    assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == columns["id"]
+    write_table({"id": ["a.csv:1"], "value": [-1.0]}, tmp_path / "q.csv", tmp_path / "run")
+    assert capsys.readouterr().err == ""

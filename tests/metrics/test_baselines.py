@@ -66,7 +66,7 @@ def test_the_sentence_has_both_numbers() -> None:
 
 
 def test_the_likeliest_cause_comes_first() -> None:
-    rate, steps, data = likely_causes(**FACTS, loss_rose=True, best_step=1100)
+    rate, steps, data = likely_causes(**FACTS, loss_rose=True, best_step=None)
     assert "accel-train find-lr runs/a/recipe.resolved.yaml" in rate
     assert "(1,200, 3 epochs)" in steps
     assert "124,000 parameters from scratch on 5,000 samples" in data
@@ -75,10 +75,14 @@ def test_the_likeliest_cause_comes_first() -> None:
     first, second, _ = likely_causes(**FACTS, loss_rose=True, best_step=400)
     assert first.startswith("overfitting: step 400 of 1,200 evaluated best")
     assert second == rate
+    first, *_ = likely_causes(**FACTS, loss_rose=True, best_step=1100)
+    assert first.startswith("overfitting: step 1,100 of 1,200 evaluated best")
 
 
 def test_an_early_best_step_is_no_overfitting_while_the_held_out_loss_falls() -> None:
-    assert "overfitting" not in " ".join(likely_causes(**FACTS, loss_rose=False, best_step=400))
+    causes = likely_causes(**FACTS, loss_rose=False, best_step=900)
+    assert not any(each.startswith(("overfitting", "too few steps")) for each in causes)
+    assert "step 900 of 1,200" in causes[-1]
 
 
 def test_who_has_pretrained_weights_is_not_told_to_take_some() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import accel_train
-from accel_train.observe import read_events, read_metrics, read_summary
-from accel_train.observe.run_folder import RunFolder
+from accel_train.observe import read_events, read_metrics, read_summary, run_folder
+from accel_train.observe.run_folder import RunFolder, parse_line
 
 ANOTHER_USER = 65534  # nobody
 
@@ -131,6 +131,19 @@ def test_rewind_to_a_step_whose_evaluation_is_made_again_forgets_that_evaluation
         folder.rewind(5, evaluated=False)
     kept = [(record["step"], record["split"]) for record in read_metrics(tmp_path)]
     assert kept == [(4, "train"), (4, "eval"), (5, "train")]
+
+
+def test_rewind_far_back_parses_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    monkeypatch.setattr(run_folder, "parse_line", lambda *a: (parsed.append(a), parse_line(*a))[1])
+    with RunFolder(tmp_path / "run") as folder:
+        lines = [json.dumps({"step": n, "split": "train", "loss": 5.0}) for n in range(1, 40_001)]
+        lines.insert(20_000, json.dumps({"step": 20_000, "split": "eval", "loss": 5.0}))
+        (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        folder.rewind(20_000)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() == lines[:20_001]
+    # Those of one block, and not the 20,000 that are removed.
+    assert len(parsed) < 3_000
 
 
 def test_rewind_begins_anew_where_the_files_were_moved_away(tmp_path: Path) -> None:

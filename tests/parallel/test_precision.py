@@ -16,6 +16,6 @@ def test_the_weakest_precision_of_all_processes_is_taken_and_its_rank_named() ->
 
 def test_a_device_without_the_precision_asked_for_is_refused_on_all_processes() -> None:
     with pytest.raises(ValueError, match=r"rank 1: precision\.mixed_precision=bf16 is only emulated"):
-        weakest_precision([Choice("bf16", "as the recipe says"), "precision.mixed_precision=bf16 is only emulated"])
+        weakest_precision([Choice("bf16", "as set"), "precision.mixed_precision=bf16 is only emulated"])
     with pytest.raises(ValueError, match=r"^precision\.mixed_precision=fp8 needs"):
         weakest_precision(["precision.mixed_precision=fp8 needs another GPU"])

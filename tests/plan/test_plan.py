@@ -219,7 +219,7 @@ def test_logits_beyond_a_chunk_are_none_of_the_memory() -> None:
     assert (parts(chunked)["logits"] or 0) < 1.01 * 4 * 2**26
     printed = [" ".join(format_plan(each).split()) for each in (chunked, whole)]
     assert "loss in chunks yes (the logits of 64 positions at a time; " in printed[0]
-    assert "loss in chunks no (as the recipe says)" in printed[1]
+    assert "loss in chunks no (as set)" in printed[1]
 
 
 def test_a_split_output_layer_gathers_no_logits_where_the_loss_is_in_chunks() -> None:
@@ -255,7 +255,7 @@ def test_checkpointing_lowers_the_activations_and_half_precision_too() -> None:
 def test_the_plan_says_which_kernels_the_model_has_and_that_they_keep_less() -> None:
     fused, python = plan(), plan("--model.fused_kernels", "false")
     assert "2 x tanh GELU (the same function in one kernel" in format_plan(fused)
-    assert "no (as the recipe says)" in format_plan(python)
+    assert "no (as set)" in format_plan(python)
     assert "accel_train_causal_sdpa (causal SDPA without a mask" in format_plan(fused)
     assert (parts(fused)["activations"] or 0) < (parts(python)["activations"] or 0)
 

@@ -5,9 +5,11 @@ import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
 
 from accel_train.core.redaction import is_secret, redact
 from accel_train.core.state import Choice
@@ -560,3 +562,51 @@ def test_a_model_config_that_transformers_would_take_in_silence_is_refused(
 def test_a_sound_model_config_passes(recipe_file: Path, config: str) -> None:
     recipe_file.write_text(RECIPE.replace("{model_type: gpt2, n_layer: 2}", config))
     check_model_config(load_recipe(recipe_file))
+
+
+def numeric_settings() -> Iterator[tuple[str, str, str]]:
+    """Yield each form of each numeric setting: its name, its kind, and a flag's value with `#` for the number."""
+
+    def forms(schema: Any) -> Iterator[tuple[str, str]]:
+        if "anyOf" in schema:
+            for each in schema["anyOf"]:
+                yield from forms(each)
+        elif "prefixItems" in schema:
+            yield from ((kind, f"[{form}, {form}]") for kind, form in forms(schema["prefixItems"][0]))
+        elif "items" in schema:
+            yield from ((kind, f"[{form}]") for kind, form in forms(schema["items"]))
+        elif "additionalProperties" in schema and isinstance(schema["additionalProperties"], dict):
+            yield from ((kind, f"{{a: {form}}}") for kind, form in forms(schema["additionalProperties"]))
+        elif schema.get("type") in ("integer", "number"):
+            yield schema["type"], "#"
+
+    for name, info in recipe_names().items():
+        if isinstance(info, FieldInfo):
+            for kind, form in forms(TypeAdapter(Annotated[info.annotation, info]).json_schema()):
+                yield name, kind, form
+
+
+@pytest.mark.parametrize(("name", "kind", "form"), [*numeric_settings()])
+def test_a_number_that_no_run_can_use_is_refused_by_its_setting(
+    name: str, kind: str, form: str, recipe_file: Path
+) -> None:
+    huge = ["100000000000000000000", "9223372036854775808", "-100000000000000000000", "1" * 5000, "1e400"]
+    for number in (
+        huge
+        if kind == "integer"
+        else ["1e400", ".inf", "-.inf", ".nan", *["1e300"] * name.endswith(("_seconds", "_epochs"))]
+    ):
+        if name == "seed" and number == "9223372036854775808":  # torch's seeds have 64 bits without a sign
+            continue
+        arguments = [f"--{name}={form.replace('#', number)}"]
+        if name == "schedule.num_epochs":
+            arguments.append("--schedule.max_steps=null")
+        with pytest.raises(ValueError, match=r".") as caught:
+            load_recipe(recipe_file, arguments=arguments)
+        assert f"{name}" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_message_for_a_large_number_says_how_large_it_may_be(recipe_file: Path) -> None:
+    assert "2,147,483,647" in error_of(recipe_file, None, "--schedule.max_steps=100000000000000000000")
+    assert "2,147,483,647" not in error_of(recipe_file, None, "--seed=100000000000000000000")

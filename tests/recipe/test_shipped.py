@@ -1,5 +1,6 @@
 """Recipes that come with the package: found by name, listed with what they need, copied to be edited."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_all_recipes_of_the_repository_are_in_the_package_with_a_sentence_and_wh
     assert list(shipped_recipes()) == sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
     for recipe in shipped_recipes().values():
         assert recipe.about.endswith((".", "`.")), recipe.about
-        assert {"Hardware", "Time", "Expected"} <= set(recipe.notes), recipe.path
+        assert {"Hardware", "Time", "Data", "Expected"} <= set(recipe.notes), recipe.path
 
 
 def test_a_recipe_of_the_package_is_read_by_its_name_unless_there_is_such_a_file() -> None:
@@ -57,3 +58,17 @@ def test_init_copies_a_recipe_that_names_its_own_path_and_replaces_no_file(capsy
     assert main(["init", "gpt_tiny", "mine.yaml"]) == 2
     assert "mine.yaml is there already; name another file" in capsys.readouterr().err
     assert Path("mine.yaml").read_text() == text
+
+
+def test_the_list_of_recipes_says_the_data_of_each_and_cuts_no_parenthesis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    entries = {name: " ".join(text.split()) for name, text in _entries(capsys.readouterr().out).items()}
+    assert entries.keys() == shipped_recipes().keys()
+    for name, text in entries.items():
+        assert text.count("(") == text.count(")"), name
+        on_the_hub = "HuggingFaceFW" in shipped_recipes()[name].path.read_text()
+        assert not (on_the_hub and "your own" in text), name
+
+
+def _entries(printed: str) -> dict[str, str]:
+    return {found[1]: found[2] for found in re.finditer(r"^(\w+)\n((?:    .*\n)+)", printed, re.MULTILINE)}

@@ -88,7 +88,7 @@ def test_all_processes_end_with_75_and_the_next_start_trains_with_what_fits(
 
     started = start(recipe, 2, [0, 0], preload=PRELOAD, cwd=str(tmp_path / "{rank}"))
     announced = (started.folder / "rank-0.out").read_text()
-    assert "2  (process 1 holds no more; here 4: as the recipe has it)" in announced
+    assert "2  (process 1 holds no more; here 4: as set)" in announced
     assert losses(tmp_path / "tight/run") == pytest.approx(clean, rel=1e-6)
     assert [event["step"] for event in events(tmp_path / "tight/run", "resume")] == [4]
     assert not events(tmp_path / "tight/run", "skip")

@@ -1,6 +1,7 @@
 """`fit` trains any module of a program, with all guarantees; a task of three methods does the same from a recipe."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -150,6 +151,11 @@ def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
             r"loss has shape \(3,\) for 8 samples; return one number for each",
         ),
         ({"train_data": TensorDataset(INPUTS[:0])}, "the training data are empty"),
+        *(({"max_steps": None, "num_epochs": n}, "schedule.num_epochs") for n in (math.nan, math.inf, 0, -1, 1e300)),
+        *(({"max_steps": n}, "schedule.max_steps") for n in (10**20, 0, -5, 2.5)),
+        ({"batch_size": 10**20}, "batch.global_batch_size"),
+        ({"learning_rate": math.inf}, "optimizer.learning_rate"),
+        ({"resume": "sometimes"}, "auto, always, never"),
     ],
 )
 def test_a_mistake_is_an_error_that_says_what_to_do(changed: dict[str, Any], said: str) -> None:

@@ -1,6 +1,7 @@
 """`recipes`, `init` and `explain`: what comes with the package, and what its settings mean. `completion`: for shells."""
 
 import argparse
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
     width = shutil.get_terminal_size().columns
     for name, recipe in shipped_recipes().items():
         print(name)
-        data = recipe.notes.get("Data", "your own").split(":")[0].split(". ")[0]
-        needs = f"needs {recipe.notes['Hardware'].split(';')[0].rstrip('.')}; data: {data.rstrip('.')}"
+        # The first clause of each note; a semicolon in parentheses does not end it.
+        data = re.split(r": |\. ", recipe.notes["Data"])[0]
+        needs = f"needs {re.split(r';(?![^(]*[)])', recipe.notes['Hardware'])[0].rstrip('.')}; data: {data.rstrip('.')}"
         for text in (recipe.about, needs):
             print(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    "))
     print("\naccel-train run NAME trains one; accel-train init NAME copies one, to be edited.")

@@ -17,6 +17,7 @@ from accel_train.cli.command import (
     say,
     show,
     users_mistakes,
+    whole_number,
 )
 from accel_train.cli.results import training as results
 from accel_train.core.errors import CheckpointError
@@ -25,9 +26,9 @@ from accel_train.core.terminal import busy, use_colour
 if TYPE_CHECKING:
     from accel_train.experiments.rehearse_report import Rehearsal
 
-PROCESSES = {"metavar": "N", "type": int, "help": "default: the GPUs here; for --resume-proof, as many as it had"}
-ALL = {"action": "store_true", "help": "show also what was done and compared, and the plan"}
-STEPS = {"metavar": "K", "type": int, "default": 8, "help": "of the rehearsal; default: 8"}
+PROCESSES = {"metavar": "N", "type": whole_number}
+ALL = {"action": "store_true"}
+STEPS = {"metavar": "K", "type": whole_number, "default": 8}
 
 
 def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
@@ -101,15 +102,15 @@ def _rehearsed(
 
 REHEARSE = Command(_rehearse, "step, evaluate, save, kill, run again: minutes on the real recipe, and whether the result is the same", {
     "recipe": RECIPE,
-    "--processes": PROCESSES,
-    "--steps": STEPS,
-    "--all": ALL,
+    "--processes": {**PROCESSES, "help": "processes to train with; default: the GPUs here"},
+    "--steps": {**STEPS, "help": "steps to train; default: 8"},
+    "--all": {**ALL, "help": "also show each step of the rehearsal, every comparison, and the plan"},
 })  # fmt: skip
 
 VERIFY = Command(_verify, "check every checkpoint's digests, and say which one a resume would use", {
     "run": {"metavar": "RUN", "help": "the output_dir of a run"},
     "--resume-proof": {"action": "store_true", "help": "also resume it from copies of its newest checkpoint, once killed and once not, and compare"},
-    "--processes": PROCESSES,
-    "--steps": STEPS,
-    "--all": ALL,
+    "--processes": {**PROCESSES, "help": "of --resume-proof; default: as many as the run had"},
+    "--steps": {**STEPS, "help": "of --resume-proof: steps to train; default: 8"},
+    "--all": {**ALL, "help": "of --resume-proof: also show each step and every comparison"},
 })  # fmt: skip

@@ -15,11 +15,14 @@ from accel_train.cli.command import (
     Command,
     Outcome,
     data_of,
+    finite_number,
     importing,
     importing_for,
     out_of,
     say,
+    seed_number,
     users_mistakes,
+    whole_number,
 )
 from accel_train.cli.results import runs as results
 from accel_train.core.files import is_written_into
@@ -249,9 +252,9 @@ PREDICT = Command(_predict, "a table of what a finished run predicts, a row a sa
 GENERATE = Command(_generate, "write text with a finished causal-lm run", {
     "run": RUN,
     "--prompt": {"metavar": "TEXT", "default": "", "help": "what the text begins with"},
-    "--max-new-tokens": {"metavar": "N", "type": int, "default": 200, "help": "default: 200"},
-    "--temperature": {"metavar": "T", "type": float, "default": 0.8, "help": "0: the likeliest token; default: 0.8"},
-    "--seed": {"metavar": "S", "type": int, "default": 0, "help": "default: 0"},
+    "--max-new-tokens": {"metavar": "N", "type": whole_number, "default": 200, "help": "default: 200"},
+    "--temperature": {"metavar": "T", "type": finite_number, "default": 0.8, "help": "0: the likeliest token; default: 0.8"},
+    "--seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "default: 0"},
 }, takes_settings=False)  # fmt: skip
 
 OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code, which the run's recipe names, once you have read it"}
@@ -268,13 +271,13 @@ REPORT = Command(_report, "write report.html of one run, or a comparison of seve
     "runs": {"metavar": "RUN", "nargs": "+", "help": "the output_dir of a run"},
     "--out": {"metavar": "FILE", "help": "where to write the HTML"},
     "--follow": {"action": "store_true", "help": "serve the page on this machine, and renew it while the run goes on; writes no file"},
-    "--port": {"metavar": "N", "type": int, "help": "of --follow; default: one that is free"},
+    "--port": {"metavar": "N", "type": whole_number, "help": "of --follow; default: one that is free"},
 }, takes_settings=False)  # fmt: skip
 
 WATCH = Command(_watch, "a run's state, loss, rate, time left and last events in the terminal, until it has ended", {
     "run": {"metavar": "RUN", "help": "the output_dir of a run, of any process or machine that writes there"},
     "--once": {"action": "store_true", "help": "print it once, and end"},
-    "--every": {"metavar": "SECONDS", "type": float, "default": 2.0, "help": "how often to look; default: 2"},
+    "--every": {"metavar": "SECONDS", "type": finite_number, "default": 2.0, "help": "how often to look; default: 2"},
 }, takes_settings=False, processes="one")  # fmt: skip
 
 REPLAY = Command(_replay, "compute an incident of a run again, module by module", {

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from accel_train.cli.command import RECIPE, Command, Outcome, importing, say, users_mistakes
+from accel_train.cli.command import RECIPE, Command, Outcome, importing, say, seed_number, users_mistakes, whole_number
 from accel_train.cli.results import training as results
 
 
@@ -40,11 +40,11 @@ SWEEP = Command(_sweep, (
     "commas within [ ], { } and quotation marks do not split; the same command resumes"
 ), {
     "recipe": RECIPE,
-    "--random": {"metavar": "N", "type": int, "help": "train N combinations, drawn from lists and ranges, each with every seed"},
+    "--random": {"metavar": "N", "type": whole_number, "help": "train N combinations, drawn from lists and ranges, each with every seed"},
     "--optuna": {
-        "metavar": "N", "type": int,
+        "metavar": "N", "type": whole_number,
         "help": "train N combinations, each chosen by Optuna's TPE from the results so far, with every seed",
     },
-    "--draw-seed": {"metavar": "S", "type": int, "default": 0, "help": "of --random and --optuna; default: 0"},
-    "--processes": {"metavar": "N", "type": int, "help": "of each run; default: the GPUs here"},
+    "--draw-seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "of --random and --optuna; default: 0"},
+    "--processes": {"metavar": "N", "type": whole_number, "help": "of each run; default: the GPUs here"},
 }, processes="one")  # fmt: skip

@@ -9,7 +9,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from accel_train.cli.command import RECIPE, Command, Outcome, importing, out_of, recipe_of, say, show, users_mistakes
+from accel_train.cli.command import (
+    RECIPE,
+    Command,
+    Outcome,
+    finite_number,
+    importing,
+    out_of,
+    recipe_of,
+    say,
+    show,
+    users_mistakes,
+    whole_number,
+)
 from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.redaction import redact_text
@@ -138,19 +150,19 @@ RUN = Command(_run, "train; resumes by itself", {
 
 PLAN = Command(_plan, "say everything a run will be, before it costs anything", {
     "recipe": RECIPE,
-    "--world-size": {"metavar": "N", "type": int, "help": "processes (GPUs) to plan for; default: those here"},
+    "--world-size": {"metavar": "N", "type": whole_number, "help": "processes (GPUs) to plan for; default: those here"},
     "--gpu": {"metavar": "NAME", "help": "the GPU to plan for: H200, A100, ...; default: the one here"},
-    "--gpus-per-node": {"metavar": "N", "type": int, "help": "default: 8, or all where there are fewer"},
+    "--gpus-per-node": {"metavar": "N", "type": whole_number, "help": "default: 8, or all where there are fewer"},
     "--interconnect": {"metavar": "NAME", "help": "between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"},
-    "--mfu": {"metavar": "X", "type": float, "help": "share of the peak that computing reaches; default: 0.35"},
+    "--mfu": {"metavar": "X", "type": finite_number, "help": "share of the peak that computing reaches; default: 0.35"},
     "--all": {"action": "store_true", "help": "show all settings; default: those that are set"},
     "--no-data": {"action": "store_true", "help": "read none: plan from sequence length and vocabulary alone"},
 })  # fmt: skip
 
 FIND_LR = Command(_find_lr, "train with a rising learning rate, and say up to which the loss falls steeply", {
     "recipe": RECIPE,
-    "--min": {"metavar": "LR", "type": float, "default": 1e-6, "help": "where the rate begins; default: 1e-6"},
-    "--max": {"metavar": "LR", "type": float, "default": 1.0, "help": "where it ends; default: 1"},
-    "--steps": {"metavar": "N", "type": int, "default": 100, "help": "default: 100"},
+    "--min": {"metavar": "LR", "type": finite_number, "default": 1e-6, "help": "where the rate begins; default: 1e-6"},
+    "--max": {"metavar": "LR", "type": finite_number, "default": 1.0, "help": "where it ends; default: 1"},
+    "--steps": {"metavar": "N", "type": whole_number, "default": 100, "help": "steps to train; default: 100"},
     "--out": {"metavar": "FOLDER", "help": "for find-lr.json and find-lr.png; default: the recipe's output_dir"},
 }, processes="all")  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.data.sft.template_trial import MOST_CHARACTERS, check_template
 from accel_train.data.text.tokenizers import TextTokenizer
 from accel_train.recipe.data import Data
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = re.compile(r"\b(?:enable_)?thinking\b")
 """Variables by which templates switch thinking on and off: Qwen, GLM, Nemotron, SmolLM; DeepSeek."""
+_ROWS_TRIED = 8
+"""Chats that a template renders under limits first."""
 Messages = list[dict[str, Any]]
 
 
@@ -129,7 +132,12 @@ def chat_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> En
                 warnings[END_NOT_LEARNED].append(row.where)
         return Encoded(ids, is_target)
 
-    return lambda rows: [encode_row(row) for row in rows]
+    def encode(rows: Sequence[Example]) -> list[Encoded]:
+        tried = [row.parts for row in rows[:_ROWS_TRIED] if isinstance(row.parts, list)]
+        check_template(tool, tried, "data.chat_template" if data.chat_template is not None else "")
+        return [encode_row(row) for row in rows]
+
+    return encode
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerBase", data: Data) -> str:
@@ -256,7 +264,10 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str,
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        found = tokenizer.apply_chat_template(messages, **options)
+        if isinstance(found, str) and len(found) > MOST_CHARACTERS:
+            raise ValueError(f"it makes {len(found):,} characters of it, and at most {MOST_CHARACTERS:,} are allowed")
+        return found
     except TemplateSyntaxError as error:
         raise ValueError(f"the chat template is not Jinja: line {error.lineno}: {error.message}") from error
     except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError) as error:

@@ -57,7 +57,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     root = folder / "train" if (folder / "train").is_dir() else folder
     names, num_others = list_images(root)
     has_names = asked.data.label_names is not None
-    if num_others and not has_names:
+    if (num_others or root != folder) and not has_names:  # annotations may lie next to train/
         refuse_annotations(folder, names)
     loose = [name for name in names if "/" not in name]
     if loose:

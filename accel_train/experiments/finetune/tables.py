@@ -231,12 +231,17 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     }
 
 
+_NO_TABLES = (
+    "accel_train has no task for tables of numbers. Gradient-boosted trees are the right tool: HistGradientBoostingClassifier of "
+    "scikit-learn, XGBoost or LightGBM"
+)
+
+
 def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column], str]:
     named = [table[name] for name in asked.text] or list(table.columns.values())
     if all(column.is_numbers for column in named):
         raise ValueError(
-            f"{table.path}: {'the columns of --text' if asked.text else 'all columns'} hold numbers, and accel_train has no task for tables "
-            "of numbers. Gradient-boosted trees are the right tool: HistGradientBoostingClassifier of scikit-learn, XGBoost or LightGBM"
+            f"{table.path}: {'the columns of --text' if asked.text else 'all columns'} hold numbers, and {_NO_TABLES}"
         )
     if asked.text:
         return [table[name] for name in asked.text], "as --text says"
@@ -262,6 +267,12 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
         )
     if len(strings) == 1 and not strings[0].may_be_labels:
         return strings, "the only column of strings"
+    num_numbers = sum(column.is_numbers for column in table.columns.values())
+    if 2 * num_numbers > len(table.columns):
+        raise ValueError(
+            f"{table.path}: {num_numbers} of {len(table.columns)} columns hold numbers, and {_NO_TABLES}. For a column of text: "
+            "--text COLUMN"
+        )
     raise ValueError(f"{table.path}: no column is clearly text (there are {table.names}); name it: --text COLUMN")
 
 

@@ -37,7 +37,7 @@ def fuse_activations(model: nn.Module, requested: Literal["auto"] | bool) -> Non
 def describe_activations(model: nn.Module, requested: Literal["auto"] | bool) -> Choice[str]:
     """Return what `fuse_activations` did to a model that was built, or why it did nothing."""
     if requested is False:
-        return Choice("no", "as the recipe says")
+        return Choice("no", "as set")
     count = sum(isinstance(module, FusedTanhGELU) for module in model.modules())
     if count:
         return Choice(f"{count} x tanh GELU", "the same function in one kernel, where transformers takes eight or more")

@@ -69,7 +69,7 @@ def choose_attention(
 ) -> Choice[str]:
     """Return the attention to train with: as asked, or causal SDPA where it is exact, else the library's own choice."""
     if requested != "auto":
-        return Choice(requested, "as the recipe says")
+        return Choice(requested, "as set")
     text = config.get_text_config()
     if not (model_class._supports_sdpa and model_class._supports_attention_backend):
         return Choice("library default", f"{model_class.__name__} has no exchangeable attention")
@@ -96,7 +96,7 @@ def describe_attention(model: PreTrainedModel, requested: str, sequence_length: 
     """Return the attention of a model that was built, and why it has that one."""
     used: str = model.config._attn_implementation
     if requested != "auto":
-        return Choice(used, "as the recipe says")
+        return Choice(used, "as set")
     causal_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
     if causal_class is type(model):
         choice = choose_attention(requested, type(model), model.config, sequence_length)

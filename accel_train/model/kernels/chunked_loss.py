@@ -45,7 +45,7 @@ def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Ch
         ValueError: the recipe asks for it, and the model does not allow it.
     """
     if requested is False:
-        return Choice(False, "as the recipe says")
+        return Choice(False, "as set")
     problem = why_whole(model, tp_size)
     if problem is not None and requested is True:
         raise ValueError(f"loss.chunked=True: {problem}, so that the logits are needed whole; set it to auto or false")
@@ -54,9 +54,9 @@ def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Ch
     rows = rows_at_once(model.get_output_embeddings(), tp_size)  # type: ignore[operator]
     if tp_size > 1:
         split = f"the logits of {rows:,} positions at a time, each process those of its share of the vocabulary"
-        return Choice(True, f"as the recipe says; {split}" if requested is True else split)
+        return Choice(True, f"as set; {split}" if requested is True else split)
     if requested is True:
-        return Choice(True, f"as the recipe says; the logits of at most {rows:,} positions at a time")
+        return Choice(True, f"as set; the logits of at most {rows:,} positions at a time")
     return Choice(True, f"the logits of {rows:,} positions at a time; a micro-batch with no more has its logits whole")
 
 

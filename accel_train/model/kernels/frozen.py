@@ -26,7 +26,7 @@ def choose_frozen_dtype(recipe: Recipe, mixed_precision: str, device_type: str) 
     if not section.freezes:
         return None
     if section.frozen_dtype != "auto":
-        return Choice(section.frozen_dtype, "as the recipe says")
+        return Choice(section.frozen_dtype, "as set")
     if mixed_precision != "bf16":
         return Choice("fp32", f"bf16 would round them, for mixed_precision is {mixed_precision}")
     if recipe.parallel.strategy == "deepspeed" or recipe.parallel.tp_size > 1:

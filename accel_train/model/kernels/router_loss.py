@@ -201,11 +201,11 @@ def choose_router_loss(requested: bool | str, model: nn.Module, place: str = "")
         return None
     coefficient, asks = router_coefficient(model), asks_for_router_loss(model)
     if requested is False:
-        return None if coefficient is None else Choice(0.0, "as the recipe says")
+        return None if coefficient is None else Choice(0.0, "as set")
     if requested == "auto" and not asks:
         reason = "output_router_logits is false in the model's configuration; set loss.router_aux to true to train it"
         return None if coefficient is None else Choice(0.0, reason)
-    origin = "as the recipe says" if requested is True else "output_router_logits is true in the model's configuration"
+    origin = "as set" if requested is True else "output_router_logits is true in the model's configuration"
     problem = place and f"not tested with {place}"
     if coefficient is None:
         problem = f"{type(model).__name__} has no known load-balancing loss"

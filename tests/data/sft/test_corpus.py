@@ -243,6 +243,7 @@ def test_role_that_the_template_refuses_names_the_row(sft_recipe: Make) -> None:
         ({"chat_template": "{% for %}"}, "the chat template is not Jinja: line 1"),
         ({"chat_template": FORGETFUL}, "message 2: the chat template renders the turns before differently"),
         ({"chat_template": "{{ messages[0].content }}{% generation %}{% endgeneration %}"}, "marks nothing in it"),
+        ({"chat_template": "{{ 'a' * 10**10 }}"}, "data.chat_template needs more than 1,024 MiB"),
     ],
 )
 def test_template_that_cannot_be_used_is_refused(sft_recipe: Make, settings: dict[str, Any], message: str) -> None:

@@ -128,7 +128,7 @@ def test_a_run_says_its_kernels_and_its_model_folder_is_plain_transformers(
         said.append([line for line in capsys.readouterr().out.splitlines() if "model.fused_kernels" in line])
         configs.append((folder / "config.json").read_text())
     assert kinds == [NewGELUActivation, NewGELUActivation]
-    assert ["2 x tanh GELU" in said[0][0], "no  (as the recipe says)" in said[1][0]] == [True, True]
+    assert ["2 x tanh GELU" in said[0][0], "no  (as set)" in said[1][0]] == [True, True]
     assert configs[0] == configs[1]
 
 

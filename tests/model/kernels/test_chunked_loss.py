@@ -296,7 +296,7 @@ def test_auto_leaves_logits_whole_that_are_no_more_than_a_chunk() -> None:
 def test_a_head_that_is_no_plain_layer_has_its_logits_whole_and_the_choice_says_why() -> None:
     model = model_of("llama")
     assert choose_chunking("auto", model, 1).value is True
-    assert choose_chunking(False, model, 1).reason == "as the recipe says"
+    assert choose_chunking(False, model, 1).reason == "as set"
     add_adapters(model, LoRA(target_modules=("q_proj", "lm_head")))
     adapted = choose_chunking("auto", model, 1)
     assert (adapted.value, "output layer" in adapted.reason) == (False, True)
@@ -316,7 +316,7 @@ def test_a_split_output_layer_stays_in_chunks_unless_a_process_would_hold_no_row
     model = model_of("llama")
     split = choose_chunking("auto", model, 2)
     assert (split.value, "each process those of its share of the vocabulary" in split.reason) == (True, True)
-    assert choose_chunking(True, model, 2).reason == f"as the recipe says; {split.reason}"
+    assert choose_chunking(True, model, 2).reason == f"as set; {split.reason}"
     assert rows_at_once(model.lm_head, 2) > 1.9 * rows_at_once(model.lm_head)
     model.lm_head = nn.Linear(32, 5, bias=False)  # 2, 2, 1 and 0 rows
     empty = choose_chunking("auto", model, 4)

@@ -28,7 +28,7 @@ from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.runs import LLAMA, TINY_MODEL, events, losses, recipe_dict, run, write_base, write_recipe_file
 
 BF16 = {"mixed_precision": "bf16"}
-NF4 = Choice("nf4", "as the recipe says")
+NF4 = Choice("nf4", "as set")
 
 
 def recipe_with(folder: Path, precision: dict[str, Any] | None = None, **model: Any) -> Recipe:
@@ -69,7 +69,7 @@ def based(corpus: Path) -> Path:
         ({"model": {"lora": {}}}, "bf16", "cpu", ("avx512_bf16",), "bf16", "the same bits"),
         ({"model": {"lora": {}}}, "bf16", "cpu", ("amx_bf16",), "bf16", "the same bits"),
         ({"model": {"lora": {}}, "parallel": {"strategy": "deepspeed"}}, "bf16", "cuda", (), "fp32", "not tested"),
-        ({"model": {"lora": {}, "frozen_dtype": "fp32"}}, "bf16", "cuda", (), "fp32", "as the recipe says"),
+        ({"model": {"lora": {}, "frozen_dtype": "fp32"}}, "bf16", "cuda", (), "fp32", "as set"),
     ],
 )
 def test_what_auto_chooses_follows_from_precision_and_processor(
@@ -104,7 +104,7 @@ def loss_and_gradients(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tenso
 def test_under_autocast_bf16_matrices_give_the_bits_of_fp32_ones() -> None:
     model, names = adapted()
     narrow = copy.deepcopy(model)
-    said = keep_frozen(narrow, names, Choice("bf16", "as the recipe says"), "bf16")["model.frozen_dtype"]
+    said = keep_frozen(narrow, names, Choice("bf16", "as set"), "bf16")["model.frozen_dtype"]
     assert "weights in 15 matrices" in said.reason
     halved = {name for name, each in narrow.named_parameters() if each.dtype == torch.bfloat16}
     assert halved == {name for name in names if "proj" in name or "lm_head" in name}
@@ -155,7 +155,7 @@ def test_ten_steps_with_narrow_frozen_weights_lower_the_loss_and_resume_to_the_b
     found = losses(folder)
     assert found[12] < found[1] - 0.2
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["choices"]["model.frozen_dtype"].startswith(f"{dtype} (as the recipe says")
+    assert summary["choices"]["model.frozen_dtype"].startswith(f"{dtype} (as set")
     weights, moments = tensors(folder, 12, "model"), tensors(folder, 12, "optimizer")
     assert all("lora_" in name for name in weights)
     ended = load_file(folder / "model" / "model.safetensors")
