@@ -266,7 +266,7 @@ def _settings_of(value: Any) -> dict[str, Any]:
     """
     kind: Any = type(value)
     state, is_opaque = _state_names(kind), callable(value) and _is_library(kind)
-    found = {}
+    found: dict[str, Any] = {}
     for slots in (base.__dict__.get("__slots__", ()) for base in kind.__mro__):
         names = [slots] if isinstance(slots, str) else slots
         found |= {name: getattr(value, name) for name in names if not name.startswith("_") and hasattr(value, name)}
