@@ -1,18 +1,21 @@
 """Digests of a program's data and code: the same in every process and after a restart, and other where the content differs.
 
-No address, line number, or comment counts. Code of installed packages counts by name alone, and weights do not count.
+No address, line number, or comment counts. Code of installed packages counts by name alone. Weights and buffers do not
+count, except the class weights of torch's losses.
 """
 
 import copy
 import dis
 import hashlib
 import inspect
+import logging
 import random
 import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 NUM_ITEMS = 16
 """Items of a data set that are read, evenly spaced."""
@@ -27,8 +31,13 @@ MOST_VALUES = 100_000
 """Values of one list that are digested; of a longer one as many or fewer, evenly spaced."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LIBRARIES = tuple({*sysconfig.get_paths().values()} - {sysconfig.get_paths()["data"]})
-_WRITES = {"append", "extend", "add", "update", "insert", "setdefault", "pop", "clear"}
+_IN_PLACE = re.compile(r"append|extend|add|update|insert|setdefault|pop|clear|[^_].*_")
+"""Methods that change their object."""
 _DEEPEST = 12
+_NAMED = (ModuleType, logging.Logger, random.Random)
+"""Objects that change without a change of the program."""
+_WITH_REPR = {*sys.stdlib_module_names, "torch"}
+"""Packages whose objects tell their value in their repr."""
 
 
 def digest_of_data(data: Any) -> tuple[str, bool]:
@@ -57,8 +66,9 @@ def digest_of_module(module: nn.Module) -> str:
     for kind in dict.fromkeys(map(type, module.modules())):
         parts += _parts(kind, frozenset(), 0)
     for part in module.modules():
-        if not _is_library(type(part)):
-            parts += _parts(_settings_of(part), frozenset(), 0)
+        parts += _parts(_settings_of(part), frozenset(), 0)
+        if isinstance(part, _Loss):
+            parts += _parts(dict(part.named_buffers(recurse=False)), frozenset(), 0)
     return _hash(parts)
 
 
@@ -116,10 +126,11 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
     if isinstance(value, Tensor | np.ndarray | np.generic):
         yield from _numbers(value)
     elif isinstance(value, Mapping):
-        yield type(value).__name__
+        yield f"{type(value).__name__} {len(value)}"
         for key, each in value.items():
             yield from (*_parts(key, inside, deeper), *_parts(each, inside, deeper))
     elif isinstance(value, set | frozenset):
+        yield f"{type(value).__name__} {len(value)}"
         yield from sorted(_hash([*_parts(each, inside, deeper)]) for each in value)
     elif isinstance(value, list | tuple):
         yield f"{type(value).__name__} {len(value)}"
@@ -141,15 +152,30 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
         yield from _parts_of_class(value, inside, deeper)
     elif isinstance(value, nn.Module):
         yield digest_of_module(value)
-    elif isinstance(value, ModuleType) or (callable(value) and _is_library(type(value))):
+    elif isinstance(value, Enum):
+        yield from (f"{type(value).__qualname__}.{value.name}", *_parts(value.value, inside, deeper))
+    elif isinstance(value, _NAMED):
+        yield f"{type(value).__name__} {getattr(value, '__name__', '')}"
+    elif callable(value) and _is_library(type(value)):
         yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+        if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):  # under functools.cache
+            yield from _parts(wrapped, inside, deeper)
+        yield from _parts_of_object(value, inside, deeper)
     else:
         yield type(value).__qualname__
         if hasattr(value, "tobytes"):  # a picture
             yield from (repr(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest())
         elif not _is_library(type(value)) and callable(value):
             yield from _parts_of_class(type(value), inside, deeper)
-        yield from _parts(_settings_of(value), inside, deeper)
+        yield from _parts_of_object(value, inside, deeper)
+
+
+def _parts_of_object(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
+    """Yield the settings of an object; of a path, a pattern, a date, or a dtype, which have none, its repr."""
+    settings = _settings_of(value)
+    yield from _parts(settings, seen, depth)
+    if not settings and str(type(value).__module__).partition(".")[0] in _WITH_REPR:
+        yield _ADDRESS.sub("", repr(value))
 
 
 def _numbers(value: Any) -> Iterator[str]:
@@ -157,7 +183,7 @@ def _numbers(value: Any) -> Iterator[str]:
     yield f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, Tensor):
         with suppress(RuntimeError, TypeError, NotImplementedError):  # a sparse or quantized one, one without values
-            flat = value.detach().cpu().contiguous().reshape(-1)
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             yield hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
     elif value.dtype == object:
         yield from _parts(value.tolist(), frozenset(), 1)
@@ -174,17 +200,15 @@ def _parts_of_function(function: FunctionType, seen: frozenset[int], depth: int)
     yield from _parts((code, function.__defaults__, function.__kwdefaults__), seen, depth)
     codes = [code, *_nested(code)]
     names = {name for each in codes for name in each.co_names}
-    steps = [step for each in codes for step in dis.get_instructions(each)]
-    written = {step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
-    in_place = any(name.endswith("_") and not name.startswith("_") for name in names)
-    changes = bool(names & _WRITES) or in_place or any(step.opname == "STORE_SUBSCR" for step in steps)
+    assigned = {name for each in codes for name in _assigned(each)}
+    changed = {name for each in codes for name in _changed_in_place(each)}
     around = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # an empty cell
             around[name] = cell.cell_contents
     around |= {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
     for name, value in sorted(around.items()):
-        if name in written or (changes and isinstance(value, list | dict | set | Tensor | np.ndarray)):
+        if name in assigned or (name in changed and isinstance(value, list | dict | set | Tensor | np.ndarray)):
             continue
         if isinstance(value, ModuleType) and not _is_library(value):
             value = {each: vars(value)[each] for each in sorted(names & vars(value).keys())}
@@ -198,6 +222,33 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from (constant, *_nested(constant))
 
 
+def _assigned(code: CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+
+
+def _changed_in_place(code: CodeType) -> Iterator[str]:
+    """Yield the names whose content the code changes, by an item or by a method."""
+    steps = list(dis.get_instructions(code))
+    for number, step in enumerate(steps):
+        if step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            # `log[key] += 1` computes with copies of the container and the key.
+            copies = [at for at in range(1, number) if steps[at - 1].opname == steps[at].opname == "COPY"]
+            end = copies[-1] - 1 if copies and steps[number - 1].opname == "SWAP" else number
+            yield steps[_start(steps, _start(steps, end))].argval
+        elif step.opname in ("LOAD_METHOD", "LOAD_ATTR") and _IN_PLACE.fullmatch(step.argval):
+            yield steps[_start(steps, number)].argval
+
+
+def _start(steps: Sequence[dis.Instruction], end: int) -> int:
+    """Return where the expression begins whose value is on top of the stack before step `end`."""
+    depth = 0
+    for start in range(end - 1, -1, -1):
+        depth += dis.stack_effect(steps[start].opcode, steps[start].arg, jump=False)
+        if depth >= 1:
+            return start
+    return 0
+
+
 def _parts_of_class(kind: type, seen: frozenset[int], depth: int) -> Iterator[str]:
     for base in kind.__mro__:
         yield f"{base.__module__}.{base.__qualname__}"
@@ -209,11 +260,28 @@ def _parts_of_class(kind: type, seen: frozenset[int], depth: int) -> Iterator[st
 
 
 def _settings_of(value: Any) -> dict[str, Any]:
-    """Return an object's values, less private ones, those of torch's modules, and those that a method other than __init__ sets."""
-    found = getattr(value, "__dict__", {})
+    """Return an object's values, less private ones and those that a method other than __init__ sets.
+
+    Of a callable object of a library only numbers and texts count: its parts may grow.
+    """
     kind: Any = type(value)
-    state = _state_names(kind)
-    return {name: each for name, each in sorted(found.items()) if not name.startswith("_") and name not in state}
+    state, is_opaque = _state_names(kind), callable(value) and _is_library(kind)
+    found: dict[str, Any] = {}
+    for slots in (base.__dict__.get("__slots__", ()) for base in kind.__mro__):
+        names = [slots] if isinstance(slots, str) else slots
+        found |= {name: getattr(value, name) for name in names if not name.startswith("_") and hasattr(value, name)}
+    found |= getattr(value, "__dict__", {})
+    return {
+        name: each
+        for name, each in sorted(found.items())
+        if not name.startswith("_") and name not in state and not (is_opaque and not _is_simple(each))
+    }
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= NUM_ITEMS and all(map(_is_simple, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 @cache

@@ -182,18 +182,25 @@ class ImagePool:
     """The labels as numbers, once the classes are known."""
 
 
-def list_images(folder: Path) -> tuple[list[str], int]:
-    """Return the image files below a folder, sorted by relative name, and the number of others; hidden ones are left out."""
+def list_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the image files below a folder, and the other files, each sorted by relative name; hidden ones are left out."""
     refuse_link_loops(folder)
-    names, num_others = [], 0
+    images: list[str] = []
+    others: list[str] = []
     for root, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        visible = [name for name in files if not name.startswith(".")]
-        images = [name for name in visible if name.lower().endswith(IMAGE_SUFFIXES)]
-        num_others += len(visible) - len(images)
         prefix = os.path.relpath(root, folder)
-        names += images if prefix == "." else [f"{prefix}/{name}" for name in images]
-    return sorted(names), num_others
+        for name in files:
+            if not name.startswith("."):
+                side = images if name.lower().endswith(IMAGE_SUFFIXES) else others
+                side.append(name if prefix == "." else f"{prefix}/{name}")
+    return sorted(images), sorted(others)
+
+
+def list_images(folder: Path) -> tuple[list[str], int]:
+    """Return the image files below a folder, sorted by relative name, and the number of others."""
+    images, others = list_files(folder)
+    return images, len(others)
 
 
 def inspect_images(images: Images) -> NDArray[np.uint64]:

@@ -1,14 +1,15 @@
-"""Folders that look like classes and hold something else: masks, boxes or polygons."""
+"""Folders that look like classes and hold something else: masks, boxes, polygons, or parts of the data."""
 
 import json
 import os
 import re
+from collections.abc import Collection, Sequence
 from itertools import combinations
 from pathlib import Path
 
 from PIL import Image
 
-from accel_train.core.files import files_below
+from accel_train.core.files import read_regular
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.pairs import have_the_same_names, pairs_below
 
@@ -20,21 +21,48 @@ _MOST_COLOURS = 32
 """An image with more colours is not a mask."""
 _NUM_LOOKED_AT = 12
 _FOLDERS_LOOKED_IN = 50
+_TEXTS_LOOKED_AT = 200
+"""Files with the names of images, evenly spaced, that are read for boxes and polygons."""
+_PARTS = re.compile(r"(?:.*[^a-z])?(?:train(?:ing)?|val(?:id|idation)?|dev|test(?:ing)?)(?:[^a-z].*)?")
+"""Names in lower case of the parts of a data set."""
 
 
-def refuse_annotations(folder: Path, files: list[str]) -> None:
+def are_parts(folders: Collection[str]) -> bool:
+    """Return whether several folders are parts of the data, by their names, and not classes."""
+    return len(folders) > 1 and all(_PARTS.fullmatch(name.lower()) for name in folders)
+
+
+def refuse_parts_as_classes(folder: Path, files: Sequence[str]) -> None:
+    """Refuse the folders `Train` and `Test` as two classes.
+
+    Raises:
+        ValueError: names the folders.
+    """
+    names = sorted({name.split("/", 1)[0] for name in files if "/" in name})
+    if are_parts(names):
+        raise ValueError(
+            f"{folder}: {', '.join(names)} are parts of the data by their names, not classes. Set data.train to one of them, and "
+            f"data.eval to another. If they are classes, list them: --data.label_names '[{', '.join(names)}]'"
+        )
+
+
+def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]) -> None:
     """Refuse images that lie with boxes or polygons: COCO, YOLO, Pascal VOC, labelme.
+
+    `files` are the images of the folder, and `others` its other files.
 
     Raises:
         ValueError: names the file, and a folder of masks where one lies further below.
     """
     stems = {Path(name).stem for name in files}
-    for path in files_below(folder):
-        suffix, kind = path.suffix.lower(), None
-        if suffix == ".json" and _COCO.fullmatch(path.name.lower()):
+    texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json")) and Path(name).stem in stems]
+    looked_at = {texts[index] for index in evenly_spaced(len(texts), _TEXTS_LOOKED_AT)}
+    for path in map(folder.joinpath, others):
+        kind = None
+        if _COCO.fullmatch(path.name.lower()):
             kind = "COCO"
-        elif suffix in (".xml", ".txt", ".json") and path.stem in stems:
-            kind = _kind_of_annotation(path, suffix)
+        elif path.relative_to(folder).as_posix() in looked_at:
+            kind = _kind_of_annotation(path, path.suffix.lower())
         if kind is None:
             continue
         folders = [entry for entry in sorted(folder.iterdir())[:_FOLDERS_LOOKED_IN] if entry.is_dir()]
@@ -49,7 +77,7 @@ def refuse_annotations(folder: Path, files: list[str]) -> None:
 def _kind_of_annotation(path: Path, suffix: str) -> str | None:
     """The format of a file that has the name of an image; None for a caption or other text."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(path).decode("utf-8", "replace")
     except OSError:
         return None
     if suffix == ".xml":
@@ -63,7 +91,7 @@ def _kind_of_annotation(path: Path, suffix: str) -> str | None:
     return "labelme" if isinstance(found, dict) and "shapes" in found else None
 
 
-def refuse_masks_as_classes(folder: Path, files: list[str]) -> None:
+def refuse_masks_as_classes(folder: Path, files: Sequence[str]) -> None:
     """Refuse class folders that are images and their masks, by the folders' names or by what they hold.
 
     Raises:
@@ -87,7 +115,7 @@ def refuse_masks_as_classes(folder: Path, files: list[str]) -> None:
     )
 
 
-def _masks_by_content(folder: Path, files: list[str]) -> tuple[str, str] | None:
+def _masks_by_content(folder: Path, files: Sequence[str]) -> tuple[str, str] | None:
     """Two class folders whose files agree in names and sizes, where one side alone has few colors; that one last."""
     of_class: dict[str, dict[str, str]] = {}
     for file in files:

@@ -1,15 +1,15 @@
 """Resolve a name in `data.train` or `data.eval` to images, each with a label or a mask as its source has it."""
 
 import glob
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.builtin.digit_scenes import digit_scenes, digits
-from accel_train.data.images.images import FileImages, ImagePool, join_images, list_images
+from accel_train.data.images.images import FileImages, ImagePool, join_images, list_files
 from accel_train.data.images.masks import renumbered
-from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_classes
+from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_classes, refuse_parts_as_classes
 from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
 from accel_train.data.sources import resolve_sources
@@ -77,15 +77,19 @@ def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | N
     if folders is not None and data.mask_column is not None:
         return pairs_pool(*folders)
     folder = path if folders is None else folders[0]
-    files, num_others = list_images(folder)
-    if not files and not masks and not num_others and any(entry.is_dir() for entry in path.iterdir()):
+    files, others = list_files(folder)
+    if not files and not masks and not others and any(entry.is_dir() for entry in path.iterdir()):
         raise ValueError(f"{key}: there is no image below the folder {str(path)!r}; expected {path}/CLASS/*.png")
     if not files:
         return None
-    notes = (f"{folder}: left out {num_others} files that are no images",) if num_others else ()
+    notes = (f"{folder}: left out {len(others)} files that are no images",) if others else ()
     pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {len(files):,} images", notes=notes)
     if data.label_column is not None:
-        return _with_class_folders(pool, folder, files, key, has_names=data.label_names is not None)
+        if data.label_names is None:
+            refuse_masks_as_classes(folder, files)
+            refuse_parts_as_classes(folder, files)
+            refuse_annotations(folder, files, others)
+        return _with_class_folders(pool, folder, files, key)
     if data.mask_column is not None:
         raise ValueError(
             f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names (or images/ and annotations/, "
@@ -94,11 +98,8 @@ def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | N
     return pool
 
 
-def _with_class_folders(pool: ImagePool, folder: Path, files: list[str], key: str, *, has_names: bool) -> ImagePool:
+def _with_class_folders(pool: ImagePool, folder: Path, files: Sequence[str], key: str) -> ImagePool:
     """The pool with labels from root/CLASS/.../image: the first folder below the root is the class."""
-    if not has_names:
-        refuse_masks_as_classes(folder, files)
-        refuse_annotations(folder, files)
     classless = [file for file in files if "/" not in file]
     if classless:
         raise ValueError(

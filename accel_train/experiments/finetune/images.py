@@ -15,10 +15,10 @@ from PIL import Image
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.images.images import ImagePool, Images, evenly_spaced, in_threads, list_images
+from accel_train.data.images.images import ImagePool, Images, evenly_spaced, in_threads, list_files
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.masks import mask_values
-from accel_train.data.images.misread import refuse_annotations
+from accel_train.data.images.misread import are_parts, refuse_annotations
 from accel_train.data.images.pairs import pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.experiments.finetune.found import Asked, Found
@@ -29,7 +29,6 @@ _MASKS_LOOKED_AT = 2_000
 _TRAIN = re.compile("(?:.*[^a-z])?train(?:ing|[0-9]+)?(?:[^a-z].*)?")
 _EVAL = re.compile("(?:.*[^a-z])?(?:val|valid|validation|dev)(?:[0-9]+)?(?:[^a-z].*)?")
 _TEST = re.compile("(?:.*[^a-z])?test(?:ing|[0-9]+)?(?:[^a-z].*)?")
-_PARTS = re.compile(r"(?:.*[^a-z])?(?:train(?:ing)?|val(?:id|idation)?|dev|test(?:ing)?)(?:[^a-z].*)?")
 _VOC = ("JPEGImages", "SegmentationClass")
 _MOST_NUMBERS = 200
 """Masks with more different numbers are photos, or masks that were resized with smoothing."""
@@ -40,11 +39,7 @@ def lie_in_classes(folder: Path, names: Sequence[str]) -> bool:
     """Return whether images lie in folders that may be classes: CLASS/*.jpg or train/CLASS/*.jpg, two or more."""
     inner = [name.removeprefix("train/") for name in names if name.startswith("train/")] or names
     classes = {name.split("/", 1)[0] for name in inner}
-    return (
-        all("/" in name for name in inner)
-        and len(classes) > 1
-        and not all(_PARTS.fullmatch(name.lower()) for name in classes)
-    )
+    return all("/" in name for name in inner) and len(classes) > 1 and not are_parts(classes)
 
 
 def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
@@ -55,10 +50,12 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     """
     _refuse_columns(asked, folder, "images")
     root = folder / "train" if (folder / "train").is_dir() else folder
-    names, num_others = list_images(root)
-    has_names = asked.data.label_names is not None
-    if (num_others or root != folder) and not has_names:  # annotations may lie next to train/
-        refuse_annotations(folder, names)
+    images, others = list_files(folder)
+    if asked.data.label_names is None:
+        refuse_annotations(folder, images, others)
+    begin = "" if root is folder else "train/"
+    names = [name.removeprefix(begin) for name in images if name.startswith(begin)]
+    num_others = sum(name.startswith(begin) for name in others)
     loose = [name for name in names if "/" not in name]
     if loose:
         raise ValueError(
@@ -66,7 +63,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
             f"segmentation put images into {root}/images/ and masks of the same names into {root}/masks/{_tables_there(tables)}"
         )
     classes = sorted({name.split("/", 1)[0] for name in names})
-    if len(classes) > 1 and all(_PARTS.fullmatch(name.lower()) for name in classes):
+    if are_parts(classes):
         raise ValueError(
             f"{root}: {', '.join(classes)} are no classes, but parts of the data, by their names; say which is trained on: "
             + _command_for_parts(root, classes)

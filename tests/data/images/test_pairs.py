@@ -41,6 +41,18 @@ def pairs(train: str, **data: Any) -> list[tuple[str, str]]:
         ("camvid/train", "camvid/train/a.png", "camvid/trainannot/a.png"),
         ("camvid/train", "camvid/train/a.png", "camvid/train_labels/a_L.png"),
         ("voc", "voc/JPEGImages/a.png", "voc/SegmentationClass/a.png"),
+        ("s", "s/image/a.png", "s/label/a.png"),
+        ("s", "s/image/a.png", "s/mask/a.png"),
+        ("s", "s/Images/a.png", "s/Masks/a.png"),
+        ("s", "s/imgs/a.png", "s/masks/a_mask.png"),
+        ("s", "s/img/a.png", "s/mask/a.png"),
+        ("s", "s/input/a.png", "s/target/a.png"),
+        ("s", "s/images/a.png", "s/gt/a_gt.png"),
+        ("s", "s/original/a.png", "s/segmented/a.png"),
+        ("s", "s/JPEGImages/a.jpg", "s/SegmentationClassPNG/a.png"),
+        ("s", "s/images_prepped_train/a.png", "s/annotations_prepped_train/a.png"),
+        ("s", "s/train_images/a.png", "s/train_masks/a.png"),
+        ("s", "s/raw/a.png", "s/Ground Truth/a.png"),
     ],
 )
 def test_the_folders_that_people_have_are_pairs(train: str, image: str, mask: str) -> None:

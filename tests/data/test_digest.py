@@ -1,0 +1,414 @@
+"""Digests of data and code: equal for equal content, in every process, and different for different content."""
+
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+from enum import Enum
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+from transformers import BertConfig, DataCollatorForLanguageModeling
+
+from accel_train.data import digest
+from accel_train.data.digest import digest_of_code, digest_of_data, digest_of_module
+
+
+def of(item: Any) -> str:
+    """The digest of a data set of one item."""
+    found, is_stable = digest_of_data([item])
+    assert is_stable
+    return found
+
+
+class Mode(Enum):
+    """Two values."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass(slots=True)
+class Slotted:
+    """An object without a __dict__."""
+
+    size: int
+
+
+class Plain:
+    """An object without a repr of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def picture(value: int, mode: str = "L") -> Image.Image:
+    return Image.new(mode, (2, 3), value)
+
+
+def graph(value: int) -> list[Any]:
+    """A list that holds itself."""
+    items: list[Any] = [value]
+    items.append(items)
+    return items
+
+
+DIFFERENT: list[Callable[[], tuple[Any, Any]]] = [
+    lambda: (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])),
+    lambda: (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
+    lambda: (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32)),
+    lambda: (torch.ones(4), torch.ones(4, dtype=torch.bfloat16)),
+    lambda: (torch.ones(2, 3), torch.ones(3, 2)),
+    lambda: (torch.tensor(1.0), torch.tensor([1.0])),
+    lambda: (torch.tensor(True), torch.tensor(False)),
+    lambda: (torch.tensor([1 + 2j]), torch.tensor([1 - 2j])),
+    lambda: (torch.zeros(1), -torch.zeros(1)),
+    lambda: (np.array([1.0, 2.0]), np.array([2.0, 1.0])),
+    lambda: (np.array([1, 2]), np.array([1, 2], np.int32)),
+    lambda: (np.array(["a", None], object), np.array(["b", None], object)),
+    lambda: (np.array(["2020"], "M8[Y]"), np.array(["2021"], "M8[Y]")),
+    lambda: (torch.ones(2), np.ones(2, np.float64)),
+    lambda: (1, 1.0),
+    lambda: (1, True),
+    lambda: ("1", 1),
+    lambda: ("a", b"a"),
+    lambda: (None, "None"),
+    lambda: ([1, 2], (1, 2)),
+    lambda: ([1, 2], [2, 1]),
+    lambda: ([[1], 2], [[1, 2]]),
+    lambda: (({1}, {2}), ({1, 2}, set())),
+    lambda: ({1, 2}, frozenset({1, 2})),
+    lambda: ({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}),
+    lambda: ({"a": 1}, {"b": 1}),
+    lambda: ({"x": [torch.zeros(2), ("y", 1)]}, {"x": [torch.zeros(2), ("y", 2)]}),
+    lambda: (float("nan"), float("inf")),
+    lambda: (torch.tensor([float("nan")]), torch.tensor([0.0])),
+    lambda: (picture(1), picture(2)),
+    lambda: (Plain(1), Plain(2)),
+    lambda: (Slotted(1), Slotted(2)),
+    lambda: (SimpleNamespace(size=1), SimpleNamespace(size=2)),
+    lambda: (Mode.MEAN, Mode.SUM),
+    lambda: (Path("a"), Path("b")),
+    lambda: (re.compile("a"), re.compile("b")),
+    lambda: (date(2026, 1, 1), date(2026, 1, 2)),
+    lambda: (Decimal("0.1"), Decimal("0.2")),
+    lambda: (range(3), range(4)),
+    lambda: (torch.float32, torch.bfloat16),
+    lambda: (torch.device("cpu"), torch.device("meta")),
+    lambda: (graph(1), graph(2)),
+]
+
+
+@pytest.mark.parametrize("make", DIFFERENT)
+def test_items_of_another_value_order_type_or_shape_are_other_data(make: Callable[[], tuple[Any, Any]]) -> None:
+    (one, other), (again, _) = make(), make()
+    assert of(one) == of(again)
+    assert of(one) != of(other)
+
+
+def test_memory_layout_and_address_do_not_count() -> None:
+    rows = torch.arange(6.0).reshape(2, 3)
+    assert of(rows) == of(rows.t().contiguous().t())
+    assert of(rows.numpy()) == of(np.asfortranarray(rows.numpy()))
+    assert of(rows) == of(torch.arange(-1.0, 7.0)[1:7].reshape(2, 3))
+    assert of(rows.clone().requires_grad_()) == of(rows)
+    assert of({"b", "a", "c"}) == of({"c", "b", "a"})
+    assert of(object()) == of(object())
+    assert of(iter([1])) == of(iter([1]))
+
+
+def test_a_tensor_counts_whole_however_large_and_a_long_list_by_evenly_spaced_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = torch.zeros(1_000_001)
+    other = large.clone()
+    other[777_777] = 1
+    assert of(large) != of(other)
+    monkeypatch.setattr(digest, "MOST_VALUES", 10)
+    values = list(range(25))  # of which each third counts
+    for index in range(25):
+        changed = [*values]
+        changed[index] = -1
+        assert (of(changed) != of(values)) == (index % 3 == 0), index
+    assert of(values) != of(values[:-1])
+
+
+def test_sixteen_items_and_the_length_of_a_data_set_count() -> None:
+    class Counted(Dataset[int]):
+        """Notes which items are read."""
+
+        def __init__(self, length: int) -> None:
+            self.length, self.read = length, set[int]()
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __getitem__(self, index: int) -> int:
+            self.read.add(index)
+            return 7
+
+    data = Counted(1_000)
+    first, is_stable = digest_of_data(data)
+    assert is_stable
+    assert len(data.read) == 16
+    assert {0, 999} <= data.read
+    assert first != digest_of_data(Counted(1_001))[0]
+    assert digest_of_data([]) == digest_of_data([])
+    rows = TensorDataset(torch.arange(10.0))
+    assert digest_of_data(Subset(rows, [1, 2])) != digest_of_data(Subset(rows, [2, 1]))
+    assert digest_of_data(Subset(rows, [1, 2])) == digest_of_data(Subset(rows, [1, 2]))
+
+
+def test_data_that_differ_from_read_to_read_count_by_class_and_length() -> None:
+    class Fresh(list[int]):
+        """Items that no seed decides."""
+
+        def __getitem__(self, index: Any) -> Any:
+            return next(numbers)
+
+    numbers = iter(range(10_000))
+    first, second = digest_of_data(Fresh(range(20))), digest_of_data(Fresh(range(20)))
+    assert first == second
+    assert first[1] is False
+    assert digest_of_data(Fresh(range(21)))[0] != first[0]
+
+
+def test_augmented_data_are_stable_and_leave_the_generators_of_the_process_alone() -> None:
+    class Augmented(list[int]):
+        """Draws from all three generators."""
+
+        def __getitem__(self, index: Any) -> Any:
+            return random.random(), np.random.rand(), torch.rand(2)
+
+    draws = []
+    for look in (lambda: None, lambda: digest_of_data(Augmented(range(20)))):
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        found = look()
+        draws.append((random.random(), np.random.rand(), torch.rand(2).tolist()))
+    assert draws[0] == draws[1]
+    assert found == digest_of_data(Augmented(range(20)))
+    assert found is not None
+    assert found[1]
+
+
+def test_an_item_that_cannot_be_read_does_not_end_the_start() -> None:
+    class Broken(list[int]):
+        """Fails at one item."""
+
+        def __getitem__(self, index: Any) -> Any:
+            if index == 3:
+                raise self.error(f"item {index} at {id(object())}")
+            return index
+
+        error: type[Exception] = OSError
+
+    first = digest_of_data(Broken(range(5)))
+    assert first == digest_of_data(Broken(range(5)))
+    assert first[1]
+    assert first[0] != digest_of_data(Broken(range(6)))[0]
+    Broken.error = KeyError
+    assert first[0] != digest_of_data(Broken(range(5)))[0]
+
+
+class Tokens:
+    """What the collator below needs of a tokenizer."""
+
+    pad_token_id, mask_token = 0, "[MASK]"
+
+
+def around(value: Any) -> Callable[..., Any]:
+    """A function that takes a value from around it."""
+    return lambda model, batch: (value, model, batch)
+
+
+SETTINGS: list[Callable[[], tuple[Any, Any]]] = [
+    lambda: (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss()),
+    lambda: (nn.CrossEntropyLoss(ignore_index=0), nn.CrossEntropyLoss()),
+    lambda: (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]))),
+    lambda: (nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), nn.BCEWithLogitsLoss(pos_weight=2 * torch.ones(1))),
+    lambda: (nn.HuberLoss(delta=1.0), nn.HuberLoss(delta=2.0)),
+    lambda: (nn.MSELoss(), nn.MSELoss(reduction="sum")),
+    lambda: (nn.Dropout(0.1), nn.Dropout(0.2)),
+    lambda: (BertConfig(hidden_size=24), BertConfig(hidden_size=12)),
+    lambda: tuple(DataCollatorForLanguageModeling(Tokens(), mlm_probability=each) for each in (0.1, 0.3)),  # type: ignore[return-value]
+    lambda: (partial(around, 1), partial(around, 2)),
+    lambda: (around(1), around(2)),
+    lambda: (lambda x: x + 1, lambda x: x + 2),
+    lambda: (lambda x: x in {"a", "b"}, lambda x: x in {"a", "c"}),
+    lambda: (lambda x, scale=1: x * scale, lambda x, scale=2: x * scale),
+    lambda: (lambda x, *, scale=1: x * scale, lambda x, *, scale=2: x * scale),
+    lambda: (lambda x: x.mean(), lambda x: x.sum()),
+    lambda: (cache(lambda: 1), cache(lambda: 2)),
+    lambda: (re, random),
+    lambda: (max, min),
+    *DIFFERENT,
+]
+
+
+@pytest.mark.parametrize("make", SETTINGS)
+def test_code_with_other_constants_settings_or_values_around_it_is_other_code(
+    make: Callable[[], tuple[Any, Any]],
+) -> None:
+    (one, other), (again, _) = make(), make()
+    assert digest_of_code(around(one)) == digest_of_code(around(again))
+    assert digest_of_code(around(one)) != digest_of_code(around(other))
+
+
+def compiled(source: str, **around: Any) -> Callable[..., Any]:
+    names: dict[str, Any] = {"__name__": "own_code", **around}
+    exec(compile(source, "own_code.py", "exec"), names)
+    found: Callable[..., Any] = names["loss"]
+    return found
+
+
+def test_lines_and_comments_do_not_count_and_code_that_is_called_does() -> None:
+    source = "def scale(x):\n    return 2 * x\ndef loss(x):\n    return [scale(each) for each in x]\n"
+    first = digest_of_code(compiled(source))
+    assert digest_of_code(compiled("# a comment\n\n" + source.replace("2 * x", "2 * x  # twice"))) == first
+    assert digest_of_code(compiled(source.replace("2 * x", "3 * x"))) != first
+    assert digest_of_code(compiled(source.replace("each in x", "each in x[1:]"))) != first
+    unused = source.replace("scale(each)", "each")
+    assert digest_of_code(compiled(unused)) == digest_of_code(compiled(unused.replace("2 * x", "3 * x")))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["log.append(x)", "log[0] = x", "log[x['a']['b']] += 1", "log[0][1] = x", "del log[0]", "log.state['n'] = 1"],
+)
+def test_a_container_that_the_code_changes_itself_does_not_count(line: str) -> None:
+    source = f"def loss(x):\n    {line}\n    return x\n"
+    assert digest_of_code(compiled(source, log=[1])) == digest_of_code(compiled(source, log=[1, 2]))
+
+
+@pytest.mark.parametrize(
+    "line", ["y[x > 0] = 0", "y[x['pad']['at']] += 1", "y.clamp_(0)", "y.append(log)", "y[0] = log"]
+)
+def test_a_change_of_something_else_hides_no_changed_weights(line: str) -> None:
+    source = f"def loss(x):\n    y = x * log\n    {line}\n    return y\n"
+    one, other, again = (digest_of_code(compiled(source, log=torch.tensor([1.0, each]))) for each in (2, 3, 2))
+    assert one == again
+    assert one != other
+
+
+def test_objects_that_change_by_themselves_do_not_count() -> None:
+    logger, generator = logging.getLogger("a.logger"), random.Random(0)
+    function = around((logger, generator))
+    first = digest_of_code(function)
+    logging.getLogger("another.logger").addHandler(logging.NullHandler())
+    logger.setLevel(logging.DEBUG)
+    generator.gauss(0, 1)
+    assert digest_of_code(function) == first
+
+
+class Meter:
+    """A callable with a setting, and a count that its calls change."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.count, self._cache = scale, 0, object()
+
+    def __call__(self, value: float) -> float:
+        self.count += 1
+        return value * self.scale
+
+
+def test_settings_of_a_callable_object_count_and_its_counters_do_not() -> None:
+    meter = Meter(2.0)
+    first = digest_of_code(meter)
+    meter(1.0)
+    assert digest_of_code(meter) == first == digest_of_code(Meter(2.0))
+    assert digest_of_code(Meter(3.0)) != first
+    assert digest_of_code(Meter(2.0).__call__) != digest_of_code(Meter(3.0).__call__)
+
+
+def test_a_function_that_calls_itself_or_has_an_empty_cell_has_a_digest() -> None:
+    def power(x: float, times: int) -> float:
+        return x * power(x, times - 1) if times else 1.0
+
+    def early() -> str:
+        found = digest_of_code(lambda: later)
+        later = 1
+        return found
+
+    assert digest_of_code(power) == digest_of_code(power)
+    assert early() == early()
+
+
+class Net(nn.Module):
+    """A module of own code."""
+
+    def __init__(self, width: int = 4, scale: float = 1.0, activation: type[nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, width), activation(), nn.BatchNorm1d(width))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x) * self.scale
+
+
+class Other(Net):
+    """Another forward."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x) + self.scale
+
+
+def test_a_module_counts_by_structure_settings_and_code_and_not_by_its_weights_or_mode() -> None:
+    first = digest_of_module(Net())
+    trained = Net().eval()
+    trained(torch.randn(5, 3))
+    torch.nn.init.zeros_(trained.layers[0].weight)
+    assert digest_of_module(trained) == first
+    frozen = Net()
+    frozen.layers[0].weight.requires_grad_(False)
+    others = [Net(5), Net(scale=2.0), Net(activation=nn.Tanh), Net().double(), frozen, Other()]
+    found = {digest_of_module(each) for each in others}
+    assert len(found - {first}) == len(others)
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from accel_train.data.digest import digest_of_code, digest_of_data, digest_of_module
+
+names = {"red", "green", "blue", "cyan"}
+class Own:
+    def __init__(self):
+        self.names, self.count = names, 3
+def loss(model, batch):
+    return len(names), batch in {"a", "b", "c"}, Own(), object
+data = [{"names": names, "own": Own(), "values": torch.arange(3)}]
+print(digest_of_data(data)[0], digest_of_code(loss), digest_of_module(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))))
+"""
+
+
+def test_digests_are_the_same_in_processes_of_any_hash_seed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    folder = Path(__file__).parents[2]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py")],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(folder)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    found = [run.communicate()[0].split() for run in runs]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
