@@ -68,6 +68,34 @@ def test_data_09_images_with_masks_are_pairs_and_never_two_classes(
     assert main(["finetune", "unknown", "--dry-run", *given]) == 0
 
 
+BOXES = {
+    "a/1.txt": "0 0.5 0.5 0.2 0.3\n",
+    "a/1.xml": "<annotation><object><bndbox></bndbox></object></annotation>",
+    "a/1.json": '{"shapes": [], "version": "5"}',
+    "instances_train.json": '{"images": [], "annotations": [], "categories": []}',
+}
+NO_BOXES = {"a/1.txt": "7 tiny grey dots", "a/1.json": '{"caption": "x"}', "annotations.json": '{"1.png": "a"}'}
+
+
+def test_boxes_between_images_are_refused_and_captions_and_lists_of_labels_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(12):
+        _save(Path("set", "ab"[number % 2], f"{number}.png"), _photo(number))
+    for name, text in NO_BOXES.items():
+        Path("set", name).write_text(text)
+    assert main(["finetune", "set", "--dry-run"]) == 0
+    for name, text in BOXES.items():
+        before = Path("set", name).read_text() if name in NO_BOXES else None
+        Path("set", name).write_text(text)
+        assert main(["finetune", "set", "--dry-run"]) == 2
+        assert name in capsys.readouterr().err
+        assert main(["plan", "image_classification", "--data.train", "set"]) == 2
+        assert name in capsys.readouterr().err
+        Path("set", name).unlink() if before is None else Path("set", name).write_text(before)
+
+
 def test_data_11_the_size_of_images_comes_from_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = []

@@ -31,9 +31,8 @@ def refuse_annotations(folder: Path, files: list[str]) -> None:
     stems = {Path(name).stem for name in files}
     for path in files_below(folder):
         suffix, kind = path.suffix.lower(), None
-        if suffix == ".json" and _COCO.fullmatch(path.name.lower()):
-            kind = "COCO"
-        elif suffix in (".xml", ".txt", ".json") and path.stem in stems:
+        is_for_all = suffix == ".json" and _COCO.fullmatch(path.name.lower())
+        if is_for_all or (suffix in (".xml", ".txt", ".json") and path.stem in stems):
             kind = _kind_of_annotation(path, suffix)
         if kind is None:
             continue
@@ -47,7 +46,7 @@ def refuse_annotations(folder: Path, files: list[str]) -> None:
 
 
 def _kind_of_annotation(path: Path, suffix: str) -> str | None:
-    """The format of a file that has the name of an image; None for a caption or other text."""
+    """The format of a file with boxes or polygons; None for a caption, names of classes or other text."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -60,7 +59,8 @@ def _kind_of_annotation(path: Path, suffix: str) -> str | None:
         found = json.loads(text)
     except ValueError:
         return None
-    return "labelme" if isinstance(found, dict) and "shapes" in found else None
+    keys = found.keys() if isinstance(found, dict) else ()
+    return "labelme" if "shapes" in keys else "COCO" if {"images", "annotations"} <= {*keys} else None
 
 
 def refuse_masks_as_classes(folder: Path, files: list[str]) -> None:

@@ -98,7 +98,8 @@ def _with_class_folders(pool: ImagePool, folder: Path, files: list[str], key: st
     """The pool with labels from root/CLASS/.../image: the first folder below the root is the class."""
     if not has_names:
         refuse_masks_as_classes(folder, files)
-        refuse_annotations(folder, files)
+        if pool.notes:  # files that are not images
+            refuse_annotations(folder, files)
     classless = [file for file in files if "/" not in file]
     if classless:
         raise ValueError(
