@@ -29,6 +29,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LIBRARIES = tuple({*sysconfig.get_paths().values()} - {sysconfig.get_paths()["data"]})
 _WRITES = {"append", "extend", "add", "update", "insert", "setdefault", "pop", "clear"}
 _DEEPEST = 12
+_OF_DATA = -1
+"""Among the ids of objects around a value: the value is part of a sample, so private state counts."""
 
 
 def digest_of_data(data: Any) -> tuple[str, bool]:
@@ -98,7 +100,7 @@ def _same_random_numbers() -> Iterator[Any]:
 def _item(data: Any, number: int, seed: Any) -> str:
     seed()
     try:
-        return _hash([*_parts(data[number], frozenset(), 0)])
+        return _hash([*_parts(data[number], frozenset([_OF_DATA]), 0)])
     except Exception as error:  # a sample that cannot be read ends the step that needs it, not the start
         return type(error).__name__
 
@@ -141,12 +143,16 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
         yield from _parts_of_class(value, inside, deeper)
     elif isinstance(value, nn.Module):
         yield digest_of_module(value)
-    elif isinstance(value, ModuleType) or (callable(value) and _is_library(type(value))):
+    elif isinstance(value, ModuleType) or (callable(value) and _is_library(type(value)) and _OF_DATA not in seen):
         yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
     else:
         yield type(value).__qualname__
         if hasattr(value, "tobytes"):  # a picture
             yield from (repr(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest())
+        elif _OF_DATA in seen:  # a graph, a date; one that cannot be copied counts by its class
+            with suppress(TypeError):
+                yield from _parts(value.__reduce_ex__(4)[1:3], inside, deeper)
+            return
         elif not _is_library(type(value)) and callable(value):
             yield from _parts_of_class(type(value), inside, deeper)
         yield from _parts(_settings_of(value), inside, deeper)
@@ -160,7 +166,7 @@ def _numbers(value: Any) -> Iterator[str]:
             flat = value.detach().cpu().contiguous().reshape(-1)
             yield hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
     elif value.dtype == object:
-        yield from _parts(value.tolist(), frozenset(), 1)
+        yield from _parts(value.tolist(), frozenset([_OF_DATA]), 1)
     else:
         yield hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
 
