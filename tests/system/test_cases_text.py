@@ -172,9 +172,10 @@ def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused(capsys: 
     names = {"user": "human", "assistant": "gpt"}
     sharegpt = [{"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in chat]} for chat in chats]
     Path("sharegpt.json").write_text(json.dumps(sharegpt))
+    _jsonl("lines.json", sharegpt)
     in_parts = [[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in chat] for chat in chats]
     _jsonl("parts.jsonl", [{"messages": chat} for chat in in_parts])
-    for name in ("sharegpt.json", "parts.jsonl"):
+    for name in ("sharegpt.json", "lines.json", "parts.jsonl"):
         assert main(["finetune", name, "--dry-run", "--output_dir", f"runs/{name}"]) == 0
         recipe = load_recipe(Path(f"runs/{name}.yaml"))
         (source,) = resolve_sources(name, recipe.data, key="data.train")
@@ -198,8 +199,11 @@ def test_data_14_several_labels_in_a_cell_are_not_a_class(capsys: pytest.Capture
     Path("lists.csv").write_text("text,tags\n" + "".join(f'how do I do {n} here,"{lists[n % 2]}"\n' for n in range(24)))
     assert main(["finetune", "lists.csv", "--dry-run"]) == 2
     assert "brackets" in capsys.readouterr().err
-    Path("places.csv").write_text("text,place\n" + "".join(f'a text {n} here,"{("Bonn, NW", "Washington, DC")[n % 2]}"\n' for n in range(24)))  # fmt: skip
-    assert main(["finetune", "places.csv", "--dry-run"]) == 0
+    kept = (("Bonn, NW", "Washington, DC"), ("Austin, TX", "Dallas, TX"), ("(none)", "good", "bad"))
+    for number, names in enumerate(kept):
+        rows = (f'a text {n} here,"{names[n % len(names)]}"\n' for n in range(24))
+        Path(f"kept{number}.csv").write_text("text,place\n" + "".join(rows))
+        assert main(["finetune", f"kept{number}.csv", "--dry-run"]) == 0
 
 
 def test_data_06_columns_of_zeros_and_ones_name_the_way_to_many_labels(capsys: pytest.CaptureFixture[str]) -> None:

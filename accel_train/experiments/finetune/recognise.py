@@ -12,6 +12,7 @@ from accel_train.data.encoding import read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, is_about_data
+from accel_train.data.tables import has_object_lines
 from accel_train.experiments.finetune.found import TASKS, Asked, Found
 from accel_train.experiments.finetune.image_tables import table_of_images
 from accel_train.experiments.finetune.images import (
@@ -85,7 +86,7 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
         return recognise_table(asked, path)
     if kind == "text":
         return recognise_text(asked, [path])
-    if kind == "json" and next(iter(read_text(path, asked.data).lstrip()), "") == "[":
+    if kind == "json" and (has_object_lines(path, asked.data) or read_text(path, asked.data).lstrip()[:1] == "["):
         return recognise_table(asked, path)
     if kind == "json":
         raise ValueError(
