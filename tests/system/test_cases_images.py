@@ -12,6 +12,9 @@ import yaml
 from PIL import Image
 
 from accel_train.cli.main import main
+from accel_train.data.images.labelled import read_labelled_images
+from accel_train.recipe.data import Data
+from accel_train.recipe.loader import load_recipe
 
 PAIRS_OF_NAMES = (
     ("image", "label"),
@@ -74,7 +77,7 @@ BOXES = {
     "a/1.json": '{"shapes": [], "version": "5"}',
     "instances_train.json": '{"images": [], "annotations": [], "categories": []}',
 }
-NO_BOXES = {"a/1.txt": "7 tiny grey dots", "a/1.json": '{"caption": "x"}', "annotations.json": '{"1.png": "a"}'}
+NO_BOXES = {"a/1.txt": "7 12 30 8 4", "a/1.json": '{"caption": "x"}', "annotations.json": '{"1.png": "a"}'}
 
 
 def test_boxes_between_images_are_refused_and_captions_and_lists_of_labels_are_not(
@@ -130,3 +133,50 @@ def test_data_04_ids_are_the_images_of_a_folder_and_never_texts(
     assert (recipe["task"], recipe["data"]["image_column"]) == ("image-classification", "id")
     assert recipe["data"]["image_size"] == 128
     assert main(["plan", "runs/dogs.yaml"]) == 0
+    assert "test/" in capsys.readouterr().out
+
+
+def test_folders_that_a_table_has_other_classes_for_are_not_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(16):
+        _save(Path("set", f"part_{number % 2}", f"scan{number}.png"), _photo(number))
+    rows = [f"scan{n},{('mole', 'wart')[n // 2 % 2]},{n % 3}" for n in range(16)]
+    Path("set/metadata.csv").write_text("\n".join(["image_id,dx,age", *rows, ""]))
+    assert main(["finetune", "set", "--dry-run"]) == 2
+    assert "'image_id'" in capsys.readouterr().err
+    assert main(["finetune", "set", "--dry-run", "--task", "image-classification", "--output_dir", "runs/a"]) == 0
+    agreeing = [f"scan{n},class {n % 2}" for n in range(16)]
+    Path("set/metadata.csv").write_text("\n".join(["image_id,dx", *agreeing, ""]))
+    Path("set/broken.csv").write_text('a,b\n"1')
+    assert main(["finetune", "set", "--dry-run", "--output_dir", "runs/b"]) == 0
+    assert "metadata.csv" in capsys.readouterr().out
+
+
+def test_train_and_train_masks_are_images_and_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(6):
+        _save(Path("set/train", f"{number}.png"), _photo(number))
+        _save(Path("set/train_masks", f"{number}_mask.png"), (_photo(number)[..., 0] > 127) * 255)
+    assert main(["finetune", "set", "--dry-run"]) == 0
+    assert _recipe("runs/set.yaml")["task"] == "semantic-segmentation"
+
+
+@pytest.mark.parametrize("held_out, num_eval", [("eval", 8), ("Test", None), (None, None)])
+def test_only_the_folder_train_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: str | None, num_eval: int | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(24):
+        part = "train" if number < 16 else held_out
+        if part is not None:
+            _save(Path("set", part, "ab"[number % 2], f"{number}.png"), _photo(number))
+    assert main(["finetune", "set", "--dry-run"]) == 0
+    sets = read_labelled_images(load_recipe(Path("runs/set.yaml")).data)
+    assert sets.label_names == ("a", "b")
+    assert sets.eval is not None
+    assert len(sets.eval) == (num_eval or 16 - len(sets.train))
+    shown = read_labelled_images(Data(train="set", eval="set"))
+    assert shown.label_names == ("a", "b")
+    assert len(shown.train) == (num_eval or 16)

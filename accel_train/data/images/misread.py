@@ -13,7 +13,7 @@ from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.pairs import have_the_same_names, pairs_below
 
 _COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco)(?:[^a-z].*)?\.json")
-_YOLO = re.compile(r"\d+(?:\s+-?\d*\.?\d+(?:e-?\d+)?){4,}\s*")
+_YOLO = re.compile(r"\d+(?:\s+(?:[01]|[01]?\.\d+)(?:e-?\d+)?){4,}\s*")
 _MOST_FOLDERS = 6
 """More folders than this are classes, not images with several kinds of masks."""
 _MOST_COLOURS = 32
