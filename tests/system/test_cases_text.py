@@ -335,3 +335,40 @@ def test_data_01_a_cut_letter_does_not_turn_utf8_into_mojibake(capsys: pytest.Ca
     Path("legacy.csv").write_bytes(legacy)
     assert main(["finetune", "legacy.csv", "--dry-run"]) == 0
     assert _recipe("runs/legacy.yaml")["data"]["encoding"] == "cp1252"
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "cp1251", "koi8_r"])
+def test_letters_of_other_scripts_are_not_read_as_western_ones(
+    encoding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "这个电影很好看" if encoding == "gbk" else "это хороший фильм"
+    rows = "".join(f"{text} {number},{'ab'[number % 2]}\n" for number in range(40))
+    Path("d.csv").write_bytes(("text,label\n" + rows).encode(encoding))
+    assert main(["finetune", "d.csv", "--dry-run"]) == 2
+    assert "data.encoding" in capsys.readouterr().err
+    assert main(["finetune", "d.csv", "--dry-run", "--data.encoding", encoding]) == 0
+
+
+def test_a_mark_for_one_class_is_not_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"gj04\t{n % 2}\t{'*' if n % 2 == 0 else ''}\tthe words of sentence {n}\n" for n in range(40))
+    Path("cola.tsv").write_text(rows)
+    assert main(["finetune", "cola.tsv", "--dry-run"]) == 0
+    assert load_recipe(Path("runs/cola.yaml")).data.label_column == "2"
+
+
+def test_choices_system_prompts_and_weights_are_not_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [{"question": f"what is number {n} of the list", "answer": n % 2} for n in range(40)]
+    refused: dict[str, list[dict[str, Any]]] = {
+        "choices": [{**row, "choices": ["this", "that"]} for row in asked],
+        "letters": [{**row, "choices": ["this", "that"], "answer": "AB"[row["answer"]]} for row in asked],
+        "system_prompt": [
+            {"system_prompt": "Be kind.", "question": row["question"], "response": "a reply to it"} for row in asked
+        ],
+        "weight 0": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": weight}]} for weight in (1, 0)],
+    }  # fmt: skip
+    for said, rows in refused.items():
+        _jsonl("d.jsonl", rows)
+        assert main(["finetune", "d.jsonl", "--dry-run"]) == 2
+        assert said.replace("letters", "choices") in capsys.readouterr().err
+    _jsonl("d.jsonl", [{**row, "answer": f"it is {row['answer']}"} for row in asked])
+    assert main(["finetune", "d.jsonl", "--dry-run"]) == 0
