@@ -38,6 +38,8 @@ _NAMED = (ModuleType, logging.Logger, random.Random)
 """Objects that change without a change of the program."""
 _WITH_REPR = {*sys.stdlib_module_names, "torch"}
 """Packages whose objects tell their value in their repr."""
+_OF_DATA = -1
+"""Among the ids of objects around a value: the value is part of a sample, so private state counts."""
 
 
 def digest_of_data(data: Any) -> tuple[str, bool]:
@@ -108,7 +110,7 @@ def _same_random_numbers() -> Iterator[Any]:
 def _item(data: Any, number: int, seed: Any) -> str:
     seed()
     try:
-        return _hash([*_parts(data[number], frozenset(), 0)])
+        return _hash([*_parts(data[number], frozenset([_OF_DATA]), 0)])
     except Exception as error:  # a sample that cannot be read ends the step that needs it, not the start
         return type(error).__name__
 
@@ -156,7 +158,7 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
         yield from (f"{type(value).__qualname__}.{value.name}", *_parts(value.value, inside, deeper))
     elif isinstance(value, _NAMED):
         yield f"{type(value).__name__} {getattr(value, '__name__', '')}"
-    elif callable(value) and _is_library(type(value)):
+    elif callable(value) and _is_library(type(value)) and _OF_DATA not in seen:
         yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
         if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):  # under functools.cache
             yield from _parts(wrapped, inside, deeper)
@@ -165,6 +167,11 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
         yield type(value).__qualname__
         if hasattr(value, "tobytes"):  # a picture
             yield from (repr(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest())
+        elif _OF_DATA in seen:  # a graph, a date; one that cannot be copied counts by its class
+            with suppress(TypeError):
+                reduced = value.__reduce_ex__(4)
+                yield from _parts(reduced if isinstance(reduced, str) else reduced[1:3], inside, deeper)
+            return
         elif not _is_library(type(value)) and callable(value):
             yield from _parts_of_class(type(value), inside, deeper)
         yield from _parts_of_object(value, inside, deeper)
@@ -186,7 +193,7 @@ def _numbers(value: Any) -> Iterator[str]:
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             yield hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
     elif value.dtype == object:
-        yield from _parts(value.tolist(), frozenset(), 1)
+        yield from _parts(value.tolist(), frozenset([_OF_DATA]), 1)
     else:
         yield hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
 

@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Iterator
 from pathlib import Path
+from string import ascii_letters
 
 from accel_train.recipe.data import Data
 
@@ -56,6 +57,22 @@ def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None
             return "latin-1", f"{where}; in Latin-1 every byte is a character"
         return "cp1252", f"{where}; Windows' Latin-1 can read all of it"
     return None
+
+
+def check_western(path: Path) -> None:
+    """Check that a file looks like a Western European language in one of the encodings with a byte for each character.
+
+    Raises:
+        ValueError: over a third of its letters are not ASCII.
+    """
+    raw = _beginning_of(path)
+    num_ascii = len(raw) - len(raw.translate(None, ascii_letters.encode()))
+    num_others = len(raw.translate(None, bytes(range(128))))
+    if 2 * num_others > num_ascii:
+        raise ValueError(
+            f"{path} is not UTF-8, and {num_others / (num_ascii + num_others):.0%} of its letters are not ASCII: too many for Windows' "
+            "Latin-1. Name the encoding: --data.encoding cp1251 (Cyrillic), gbk, big5, shift_jis or euc_kr"
+        )
 
 
 def check_encoding(path: Path, data: Data) -> None:

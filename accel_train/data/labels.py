@@ -248,16 +248,19 @@ def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
 def several_in_one(names: Iterable[str]) -> tuple[str, str] | None:
     """Return the name of a class that looks like several labels in one, and what divides them; None where none does.
 
-    Names with commas count only where a part is in another name, too: "css,html" next to "css", but not "Washington, DC" alone.
+    Names with commas count only where a part is in another name, too: "css,html" next to "css". A last part that names share,
+    as in "Austin, TX" and "Dallas, TX", does not count.
     """
     names = sorted(names)
-    for name in names:
-        if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()") and name[1:-1].strip():
-            return name, "brackets"
+    in_brackets = [name for name in names if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()")]
+    if 2 * len(in_brackets) > len(names):
+        return in_brackets[-1], "brackets"
     for separator, called in ((",", "commas"), ("|", "vertical bars"), (";", "semicolons")):
-        counts = Counter(part.strip() for name in names for part in set(name.split(separator)))
-        for name in names:
-            if separator in name and any(counts[part.strip()] > 1 for part in name.split(separator)):
+        parts_of = {name: [part.strip() for part in name.split(separator)] for name in names}
+        counts = Counter(part for parts in parts_of.values() for part in set(parts))
+        before_last = {part for parts in parts_of.values() for part in parts[:-1] or parts}
+        for name, parts in parts_of.items():
+            if len(parts) > 1 and any(counts[part] > 1 and part in before_last for part in parts):
                 return name, called
     return None
 

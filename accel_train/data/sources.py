@@ -204,14 +204,19 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
         )
     _refuse_held_out_tables(name, files, key)
     left_out = sorted({*paths} - {*files})
-    notes: tuple[str, ...] = ()
-    notes += (
+    notes: tuple[str, ...] = (
         (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
     )
     about = [path for path in files if is_about_data(path, folder)]
     if about and len(about) < len(files):
         files = [path for path in files if path not in about]
         notes += (f"{name}: left out {', '.join(path.name for path in about)}, which by name describe the data",)
+    deeper = [path for path in files if folder not in (path.parent, path.parent.parent)]
+    if data.lines == "folder_names" and deeper:
+        raise ValueError(
+            f"{key}: {deeper[0]} lies more than one folder below {name!r}. For data.lines: folder_names, name the folder that holds "
+            "the folders of the classes"
+        )
     loose = [path for path in files if path.parent == folder] if data.lines == "folder_names" else []
     if loose and len(loose) < len(files):
         files = [path for path in files if path.parent != folder]

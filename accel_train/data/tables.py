@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,14 +76,11 @@ def column_names(source: Source, data: Data) -> list[str]:
             return list(file.schema_arrow.names)
     if file_kind(path) == "text" and data.lines is not None:
         return list(LINE_COLUMNS)
-    if file_kind(path) == "json":
-        names = list(next((row for row, _, _ in _json_objects(path, data, "text")), ()))
-    elif file_kind(path) == "csv":
+    if file_kind(path) == "csv":
         header = next(read_delimited(path, data), None)
         names = [] if header is None else header.fields
     else:
-        first = next((line for line, _ in read_lines(path, data) if line.strip()), None)
-        names = [] if first is None else list(_json_object(first, f"{path}:1", "text"))
+        names = list(next((row for row, _, _ in _json_objects(path, data, "text")), ()))
     if not names:
         raise ValueError(f"{path} holds no rows; name a table that has some")
     return names
@@ -253,14 +251,20 @@ def setting_of(column: str, data: Data) -> str:
 
 
 def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
-    """Each object of a jsonl file, its file and line, and its bytes; without blank lines. Of a json file, each of its array."""
-    if file_kind(path) == "json":
+    """Each object of a jsonl file, or of a json file's array, its file and line, and its bytes; without blank lines."""
+    if file_kind(path) == "json" and not has_object_lines(path, data):
         yield from _array_objects(path, data, example_column)
         return
     for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
         if line.strip():
             where = f"{path}:{number}"
             yield _json_object(line, where, example_column), where, num_bytes
+
+
+def has_object_lines(path: Path, data: Data) -> bool:
+    """Return whether the first two lines of a file are objects, as in jsonl; a lone object may be a document."""
+    lines = list(islice((line.strip() for line, _ in read_lines(path, data) if line.strip()), 2))
+    return len(lines) == 2 and all(line[0] + line[-1] == "{}" for line in lines)
 
 
 def _array_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:

@@ -33,8 +33,8 @@ from accel_train.parallel.precision import agree_on_mixed_precision, set_backend
 from accel_train.recipe.data import LABEL_COLUMNS, Data
 from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.runtime.doctor import check_launcher
-from accel_train.runtime.process_group import start_processes
-from accel_train.task import Task, TaskData, load_task, read_data
+from accel_train.runtime.process_group import on_main, start_processes
+from accel_train.task import Task, TaskData, load_task, prove_forward, read_data
 
 T = TypeVar("T")
 
@@ -94,6 +94,7 @@ def open_run(
     precision = agree_on_mixed_precision(recipe.precision, processes.device, processes.num_processes)
     set_backends(recipe.precision, precision.value, processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
+    on_main(lambda: prove_forward(load_task(recipe.task), recipe))
     recipe, task, task_data, notes = _load(
         recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
     )

@@ -347,11 +347,6 @@ def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, s
         return {}
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     choice = choose_attention(recipe.model.attn_implementation, model_class, config, recipe.data.sequence_length)
-    if recipe.data.mask_documents and choice.value == "eager":
-        raise ValueError(
-            "data.mask_documents needs an attention that takes a mask of true and false, and model.attn_implementation=eager adds "
-            "it up as numbers; use sdpa or auto"
-        )
     window = attention_window(config)
     if recipe.data.mask_documents and window is not None and window < recipe.data.sequence_length:
         raise ValueError(

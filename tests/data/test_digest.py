@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -113,7 +114,35 @@ DIFFERENT: list[Callable[[], tuple[Any, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("make", DIFFERENT)
+class Graph:
+    """A sample as libraries of graphs have it: callable, and its content is private."""
+
+    def __init__(self, edges: list[int]) -> None:
+        self._store = {"edges": torch.tensor(edges), "above": self}
+
+    def __call__(self) -> Any:
+        """Return the content."""
+        return self._store
+
+
+class Slots:
+    """A sample without a dictionary."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+OF_DATA: list[Callable[[], tuple[Any, Any]]] = [
+    lambda: (Graph([0, 1]), Graph([0, 2])),
+    lambda: (Slots(1), Slots(2)),
+    lambda: (pd.Series([1.0, 2.0]), pd.Series([1.0, 3.0])),
+    lambda: (np.array([{1}, None]), np.array([{2}, None])),
+]
+
+
+@pytest.mark.parametrize("make", [*DIFFERENT, *OF_DATA])
 def test_items_of_another_value_order_type_or_shape_are_other_data(make: Callable[[], tuple[Any, Any]]) -> None:
     (one, other), (again, _) = make(), make()
     assert of(one) == of(again)

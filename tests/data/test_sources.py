@@ -34,6 +34,16 @@ def refusal(names: Any, **settings: Any) -> str:
     return str(caught.value)
 
 
+def test_folders_of_classes_lie_directly_in_the_folder_that_is_named(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name in ("neg", "pos"):
+            (tmp_path / part / name).mkdir(parents=True)
+            (tmp_path / part / name / "1.txt").write_text("a text")
+    assert str(tmp_path / "test/neg/1.txt") in refusal(str(tmp_path), lines="folder_names")
+    data = Data(train=str(tmp_path / "train"), lines="folder_names")
+    assert len(resolve_sources(data.train, data, key="data.train")[0].files) == 2
+
+
 def test_the_standard_library_is_sorted_python_without_tests_and_packages() -> None:
     names = [path.as_posix() for path in python_stdlib_files()]
     assert len(names) > 300

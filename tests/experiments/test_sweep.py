@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from accel_train.cli.main import main
 from accel_train.core.json_io import read_json
-from accel_train.experiments.sweep.sweep import EVERY, Selection, combine
+from accel_train.experiments.sweep.sweep import EVERY, Selection, combine, inputs_digest
 from accel_train.experiments.sweep.table import Row, describe_rows
 from accel_train.experiments.sweep.tpe import Outcome, propose
 from accel_train.experiments.sweep.values import draws, grid, read_space, split_values
@@ -107,6 +107,26 @@ def test_of_combinations_with_equal_means_the_lower_loss_comes_first() -> None:
         Row(name, "accuracy", value, loss) for name, value, loss in (("a", 1.0, 0.5), ("b", 1.0, 0.1), ("c", 0.9, 0.0))
     ]
     assert describe_rows(rows, recipe).order == ["b", "a", "c"]
+
+
+def test_a_changed_shard_file_at_home_or_task_of_the_program_is_another_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "from accel_train.tasks.module import ModuleTask\n\nclass Own(ModuleTask):\n    data = model = loss = lambda self: 1\n"
+    files = {"part-0.txt": "one", "own.txt": "two", "own_swept_task.py": source}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    data = {"train": [str(tmp_path / "part-*.txt"), "~/own.txt"]}
+    recipe = Recipe.model_validate(recipe_dict(tmp_path) | {"task": "own_swept_task:Own", "data": data})
+    digests = [inputs_digest(recipe), inputs_digest(recipe)]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text.replace("o", "0") if name.endswith(".txt") else text.replace(": 1", ": 22"))
+        sys.modules.pop("own_swept_task", None)
+        digests.append(inputs_digest(recipe))
+    assert len(set(digests)) == 4
 
 
 def test_optuna_never_chooses_the_same_twice() -> None:

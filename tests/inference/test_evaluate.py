@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +22,7 @@ from accel_train.inference.data_notes import changes_of
 from accel_train.inference.evaluate import short_name
 from accel_train.inference.finished_run import counted
 from accel_train.metrics.baselines import format_scores
+from accel_train.tasks import causal_lm
 from tests.support import runs as runs
 from tests.support.runs import answers
 
@@ -72,6 +74,21 @@ def here(finished: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) ->
 
 def evaluate_on_two_processes(*arguments: str) -> subprocess.CompletedProcess[str]:
     return runs.run_forked_command(["evaluate", *arguments], 2)
+
+
+def test_documents_that_see_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "text", "--data.mask_documents", "true"]) == 0
+
+    def causal(model: Any, batch: Any, *, compiled: bool) -> Any:
+        length = batch["input_ids"].shape[1]
+        return torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+
+    monkeypatch.setattr(causal_lm, "document_mask", causal)
+    # A kept proof belongs to the code as it was.
+    assert main(["evaluate", "text", "--data.mask_documents", "true", "--data.cache_dir", "other"]) == 2
+    assert "data.mask_documents" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["digits", "text"])

@@ -54,6 +54,7 @@ from accel_train.core.errors import CheckpointError, DataError
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.data.delimited import read_delimited
+from accel_train.data.images.labelled import read_labelled_images
 from accel_train.data.sft.corpus import check_row, columns_of
 from accel_train.data.sft.encoding import Example, chat_encoder
 from accel_train.data.sources import resolve_sources
@@ -942,6 +943,7 @@ def test_data_04_ids_are_the_images_of_a_folder_and_never_texts(capsys: pytest.C
     assert (recipe["task"], recipe["data"]["image_column"]) == ("image-classification", "id")
     assert recipe["data"]["image_size"] == 128
     assert main(["plan", "runs/dogs.yaml"]) == 0
+    assert "test/" in capsys.readouterr().out
 
 
 def _jsonl(name: str, rows: list[dict[str, Any]]) -> None:
@@ -1100,9 +1102,10 @@ def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused(capsys: 
     names = {"user": "human", "assistant": "gpt"}
     sharegpt = [{"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in chat]} for chat in chats]
     Path("sharegpt.json").write_text(json.dumps(sharegpt))
+    _jsonl("lines.json", sharegpt)
     in_parts = [[{**m, "content": [{"type": "text", "text": m["content"]}]} for m in chat] for chat in chats]
     _jsonl("parts.jsonl", [{"messages": chat} for chat in in_parts])
-    for name in ("sharegpt.json", "parts.jsonl"):
+    for name in ("sharegpt.json", "lines.json", "parts.jsonl"):
         assert main(["finetune", name, "--dry-run", "--output_dir", f"runs/{name}"]) == 0
         recipe = load_recipe(Path(f"runs/{name}.yaml"))
         (source,) = resolve_sources(name, recipe.data, key="data.train")
@@ -1186,8 +1189,11 @@ def test_data_14_several_labels_in_a_cell_are_not_a_class(capsys: pytest.Capture
     Path("lists.csv").write_text("text,tags\n" + "".join(f'how do I do {n} here,"{lists[n % 2]}"\n' for n in range(24)))
     assert main(["finetune", "lists.csv", "--dry-run"]) == 2
     assert "brackets" in capsys.readouterr().err
-    Path("places.csv").write_text("text,place\n" + "".join(f'a text {n} here,"{("Bonn, NW", "Washington, DC")[n % 2]}"\n' for n in range(24)))  # fmt: skip
-    assert main(["finetune", "places.csv", "--dry-run"]) == 0
+    kept = (("Bonn, NW", "Washington, DC"), ("Austin, TX", "Dallas, TX"), ("(none)", "good", "bad"))
+    for number, names in enumerate(kept):
+        rows = (f'a text {n} here,"{names[n % len(names)]}"\n' for n in range(24))
+        Path(f"kept{number}.csv").write_text("text,place\n" + "".join(rows))
+        assert main(["finetune", f"kept{number}.csv", "--dry-run"]) == 0
 
 
 SIZES = {
@@ -1850,3 +1856,106 @@ def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture
     data = _recipe("runs/wiki.yaml")["data"]
     assert (data["train"], data["eval"]) == ("wiki/wiki.train.txt", "wiki/wiki.valid.txt")
     assert "accel-train evaluate runs/wiki wiki/wiki.test.txt" in capsys.readouterr().out
+
+
+BOXES = {
+    "a/1.txt": "0 0.5 0.5 0.2 0.3\n",
+    "a/1.xml": "<annotation><object><bndbox></bndbox></object></annotation>",
+    "a/1.json": '{"shapes": [], "version": "5"}',
+    "instances_train.json": '{"images": [], "annotations": [], "categories": []}',
+}
+NO_BOXES = {"a/1.txt": "7 12 30 8 4", "a/1.json": '{"caption": "x"}', "annotations.json": '{"1.png": "a"}'}
+
+
+def test_boxes_between_images_are_refused_and_captions_and_lists_of_labels_are_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for number in range(12):
+        _save(Path("set", "ab"[number % 2], f"{number}.png"), _photo(number))
+    for name, text in NO_BOXES.items():
+        Path("set", name).write_text(text)
+    assert main(["finetune", "set", "--dry-run"]) == 0
+    for name, text in BOXES.items():
+        before = Path("set", name).read_text() if name in NO_BOXES else None
+        Path("set", name).write_text(text)
+        assert main(["finetune", "set", "--dry-run"]) == 2
+        assert name in capsys.readouterr().err
+        assert main(["plan", "image_classification", "--data.train", "set"]) == 2
+        assert name in capsys.readouterr().err
+        Path("set", name).unlink() if before is None else Path("set", name).write_text(before)
+
+
+def test_folders_that_a_table_has_other_classes_for_are_not_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(16):
+        _save(Path("set", f"part_{number % 2}", f"scan{number}.png"), _photo(number))
+    rows = [f"scan{n},{('mole', 'wart')[n // 2 % 2]},{n % 3}" for n in range(16)]
+    Path("set/metadata.csv").write_text("\n".join(["image_id,dx,age", *rows, ""]))
+    assert main(["finetune", "set", "--dry-run"]) == 2
+    assert "'image_id'" in capsys.readouterr().err
+    assert main(["finetune", "set", "--dry-run", "--task", "image-classification", "--output_dir", "runs/a"]) == 0
+    agreeing = [f"scan{n},class {n % 2}" for n in range(16)]
+    Path("set/metadata.csv").write_text("\n".join(["image_id,dx", *agreeing, ""]))
+    Path("set/broken.csv").write_text('a,b\n"1')
+    assert main(["finetune", "set", "--dry-run", "--output_dir", "runs/b"]) == 0
+    assert "metadata.csv" in capsys.readouterr().out
+
+
+def test_train_and_train_masks_are_images_and_masks() -> None:
+    for number in range(6):
+        _save(Path("set/train", f"{number}.png"), _photo(number))
+        _save(Path("set/train_masks", f"{number}_mask.png"), (_photo(number)[..., 0] > 127) * 255)
+    assert main(["finetune", "set", "--dry-run"]) == 0
+    assert _recipe("runs/set.yaml")["task"] == "semantic-segmentation"
+
+
+@pytest.mark.parametrize("held_out, num_eval", [("eval", 8), ("Test", None), (None, None)])
+def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int | None) -> None:
+    for number in range(24):
+        part = "train" if number < 16 else held_out
+        if part is not None:
+            _save(Path("set", part, "ab"[number % 2], f"{number}.png"), _photo(number))
+    assert main(["finetune", "set", "--dry-run"]) == 0
+    sets = read_labelled_images(load_recipe(Path("runs/set.yaml")).data)
+    assert sets.label_names == ("a", "b")
+    assert sets.eval is not None
+    assert len(sets.eval) == (num_eval or 16 - len(sets.train))
+    shown = read_labelled_images(Data(train="set", eval="set"))
+    assert shown.label_names == ("a", "b")
+    assert len(shown.train) == (num_eval or 16)
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "cp1251", "koi8_r"])
+def test_letters_of_other_scripts_are_not_read_as_western_ones(
+    encoding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "这个电影很好看" if encoding == "gbk" else "это хороший фильм"
+    rows = "".join(f"{text} {number},{'ab'[number % 2]}\n" for number in range(40))
+    Path("d.csv").write_bytes(("text,label\n" + rows).encode(encoding))
+    assert main(["finetune", "d.csv", "--dry-run"]) == 2
+    assert "data.encoding" in capsys.readouterr().err
+    assert main(["finetune", "d.csv", "--dry-run", "--data.encoding", encoding]) == 0
+
+
+def test_a_mark_for_one_class_is_not_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"gj04\t{n % 2}\t{'*' if n % 2 == 0 else ''}\tthe words of sentence {n}\n" for n in range(40))
+    Path("cola.tsv").write_text(rows)
+    assert main(["finetune", "cola.tsv", "--dry-run"]) == 0
+    assert load_recipe(Path("runs/cola.yaml")).data.label_column == "2"
+
+
+def test_choices_system_prompts_and_weights_are_not_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [{"question": f"what is number {n} of the list", "answer": n % 2} for n in range(40)]
+    refused: dict[str, list[dict[str, Any]]] = {
+        "choices": [{**row, "choices": ["this", "that"]} for row in asked],
+        "letters": [{**row, "choices": ["this", "that"], "answer": "AB"[row["answer"]]} for row in asked],
+        "system_prompt": [
+            {"system_prompt": "Be kind.", "question": row["question"], "response": "a reply to it"} for row in asked
+        ],
+        "weight 0": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": weight}]} for weight in (1, 0)],
+    }  # fmt: skip
+    for said, refused_rows in refused.items():
+        _jsonl("d.jsonl", refused_rows)
+        assert main(["finetune", "d.jsonl", "--dry-run"]) == 2
+        assert said.replace("letters", "choices") in capsys.readouterr().err
+    _jsonl("d.jsonl", [{**row, "answer": f"it is {row['answer']}"} for row in asked])
+    assert main(["finetune", "d.jsonl", "--dry-run"]) == 0

@@ -14,7 +14,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.tasks import causal_lm
 from accel_train.tasks.causal_lm import FORWARD, CausalLM
 from accel_train.tasks.text import probe
-from accel_train.tasks.text.probe import CHECKPOINTING, CHUNKED, DOCUMENTS, ROWS, SAME, examine, toy_model
+from accel_train.tasks.text.probe import CHECKPOINTING, CHUNKED, DOCUMENTS, ROWS, SAME, examine, prove, toy_model
 from benchmarks import families
 from tests.support.runs import recipe_dict
 
@@ -112,6 +112,15 @@ def test_random_numbers_stay_as_they_are_and_the_second_start_reads_the_first_on
     assert CausalLM().prove(recipe) == first
     with pytest.raises(TypeError):  # other settings have a proof of their own
         CausalLM().prove(recipe_of(tmp_path, data={"sequence_length": 31}))
+    other: Any = verdict  # of another module
+    with pytest.raises(TypeError):
+        prove(recipe, CONFIG_MAPPING["llama"](**LLAMA), FORWARD._replace(loss_sum=other))
+
+
+def test_documents_are_kept_apart_under_eager_attention(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    model = recipe.model.model_copy(update={"attn_implementation": "eager"})
+    assert CausalLM().prove(recipe.model_copy(update={"model": model}))["probe"].value == "equal"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "jamba", "gemma2", "deepseek_v3", "gpt_neo", "opt"])

@@ -21,7 +21,7 @@ from accel_train.data.images.pools import read_pools
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
 from accel_train.recipe.data import Data
 
-_EVAL_NAMES = ("val", "validation", "valid", "dev")
+_EVAL_NAMES = ("val", "validation", "valid", "dev", "eval")
 
 
 @dataclass(frozen=True)
@@ -166,15 +166,16 @@ def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | No
     if root is None or not root.is_dir():
         return train, held, ()
     folder = root if root.name == "train" else root / "train"
-    if not folder.is_dir():
+    if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):  # a class of that name, perhaps
         return train, held, ()
     beside = next((found for name in _EVAL_NAMES if (found := folder.with_name(name)).is_dir()), None)
     test = folder.with_name("test")
-    if held == train and folder != root and (shown := beside or (test if test.is_dir() else None)) is not None:
+    if held == train and folder != root:
+        shown = beside or (test if test.is_dir() else folder)
         return (str(shown),), (str(shown),), (f"of {root}, {shown.name} is read",)  # to a trained model
     notes = (f"{test} is left alone; after training: accel-train evaluate RUN {test}",) if test.is_dir() else ()
     if beside is None:
-        return (str(folder),) if test.is_dir() else train, held, notes if held is None else ()
+        return train if folder == root else (str(folder),), held, notes if held is None else ()
     if held is None:
         return (str(folder),), (str(beside),), (f"evaluation is on {beside}, found next to {folder}", *notes)
     return (str(folder),), held, ()

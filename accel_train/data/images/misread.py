@@ -14,7 +14,7 @@ from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.pairs import have_the_same_names, pairs_below
 
 _COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco)(?:[^a-z].*)?\.json")
-_YOLO = re.compile(r"\d+(?:\s+-?\d*\.?\d+(?:e-?\d+)?){4,}\s*")
+_YOLO = re.compile(r"\d+(?:\s+(?:[01]|[01]?\.\d+)(?:e-?\d+)?){4,}\s*")
 _MOST_FOLDERS = 6
 """More folders than this are classes, not images with several kinds of masks."""
 _MOST_COLOURS = 32
@@ -58,11 +58,10 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
     texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json")) and Path(name).stem in stems]
     looked_at = {texts[index] for index in evenly_spaced(len(texts), _TEXTS_LOOKED_AT)}
     for path in map(folder.joinpath, others):
-        kind = None
-        if _COCO.fullmatch(path.name.lower()):
-            kind = "COCO"
-        elif path.relative_to(folder).as_posix() in looked_at:
-            kind = _kind_of_annotation(path, path.suffix.lower())
+        suffix, kind = path.suffix.lower(), None
+        is_for_all = suffix == ".json" and _COCO.fullmatch(path.name.lower())
+        if is_for_all or path.relative_to(folder).as_posix() in looked_at:
+            kind = _kind_of_annotation(path, suffix)
         if kind is None:
             continue
         folders = [entry for entry in sorted(folder.iterdir())[:_FOLDERS_LOOKED_IN] if entry.is_dir()]
@@ -75,7 +74,7 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
 
 
 def _kind_of_annotation(path: Path, suffix: str) -> str | None:
-    """The format of a file that has the name of an image; None for a caption or other text."""
+    """The format of a file with boxes or polygons; None for a caption, names of classes or other text."""
     try:
         text = read_regular(path).decode("utf-8", "replace")
     except OSError:
@@ -88,7 +87,8 @@ def _kind_of_annotation(path: Path, suffix: str) -> str | None:
         found = json.loads(text)
     except ValueError:
         return None
-    return "labelme" if isinstance(found, dict) and "shapes" in found else None
+    keys = found.keys() if isinstance(found, dict) else ()
+    return "labelme" if "shapes" in keys else "COCO" if {"images", "annotations"} <= {*keys} else None
 
 
 def refuse_masks_as_classes(folder: Path, files: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
-from accel_train.data.encoding import guess_encoding
+from accel_train.data.encoding import check_western, guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import is_missing, label_name
 from accel_train.data.sources import Source, file_kind, resolve_sources
@@ -134,6 +134,8 @@ def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[
     if "data.encoding" not in given and file_kind(path) != "parquet":
         guess = guess_encoding(path, data.encoding_errors)
         if guess is not None:
+            if not guess[0].startswith("utf-16"):
+                check_western(path)
             settings["data.encoding"] = Choice(*guess)
             data = data.model_copy(update={"encoding": guess[0]})
     if file_kind(path) == "csv" and "data.header" not in given and (why := _missing_header(path, data)) is not None:

@@ -1,6 +1,7 @@
 """Tables that name images, or hold their bytes: the column, the files, and the label."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,17 @@ def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
     images = {os.path.normpath(Path(place, name)) for place in places for name in list_images(Path(place))[0]}
     if others := images - files:
         said.append(f"{format_count(len(others), 'image')} that the table does not name")
+    left = [
+        entry.name + "/" * entry.is_dir()
+        for entry in sorted(table.path.parent.iterdir())
+        if not _words(entry.name).isdisjoint(_NOT_FOR_TRAINING) and os.path.normpath(entry) not in places
+    ]
+    said += left[:6]
     return f"not used: {'; '.join(said) or 'nothing'}"
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None] | None:
@@ -92,7 +103,7 @@ def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple
     """
     named = []
     for path in tables:
-        words = {word for part in path.relative_to(folder).parts for word in part.lower().replace(".", "_").split("_")}
+        words = _words(path.relative_to(folder).as_posix())
         if words.isdisjoint(_NOT_FOR_TRAINING) and image_column(read_table(path, asked.data, asked.given)) is not None:
             named.append((path, not words.isdisjoint(_HELD_OUT)))
     train, held = ([path for path, is_held in named if is_held is wanted] for wanted in (False, True))
@@ -102,3 +113,31 @@ def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple
         listed = ", ".join(str(path) for path, _ in named[:5])
         raise ValueError(f"{folder}: several tables name images ({listed}); name one: accel-train finetune {train[0]}")
     return train[0], held[0] if held else None
+
+
+def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tables: Sequence[Path]) -> None:
+    """Refuse folders as classes where a table names most of the images and has no column with these classes.
+
+    Raises:
+        ValueError: names the table, and two of the folders.
+    """
+    images = [name.removeprefix("train/") for name in images if name.startswith("train/")] or images
+    class_of = {Path(name).stem: name.split("/", 1)[0] for name in images}
+    for path in tables if len(class_of) == len(images) else ():
+        try:
+            table = read_table(path, asked.data, asked.given)
+        except ValueError:
+            continue  # a table of something else
+        for column in table.columns.values():
+            names = [Path(str(cell)) for cell in column.cells]
+            found = [(row, class_of[name.stem]) for row, name in enumerate(names) if name.stem in class_of]
+            if 2 * len(found) <= len(images) or all(each in names[row].parts[:-1] for row, each in found):
+                continue
+            classes = sorted({each for _, each in found})
+            pairs = [{(each, str(other.cells[row])) for row, each in found} for other in table.columns.values()]
+            if not any(len(pair) == len(classes) == len({value for _, value in pair}) for pair in pairs):
+                raise ValueError(
+                    f"{path}: column {column.name!r} names images in {folder / classes[0]}/ and {folder / classes[-1]}/, and no "
+                    "column has these folders as classes. Put all images into one folder next to the table. If the folders are "
+                    "the classes: --task image-classification"
+                )

@@ -19,7 +19,7 @@ from accel_train.data.images.images import ImagePool, Images, evenly_spaced, in_
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.masks import mask_values
 from accel_train.data.images.misread import are_parts, refuse_annotations
-from accel_train.data.images.pairs import pair_of_folders, pairs_below
+from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.experiments.finetune.found import Asked, Found
 
@@ -85,7 +85,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         num_samples=len(names),
         settings={"data.train": Choice(asked.path, "")},
         counts=counts,
-        notes=(*notes, not_used(folder, used, num_others)),
+        notes=(*notes, not_used(folder, used, num_others - sum(entry.is_file() for entry in root.glob("[!.]*")))),
         **sizes_of(pool.images),
     )
 
@@ -120,7 +120,7 @@ def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
         if not entry.name.startswith(".") and not any(entry == path or entry in path.parents for path in used)
     ]
     shown = [*left[:6], *([f"{len(left) - 6} more"] if len(left) > 6 else [])]
-    within = [f"{format_count(num_others, 'file')} that are not images"] if num_others else []
+    within = [f"{format_count(num_others, 'other file')} in class folders"] if num_others else []
     return f"not used: {', '.join([*shown, *within]) or 'nothing'}"
 
 
@@ -171,6 +171,8 @@ def find_pairs(name: str) -> Pairs | None:
 def _side(folder: Path, pattern: re.Pattern[str]) -> Path | None:
     """The folder of training or evaluation images below a folder, by its name."""
     found = [path for path in sorted(folder.iterdir()) if path.is_dir() and pattern.fullmatch(path.name.lower())]
+    masks = {path.name + end for path in found for end in BESIDE}
+    found = [path for path in found if path.name not in masks]
     return found[0] if len(found) == 1 else None
 
 

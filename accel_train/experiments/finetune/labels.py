@@ -126,7 +126,9 @@ def _names_beside(table: Table, label: Column, used: tuple[str, ...]) -> Column 
         return None
     others = [column for column in table.columns.values() if column.name not in (label.name, *used)]
     named = [
-        column for column in others if column.is_strings and not _are_integers(column) and _are_the_same(label, column)
+        column
+        for column in others
+        if column.is_strings and "" not in column.cells and not _are_integers(column) and _are_the_same(label, column)
     ]
     return named[0] if len(named) == 1 and len(set(label.cells)) < len(label.cells) else None
 

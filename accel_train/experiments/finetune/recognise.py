@@ -10,10 +10,12 @@ from accel_train.core.files import files_below
 from accel_train.core.format import did_you_mean
 from accel_train.data.encoding import read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
+from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, is_about_data
+from accel_train.data.tables import has_object_lines
 from accel_train.experiments.finetune.found import TASKS, Asked, Found
-from accel_train.experiments.finetune.image_tables import table_of_images
+from accel_train.experiments.finetune.image_tables import refuse_other_classes, table_of_images
 from accel_train.experiments.finetune.images import (
     Pairs,
     find_pairs,
@@ -50,13 +52,8 @@ def recognise(asked: Asked) -> Found:
         meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
         raise ValueError(f"--task {asked.task}: finetune writes no recipe for it; {meant}")
     found = _recognise(asked)
-    folder = Path(found.settings["data.train"].value) if found.task == "image-classification" else Path()
-    parts = (
-        [each.name for each in folder.iterdir()]
-        if (folder / "train").is_dir() and found.task == "image-classification"
-        else []
-    )
-    if "data.eval" in {*found.settings, *asked.given} or any(EVAL_NAME.fullmatch(name) for name in parts):
+    is_beside = found.task == "image-classification" and eval_beside_train(asked.data)[1] is not None
+    if is_beside or "data.eval" in {*found.settings, *asked.given}:
         return replace(found, eval_fraction=0.0)
     return replace(found, eval_fraction=asked.data.eval_fraction) if "data.eval_fraction" in asked.given else found
 
@@ -85,7 +82,7 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
         return recognise_table(asked, path)
     if kind == "text":
         return recognise_text(asked, [path])
-    if kind == "json" and next(iter(read_text(path, asked.data).lstrip()), "") == "[":
+    if kind == "json" and (has_object_lines(path, asked.data) or read_text(path, asked.data).lstrip()[:1] == "["):
         return recognise_table(asked, path)
     if kind == "json":
         raise ValueError(
@@ -113,8 +110,11 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     tables = [path for path in files if file_kind(path) in _TABLES]
     images, _ = list_images(folder)
     if images and asked.task not in ("causal-lm", "text-classification"):
-        if tables and not lie_in_classes(folder, images) and (named := table_of_images(asked, folder, tables)):
-            return recognise_table(asked, *named)
+        if tables and not lie_in_classes(folder, images):
+            if (named := table_of_images(asked, folder, tables)) is not None:
+                return recognise_table(asked, *named)
+        elif asked.task is None:
+            refuse_other_classes(asked, folder, images, tables)
         return recognise_classes(asked, folder, tables)
     if tables:
         return recognise_table(asked, *_training_table(folder, tables))

@@ -23,11 +23,13 @@ _PAIRS = (
     ("instruction", "output"),
     ("instruction", "response"),
     ("question", "answer"),
+    ("question", "response"),
     ("input", "output"),
 )
+_CHOICES = ("choices", "options", "endings")
 _FURTHER_OF_CHATS = ("tools", "functions", "system")
 """Columns that a chat template could show, and that are not passed to it."""
-_FURTHER_INPUTS = ("input", "context", "system", "history")
+_FURTHER_INPUTS = ("input", "context", "system", "system_prompt", "history", *_CHOICES)
 """Columns that belong to the prompt, however short: without them the answer cannot be known."""
 
 
@@ -216,6 +218,12 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     if asked.task not in (None, "text-classification"):
         raise ValueError(
             f"--task {asked.task}: {table.path} is a table without a column of images; name a folder of images"
+        )
+    choices = [name for name in _CHOICES if name in table and isinstance(table[name].cells[0], list | dict)]
+    if choices and not (asked.text and asked.label):
+        raise ValueError(
+            f"{table.path}: column {choices[0]!r} holds the choices of a question, which a text classifier is not shown. Write columns "
+            "text, endings and label for accel-train run multiple_choice; or leave them out with --text and --label"
         )
     texts, why = _text_of(asked, table, asked.label or ("label" if "label" in table else None))
     label = recognise_label(asked, table, *(column.name for column in texts))

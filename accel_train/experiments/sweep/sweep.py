@@ -3,6 +3,8 @@
 The folder of a run lies in the recipe's `output_dir` and has its values for a name: `lr=1e-4,seed=0`.
 """
 
+import glob
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import json_digest, json_text
 from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import JsonRecord
+from accel_train.data.digest import digest_of_code
 from accel_train.experiments.subprocess_run import TrainingProcess
 from accel_train.experiments.sweep import values as sweep_values
 from accel_train.experiments.sweep.table import describe_rows, format_rows, is_greater_better, row_of
@@ -28,6 +31,7 @@ from accel_train.plan.place import count_processes
 from accel_train.recipe.schema import Recipe
 from accel_train.report.report import write_report
 from accel_train.runtime.signals import StopRequest
+from accel_train.task import load_task
 
 SWEEP_FILE = "sweep.json"
 LOG_FOLDER = ".logs"
@@ -251,7 +255,7 @@ class _Sweep:
         inputs = inputs_digest(each.recipe)
         is_same = earlier.get("recipe_digest") == digest and earlier.get("inputs") == inputs
         if earlier.get("inputs", inputs) != inputs:
-            self.say(f"{each.name}: its data has changed since it was trained; it is trained again")
+            self.say(f"{each.name}: its data or code has changed since it was trained; it is trained again")
         if is_same and earlier.get("status") == FINISHED and (self.root / each.name / SUMMARY_FILE).is_file():
             return dict(earlier)
         return {
@@ -269,12 +273,14 @@ class _Sweep:
 
 
 def inputs_digest(recipe: Recipe) -> str:
-    """Return a digest of the local files that a run reads: contents of data files, names, sizes and times of folders."""
+    """Return a digest of what a run reads: contents of data files; names, sizes and times in folders; code of its own task."""
     tokenizer = recipe.tokenizer_in_use
     names = [recipe.model.pretrained, tokenizer if isinstance(tokenizer, str) else None]
     for value in (recipe.data.train, recipe.data.eval):
         names += [value] if isinstance(value, str) else value or []
-    return json_digest([_content(Path(name)) for name in names if name])
+    paths = [os.path.expanduser(name) for name in names if name]
+    contents = [_content(Path(each)) for path in paths for each in sorted(glob.glob(path)) or [path]]
+    return json_digest(contents + ([digest_of_code(type(load_task(recipe.task)))] if ":" in recipe.task else []))
 
 
 def _content(path: Path) -> Any:

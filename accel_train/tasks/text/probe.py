@@ -118,7 +118,7 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
     if not checks:
         return {}
     forward.attention_arguments(recipe, config)  # refuses by configuration alone
-    proof = _remembered(recipe, config, checks, lambda: examine(recipe, config, forward, checks))
+    proof = _remembered(recipe, config, checks, forward)
     if not proof.has_passed:
         problem = _problem(recipe, config, proof)
         if problem is not None:
@@ -586,10 +586,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str], find: Callable[[], Proof]) -> Proof:
+def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str], forward: Forward) -> Proof:
     """Return the proof of an earlier start of this model with these settings and versions, else find it and keep it."""
     if recipe.model.trust_remote_code:  # its code may change, and the configuration stay
-        return find()
+        return examine(recipe, config, forward, checks)
+    own = [inspect.getmodule(each) for each in (*forward, collate_packed, collate_windows, can_keep_rows_apart)]
     settings = {
         "config": config.to_dict(),
         "checks": list(checks),
@@ -599,7 +600,8 @@ def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str],
         "versions": [torch.__version__, transformers.__version__],
         "code": [
             inspect.getsource(each)
-            for each in (activation_checkpointing, activations, attention, chunked_loss, documents)
+            for each in (activation_checkpointing, activations, attention, chunked_loss, documents, *own)
+            if each is not None
         ],
         "probe": Path(__file__).read_text(),
     }
@@ -609,7 +611,7 @@ def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str],
     with suppress(TypeError):
         if known is not None:
             return Proof(**known)
-    proof = find()
+    proof = examine(recipe, config, forward, checks)
     with suppress(OSError):  # without a cache each start probes again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(proof)).encode())
