@@ -167,10 +167,8 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
         yield type(value).__qualname__
         if hasattr(value, "tobytes"):  # a picture
             yield from (repr(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest())
-        elif _OF_DATA in seen:  # a graph, a date; one that cannot be copied counts by its class
-            with suppress(TypeError):
-                reduced = value.__reduce_ex__(4)
-                yield from _parts(reduced if isinstance(reduced, str) else reduced[1:3], inside, deeper)
+        elif _OF_DATA in seen and (copied := _as_copied(value)) is not None:  # a graph, a date
+            yield from _parts(copied, inside, deeper)
             return
         elif not _is_library(type(value)) and callable(value):
             yield from _parts_of_class(type(value), inside, deeper)
@@ -183,6 +181,15 @@ def _parts_of_object(value: Any, seen: frozenset[int], depth: int) -> Iterator[s
     yield from _parts(settings, seen, depth)
     if not settings and str(type(value).__module__).partition(".")[0] in _WITH_REPR:
         yield _ADDRESS.sub("", repr(value))
+
+
+def _as_copied(value: Any) -> Any:
+    """Return what a copy of an object is made from, private state too; None where it cannot be copied."""
+    try:
+        made = value.__reduce_ex__(4)
+    except TypeError:
+        return None
+    return made if isinstance(made, str) else made[1:3]
 
 
 def _numbers(value: Any) -> Iterator[str]:

@@ -30,7 +30,9 @@ PROFILE_FOLDER = "profile"
 
 
 _TAIL_BYTES = 2**16
-_TRAIN_LINE = re.compile(rb'\{"step": (\d{1,18}), "split": "train", ')
+_VALUE = rb"-?\d{1,18}(?:\.\d{1,20})?(?:e[-+]?\d\d)?|true|false|null"
+_TRAIN_LINE = re.compile(rb'\{"step": (\d{1,18}), "split": "train"(?:, "\w+": (?:' + _VALUE + rb"))*\}\n")
+"""A line that is not damaged, whose step is known without parsing it."""
 _SECONDS_OF_THE_DEAD = 20.0
 """A killed process's threads and children may hold its files for a moment: in a write to a slow disk, before they begin."""
 
@@ -308,7 +310,7 @@ def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: in
         file.seek(low)
         begin = low + (len(file.readline()) if low else 0)
         for line in file:
-            later = _TRAIN_LINE.match(line) if line.endswith(b"}\n") else None
+            later = _TRAIN_LINE.fullmatch(line)
             is_later = later is not None and int(later[1]) > step  # most of them: not parsed
             record = None if is_later else parse_line(line, "split")[0]
             # A last line without an end was torn by a kill: it was never a line.

@@ -42,7 +42,12 @@ class ScheduleFree(torch.optim.Optimizer):
         for group in inner.param_groups:
             for state in self._states(group):
                 state.update({name: group[name] for name in COUNTERS})
-        inner.param_groups = self.param_groups  # a scheduler that was made for it sets the rates there
+        inner.param_groups = self.param_groups
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Read state and groups; a scheduler that was made for the package's optimizer sets the rates in the new groups."""
+        super().load_state_dict(state_dict)
+        self._inner.param_groups = self.param_groups
 
     def _counters(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the counters of a group after its last step, which all its weights have alike; none before the first one."""
@@ -95,16 +100,18 @@ class ScheduleFreeAverage(Average):
             yield
             return
         self._is_in_place = True
-        weights, kept = [local_part(parameter.detach()) for parameter in self._parameters], list[Tensor]()
-        for weight, parameter in zip(weights, self._parameters, strict=True):
+        kept = list[Tensor]()
+        for parameter in self._parameters:
+            weight = local_part(parameter.detach())
             kept.append(weight.clone())
             weight.copy_(self._average_of(parameter))
         try:
             yield
         finally:
             self._is_in_place = False
-            for weight, before in zip(weights, kept, strict=True):
-                weight.copy_(before)
+            # Looked up again: `model.to("cpu:0")`, say, gives weights other memory.
+            for parameter, before in zip(self._parameters, kept, strict=True):
+                local_part(parameter.detach()).copy_(before)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages by the names of their parameters, in new memory: for the checkpoint, from which none is needed back."""

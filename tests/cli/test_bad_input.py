@@ -102,7 +102,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "missing pretrained model": (both(without("model", "config"), setting("model.pretrained", "./nowhere")), ("model.pretrained", "./nowhere")),
     "seed that torch does not take": (setting("seed", 2**70), (f"seed={2**70}", f"at most {2**64 - 1}")),
     "negative number of layers": (setting("model.config.n_layer", -1), ("model.config.n_layer=-1", "must not be negative", "12 by default")),
-    "batch that no data fills": (setting("batch.global_batch_size", 10**18), (f"batch.global_batch_size={10**18}", "training samples", "lower it to at most")),
+    "batch that no data fills": (setting("batch.global_batch_size", 10**9), (f"batch.global_batch_size={10**9}", "training samples", "lower it to at most")),
     "unknown optimizer": (setting("optimizer.name", "moun"), ("optimizer.name=moun", "or module:Class", "did you mean muon?")),
     "unknown module of an optimizer": (setting("optimizer.name", "no_such_module:Lamb"), ("no_such_module:Lamb", "PYTHONPATH")),
     "class that is no optimizer": (setting("optimizer.name", "torch.nn:Linear"), ("torch.nn:Linear", "derived from torch.optim.Optimizer")),

@@ -174,7 +174,7 @@ def test_rates_rise_by_one_factor() -> None:
     [
         (["--min", "1", "--max", "0.1"], "--min 1 --max 0.1: the rates must be positive, and --min below --max"),
         (["--min", "0"], "the rates must be positive"),
-        (["--max", "nan"], "the rates must be positive"),
+        (["--max", "nan"], "--max: nan is not a number"),
         (["--steps", "5"], "--steps 5: a slope needs at least 20 steps"),
         (["--stepps", "50"], "unknown flag --stepps; did you mean --steps?"),
         (["--data.train", "nowhere.txt"], "nowhere.txt"),

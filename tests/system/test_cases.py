@@ -1467,7 +1467,7 @@ def test_hf_02_schedule_free_optimizers_train_evaluate_and_resume_as_in_transfor
     tmp_path: Path, optim: str
 ) -> None:
     pytest.importorskip("schedulefree")
-    args = {"optim": optim, "lr_scheduler_type": "constant", "max_steps": 6, "logging_steps": 1, "learning_rate": 0.01}
+    args = {"optim": optim, "lr_scheduler_type": "linear", "max_steps": 6, "logging_steps": 1, "learning_rate": 0.01}
     args |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0.0}
     data = {"train_dataset": plain_rows(64), "eval_dataset": plain_rows(8, seed=2)}
     theirs, ours, *_ = both(tmp_path, Plain, args=args, **data)

@@ -134,6 +134,7 @@ def surface(folder: Path, per_device: int) -> dict[str, Any]:
             weights(untrained) == [each.flatten().tolist() for each in Plain().parameters()],
         ],
         "same_bits": [weights(again) == weights(whole), weights(with_empty) == weights(without)],
+        "free": weights(whole),
         "grown": [len(grows.order), len(grown.model.order), weights(grown)],
     }
 
