@@ -149,7 +149,7 @@ def idle_gpus(device: Any, num_processes_seen: int) -> Choice[str] | None:
     if num_processes_seen > 1 or num_gpus < 2 or is_launched:
         return None
     command = f"torchrun --standalone --nproc_per_node {num_gpus} {_own_command()}"
-    if "ipykernel" in sys.modules:
+    if "ipykernel.zmqshell" in sys.modules:
         command = f"accelerate.notebook_launcher(FUNCTION, num_processes={num_gpus})"
     return Choice(f"1 of {num_gpus} GPUs used", f"all: {command}")
 

@@ -147,7 +147,7 @@ def test_a_start_without_a_launcher_names_the_idle_gpus_and_the_command_for_all(
 def test_a_notebook_is_told_of_its_launcher(monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", sys)
     idle = idle_gpus(torch.device("cuda", 0), 1)
     assert idle is not None
     assert "notebook_launcher(FUNCTION, num_processes=4)" in idle.reason
