@@ -35,6 +35,7 @@ _MASKS = (
     (r"('train_(?:runtime|\w+_per_second)': )[\d.]+", r"\1..."),
     (r"(?m)^((?:malloc|threads|data\.num_workers) +)\S.*", r"\1..."),
     (r"(?:\d+:)+\d\d left|\? left", "... left"),
+    (r"(\[\d+/\d+ )(?:\d+:)+\d\d", r"\1..."),  # transformers' bar
     (r"(?m)^step \d+: evaluating, .*\n", ""),  # only where it takes long
     (r"\(\d+m \d+s\)|\(\d+s\)", "(...)"),
 )

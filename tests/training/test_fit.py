@@ -141,7 +141,7 @@ def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
     "changed, said",
     [
         ({"max_steps": 3, "num_epochs": 2}, "max_steps=3 and num_epochs=2 are both given; give one of them"),
-        ({"max_steps": 3, "resume": True}, "resume=True: unknown value. Use auto, always, never"),
+        ({"max_steps": 3, "resume": True}, "resume=True: must be one of auto, always, never"),
         (
             {"optimizer": {"learning_rat": 1}},
             r"unknown setting optimizer\.learning_rat \(fit\(\)\); did you mean optimizer\.learning_rate",
