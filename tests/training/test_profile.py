@@ -45,7 +45,7 @@ def test_trace_holds_the_first_and_the_last_step_and_no_other_and_the_report_lin
     assert profiles(run) == [f"{name}.json.gz", f"{name}.txt"]
     assert steps_in(run / "profile" / f"{name}.json.gz") == {"step 3", "step 4", "step 5"}
     table = (run / "profile" / f"{name}.txt").read_text()
-    assert "aten::addmm" in table
+    assert "aten::" in table  # which of them take longest depends on the machine
     rows = [line for line in table.splitlines() if line.count("%") == 2 and "Name" not in line]
     assert len(rows) == NUM_OPERATIONS
     assert [event["step"] for event in events(run, "profile")] == [5]
