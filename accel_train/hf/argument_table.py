@@ -124,8 +124,11 @@ FIELDS: dict[str, Rule] = {
         "optimizer.name",
         lambda value: OPTIMIZERS.get(name_of(value), "adamw"),
         note=f"{', '.join(OPTIMIZERS)}; any other is made by transformers, whose scheduler then gives the rates",
-        allowed=lambda value: "layerwise" not in name_of(value) and "lomo" not in name_of(value),
-        remedy="it updates weights within the backward pass, before a bad step can be skipped; use another, without layerwise",
+        allowed=lambda value: not re.search("layerwise|lomo|adamw_torch_[48]bit", name_of(value)),
+        remedy=(
+            "layerwise and LOMO optimizers update weights within the backward pass, before a bad step can be skipped, and no "
+            "checkpoint can hold the state of torchao's 4-bit and 8-bit ones; use another (adamw_bnb_8bit, say)"
+        ),
     ),
     "optim_args": leaf(
         "optimizer.momentum",

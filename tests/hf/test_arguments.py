@@ -128,8 +128,14 @@ def test_every_refused_field_is_refused_by_name_with_its_value_and_a_remedy(tmp_
 
 def test_a_refused_field_stops_the_trainer_at_once_and_all_are_named(tmp_path: Path) -> None:
     args = arguments(tmp_path, save_only_model=True, optim="galore_adamw_layerwise")
-    with pytest.raises(ValueError, match=r"optim='galore_adamw_layerwise': it updates .*; save_only_model=True"):
+    with pytest.raises(ValueError, match=r"optim='galore_adamw_layerwise': layerwise .*; save_only_model=True"):
         Trainer(Plain(), args)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit", "lomo"])
+def test_an_optimizer_that_steps_early_or_whose_state_cannot_be_saved_is_refused(tmp_path: Path, optim: str) -> None:
+    with pytest.raises(ValueError, match=f"optim='{optim}'"):
+        check_arguments(arguments(tmp_path, optim=optim))
 
 
 def test_kernels_for_a_gpu_are_refused_where_there_is_none(tmp_path: Path) -> None:
