@@ -163,7 +163,7 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     if path.is_symlink():  # `checkpoint-N`, as callbacks.link_checkpoints names it
         path = path.parent / path.readlink()
     if not path.exists():
-        raise ValueError(f"resume_from_checkpoint={requested}: there is no such folder; checkpoints are in {root}")
+        raise ValueError(f"Can't find a valid checkpoint at {requested}. Checkpoints of this run are in {root}")
     return str(path)
 
 
