@@ -18,6 +18,8 @@ OLDEST := $(VENV)/oldest
 DOCS := $(VENV)/.docs
 # One thread per process: tests start several, and threads that fight for the cores make each of them slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The commit that a suite was green at, where no file differs from it.
+MARK = mkdir -p build/green && if [ -z "$$(git status --porcelain 2>&1)" ]; then git rev-parse HEAD > build/green/$@; fi
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo docs notebooks test test-slow test-faults test-oldest test-gpu test-all lint format dist clean
@@ -62,12 +64,15 @@ notebooks: $(INSTALLED) ## Run the notebooks of recipes/notebooks, and store wha
 
 test: lint $(ENCODER) ## Lint, type check, and all tests but the slow ones.
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not faults and not gpu'
+	@$(MARK)
 
 test-slow: $(INSTALLED) $(ENCODER) $(OLDEST) $(DOCS) ## The tests that take minutes.
 	$(PYTEST) -n $(WORKERS) -m 'slow and not gpu'
+	@$(MARK)
 
 test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for about 15 minutes.
 	$(PYTEST) -n $(WORKERS) -m 'faults and not gpu'
+	@$(MARK)
 
 $(OLDEST): $(INSTALLED) # what the Trainer's tests run with in the oldest versions of its range, laid over .venv
 	rm -rf $(OLDEST)
@@ -79,6 +84,7 @@ test-oldest: $(INSTALLED) $(OLDEST) ## The Trainer's tests with the oldest trans
 
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	$(PYTEST) -m gpu
+	@$(MARK)
 
 test-all: test test-slow test-faults ## Everything that needs no GPU.
 
