@@ -98,36 +98,50 @@ def test_kills_change_nothing_of_a_run_whose_checkpoints_hold_adapters_alone(tmp
     assert tally.kills["in save"] >= 3
 
 
-OUTPUTS = {"torchinductor_*/precompiled_headers/*.gch": 1_000_000, "compiled/*/??/*.main.so": 1}
-"""What C++ compilers write for torch.compile, in its order, and a size in bytes that finished files exceed."""
+COMPILER = """#!/bin/sh
+# A compiler that cuts the output that TRAP names, says so, and waits to be killed.
+before=; for word in "$@"; do [ "$before" = -o ] && output=$word; before=$word; done
+/usr/bin/env g++ "$@" || exit
+case "$output" in *$TRAP)
+    truncate -s "$SIZE" "$output"
+    echo $$ > "$REACHED.new" && mv "$REACHED.new" "$REACHED"
+    exec sleep 600
+esac
+"""
 
 
-def kill_in_compiler(recipe: Path, folder: Path, output: str, **variables: str) -> None:
-    """Start a run, and kill it and its compiler at once when the compiler has opened such a file in `folder`."""
+def kill_in_compiler(recipe: Path, output: str, size: int, **variables: str) -> None:
+    """Start a run, and kill it and its compiler while `output`, of which `size` bytes are written, is compiled."""
+    reached = recipe.with_name("reached")
+    reached.unlink(missing_ok=True)
     process = subprocess.Popen(
         command(recipe),
-        env=environment(**variables),
+        env=environment(TRAP=output, SIZE=str(size), REACHED=str(reached), **variables),
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        while process.poll() is None:
-            if any(path.stat().st_size < OUTPUTS[output] for path in folder.glob(output)):
-                return  # and kill it on the way out
-            time.sleep(0.0005)
-        raise AssertionError(f"the run ended with {process.returncode}, and no unfinished {output} was seen")
+        while not reached.exists():
+            assert process.poll() is None, f"the run ended with {process.returncode}, and compiled no {output}"
+            time.sleep(0.05)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    with suppress(ProcessLookupError):  # it may be in a session of its own
+        os.kill(int(reached.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    caches = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary")}
+    compiler = tmp_path / "g++"  # torch goes by the name
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    # Nothing ends in the name of a trap that is not set.
+    caches = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary"), "CXX": str(compiler)}
     (tmp_path / "temporary").mkdir()
 
     def recipe(name: str) -> Path:
@@ -139,9 +153,9 @@ def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again
         subprocess.run(command(recipe(name)), env=environment(**variables), check=True, timeout=300)
         return list(losses(tmp_path / name).values())
 
-    for folder, output in zip((tmp_path / "temporary", tmp_path / "cache"), OUTPUTS, strict=True):
-        kill_in_compiler(recipe("killed"), folder, output, **caches)
-    assert train("killed", **caches) == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other-cache"))
+    for output, size in ((".gch", 1_000_000), (".main.so", 0)):
+        kill_in_compiler(recipe("killed"), output, size, **caches)
+    assert train("killed", **caches, TRAP="none") == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other-cache"))
     choice = json.loads((tmp_path / "killed" / "summary.json").read_text())["choices"]["compile_cache"]
     assert "left unfinished" in json.dumps(choice)
 
