@@ -63,6 +63,7 @@ from accel_train.data.text.labelled import load_labelled_texts
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
 from accel_train.hf import Seq2SeqTrainer, Trainer
 from accel_train.inference.finished_run import recipe_of_trained
+from accel_train.model.compile import CACHE_VARIABLE, machine_kind
 from accel_train.model.kernels.documents import same_document_mask
 from accel_train.observe import metrics_reader
 from accel_train.observe.metrics_reader import MetricsReader
@@ -535,6 +536,32 @@ def test_attack_10_an_installed_module_needs_no_consent(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "sent"), *sys.path])
     assert main(["evaluate", str(run)]) == 2
     assert "--task a_task_of_mine:Task" in capsys.readouterr().err
+
+
+def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    monkeypatch.delenv(CACHE_VARIABLE)
+    kept = tmp_path / "cache" / "compiled" / machine_kind()
+    kernel = kept / "ab" / "cabc.main.so"
+    kernel.parent.mkdir(parents=True)
+    for folder in (kept.parent, kept):
+        folder.chmod(0o700)
+    kernel.touch()
+    write_corpus(tmp_path)
+    recipe = recipe_dict(tmp_path, precision={"compile": True}, schedule={"max_steps": 2})
+    torch.compiler.reset()
+    torch.compiler.set_default_backend("eager")  # nothing waits for a C++ compiler
+    try:
+        train(Recipe.model_validate(recipe))
+    finally:
+        torch.compiler.set_default_backend(None)
+        torch.compiler.reset()
+    assert not kernel.exists()
+    choice = json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]["compile_cache"]
+    assert "removed 1 file" in json.dumps(choice)
 
 
 @pytest.mark.parametrize("batch", ["time first", "graphs", "nested", "weights first", "0-dim first"])
