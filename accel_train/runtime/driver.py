@@ -44,11 +44,9 @@ def installed_torch(package: Path | None = None) -> TorchBuild | None:
 
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, by its kernel module or by nvidia-smi (WSL); None without both."""
-    try:
+    with suppress(OSError, IndexError):  # no such driver, or another text: WSL's has no file there
         words = (ROOT / "proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
         return next((word for word in words if word[0].isdigit()), None)
-    except (OSError, IndexError):
-        pass
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
