@@ -172,7 +172,7 @@ def test_tasks_are_imported_by_name_alone_and_the_command_line_by_nothing() -> N
     ["accel_train", "accel_train.cli.main", "accel_train.metrics", "accel_train.recipe.loader", "accel_train.task"],
 )
 def test_importing_starts_nothing_heavy(module: str) -> None:
-    heavy = ("torch", "transformers", "accelerate", "datasets", "evaluate", "matplotlib")
+    heavy = ("torch", "transformers", "accelerate", "datasets", "evaluate")
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout == "[]\n"

@@ -28,7 +28,6 @@ from accel_train.parallel.dims import across_machines
 from accel_train.parallel.sequence_parallel import check_model, slice_of
 from accel_train.parallel.tensor_parallel import part_shapes
 from accel_train.plan.formulas import spread_memory
-from accel_train.plan.measured import measured_in
 from accel_train.plan.place import Hardware, Place, choose_place, count_processes
 from accel_train.plan.step_time import Scale, estimate_scale
 from accel_train.plan.traffic import Collective
@@ -73,7 +72,7 @@ class Plan:
     peak_flops: float | None
     """Peak of one GPU in this precision; None where it is not known."""
     scale: Scale
-    """The estimate for several processes: traffic, the time of a step, failures."""
+    """The estimate for several processes: traffic, the time of a step, how often to save."""
     notes: tuple[str, ...]
     reads_data: bool = True
     """Else the plan follows from the sequence length and the vocabulary alone."""
@@ -154,7 +153,6 @@ def resolve_plan(
         num_micro_batches=sizes.gradient_accumulation_steps,
         flops_per_step=None if flops is None else flops * num_targets / steps.max_steps,
         checkpoint_bytes=model.checkpoint_bytes,
-        measured=measured_in(Path(recipe.output_dir), processes),
     )  # fmt: skip
     return Plan(
         recipe=recipe,
