@@ -16,7 +16,7 @@ SCHEDULE_FREE = "schedule_free_adamw"
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What the package knows about one value of `optimizer.name`."""
+    """One value of `optimizer.name`: its builder, the settings it reads, and the state it keeps."""
 
     build: str
     """Builder as `module:function` in `accel_train.optim`, called with (groups, section, model, device)."""
