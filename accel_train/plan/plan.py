@@ -21,7 +21,7 @@ from accel_train.model.memory_estimate import (
     vocabulary_rows,
 )
 from accel_train.model.weights import ModelWeights, group_weights
-from accel_train.optim.custom import BY_HOST, is_custom, try_custom
+from accel_train.optim.custom import BY_HOST, try_custom
 from accel_train.optim.schedule import StepPlan, scale_learning_rate
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines
@@ -33,6 +33,7 @@ from accel_train.plan.step_time import Scale, estimate_scale
 from accel_train.plan.traffic import Collective
 from accel_train.plan.traffic_model_parallel import neighbour_collectives, with_exchange
 from accel_train.plan.without_data import without_data
+from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.task import TARGET_UNITS, Task, TaskData, prove_forward, read_data
@@ -253,7 +254,7 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
     yield from data.facts.get("notes", ())
     if (note := across_machines(recipe.parallel, place.layout.gpus_per_node)) is not None:
         yield note
-    if is_custom(recipe.optimizer.name):
+    if optimizer_kind(recipe.optimizer.name).of_class:
         yield f"optimizer {recipe.optimizer.name}: {BY_HOST}"
     if recipe.optimizer.name == "muon":
         yield "the time of a step leaves out what muon takes to make matrices orthogonal"
