@@ -1,4 +1,4 @@
-"""How often to save: from the time that a save stops the training, and the mean time between two failures of the run."""
+"""The interval between saves, from the time that a save stops the training and the mean time between failures of the run."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class SavingCost:
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often to save, and the two times that it follows from."""
+    """The interval between saves, and the two times that it follows from."""
 
     seconds: float
     """Young's sqrt(2 d M) of training between two saves, but never less than a save takes (Young 1974, CACM 17 (9))."""
