@@ -365,7 +365,6 @@ BAD = (
     ("run", "gpt_tiny", "--task", "none-such"),
     ("run", "gpt_tiny", "--data.train", "none_such.txt"),
     ("run", "gpt_tiny", "--model.config", "{model_type: none_such}"),
-    ("run", "gpt_tiny", "--schedule.num_epochs", "2"),
     ("run", "gpt_tiny", "--parallel.tp_size", "2"),
     ("run", "text_classification", "--data.train", "data/torn.jsonl"),
     ("run", "text_classification", "--data.train", "data/comma.csv", "--data.label_column", "none_such"),
