@@ -16,12 +16,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import golden
+from benchmarks import golden, step_path
 from benchmarks.common import (
     FetchClock,
     child_environment,
     common_time,
     markdown_table,
+    run_child,
     run_children_in_turns,
     step_times,
     write_tokens,
@@ -183,6 +184,21 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
     assert sum(row["bar"] != "-" for row in rows) == 2
     figures = json.loads((tmp_path / "data.json").read_text())["figures"]
     assert len(figures) == len(rows)
+
+
+@pytest.mark.slow
+def test_the_page_on_architecture_lists_the_modules_that_a_step_enters(tmp_path: Path) -> None:
+    found = run_child(
+        "benchmarks.step_path",
+        ["--child", str(tmp_path / "run")],
+        environment=child_environment(1),
+        timeout_seconds=500,
+    ).result
+    assert {"training/loop.py", "engine/step.py", "optim/update.py", "data/order.py"} <= set(found["entered"])
+    page = step_path.PAGE.read_text()
+    assert step_path.replaced(page, step_path.listing(found["entered"])) == page, (
+        "run python -m benchmarks.step_path --write"
+    )
 
 
 @pytest.mark.slow
