@@ -17,11 +17,15 @@ from accel_train.core.terminal import busy, width_of
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
 
-RECIPE = {"metavar": "RECIPE", "help": "a recipe file, or a name that `accel-train recipes` lists"}
-RUN = {"metavar": "RUN", "help": "the output_dir of a finished run"}
+RECIPE = {"metavar": "RECIPE", "help": "recipe file, or a name from `accel-train recipes`"}
+RUN = {"metavar": "RUN", "help": "output_dir of a finished run"}
 DATA = {
-    "data": {"metavar": "DATA", "nargs": "?", "help": "a file, folder or data set; default: what the run held out"},
-    "--data": {"metavar": "DATA", "dest": "named_data", "help": "the same"},
+    "data": {
+        "metavar": "DATA",
+        "nargs": "?",
+        "help": "file, folder, or data set; default: the held-out data of the run",
+    },
+    "--data": {"metavar": "DATA", "dest": "named_data", "help": "same as DATA"},
 }
 
 

@@ -14,7 +14,7 @@ from accel_train.runtime.watchdog import Watchdog
 
 SCHEMA_VERSION = 1
 FLAG = "--json"
-FLAG_HELP = "print one JSON object on standard output, and all words on standard error"
+FLAG_HELP = "print one JSON object on stdout, and all text on stderr"
 
 
 def asks_for_json(words: Sequence[str]) -> bool:

@@ -142,12 +142,14 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | None = None) -> argparse.ArgumentParser:
     """Return argparse's parser of all commands; `extend` gets each command's own, to add to it."""
     parser = _Parser(
-        prog="accel-train", description="Train on any number of GPUs, guarded and resumable.", allow_abbrev=False
+        prog="accel-train",
+        description="Train on any number of GPUs, with guards, and resume after any kill.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"accel-train {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        epilog = "--section.field VALUE overrides any setting of the recipe" if command.takes_settings else None
+        epilog = "Override any recipe setting with --section.field VALUE." if command.takes_settings else None
         own = commands.add_parser(
             name, help=command.about, description=command.about, epilog=epilog, allow_abbrev=False
         )

@@ -91,19 +91,17 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     return Outcome(result)
 
 
-RECIPES = Command(
-    _recipes, "list the recipes that come with the package, and what each needs", {}, takes_settings=False
-)
+RECIPES = Command(_recipes, "list the recipes of the package and what each needs", {}, takes_settings=False)
 
-INIT = Command(_init, "copy a recipe of the package, to be edited", {
-    "name": {"metavar": "NAME", "help": "a name that `accel-train recipes` lists"},
-    "file": {"metavar": "FILE", "nargs": "?", "help": "default: NAME.yaml"},
+INIT = Command(_init, "copy a recipe of the package, so that you can edit it", {
+    "name": {"metavar": "NAME", "help": "recipe name from `accel-train recipes`"},
+    "file": {"metavar": "FILE", "nargs": "?", "help": "file to write; default: NAME.yaml"},
 }, takes_settings=False)  # fmt: skip
 
-EXPLAIN = Command(_explain, "what a setting takes, its default, meaning, and an example", {
-    "setting": {"metavar": "SETTING", "nargs": "?", "default": "", "help": "optimizer.lr_scaling, or optimizer; default: all"},
+EXPLAIN = Command(_explain, "explain a setting: values, default, meaning, and an example", {
+    "setting": {"metavar": "SETTING", "nargs": "?", "default": "", "help": "setting or section, such as optimizer.lr_scaling; default: all"},
 }, takes_settings=False)  # fmt: skip
 
-COMPLETION = Command(_completion, "print what makes a shell complete commands, flags and settings", {
-    "shell": {"choices": ["bash", "zsh", "tcsh"], "help": "for bash: accel-train completion bash >> ~/.bash_completion"},
+COMPLETION = Command(_completion, "print the script that completes commands, flags, and settings in your shell", {
+    "shell": {"choices": ["bash", "zsh", "tcsh"], "help": "shell; for bash: accel-train completion bash >> ~/.bash_completion"},
 }, takes_settings=False)  # fmt: skip

@@ -143,27 +143,27 @@ def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(result)
 
 
-RUN = Command(_run, "train; resumes by itself", {
+RUN = Command(_run, "train a recipe; run the same command again to resume", {
     "recipe": RECIPE,
-    "--accept-changes": {"action": "store_true", "help": "resume from a checkpoint although the recipe has changed since"},
+    "--accept-changes": {"action": "store_true", "help": "resume even if the recipe has changed since the checkpoint"},
 }, processes="all")  # fmt: skip
 
-PLAN = Command(_plan, "say everything a run will be, before it costs anything", {
+PLAN = Command(_plan, "compute steps, memory, time, and settings of a run before it costs anything", {
     "recipe": RECIPE,
-    "--world-size": {"metavar": "N", "type": whole_number, "help": "processes (GPUs) to plan for; default: those here"},
-    "--gpu": {"metavar": "NAME", "help": "the GPU to plan for: H200, A100, ...; default: the one here"},
-    "--gpus-per-node": {"metavar": "N", "type": whole_number, "help": "default: 8, or all where there are fewer"},
-    "--interconnect": {"metavar": "NAME", "help": "between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"},
-    "--mfu": {"metavar": "X", "type": finite_number, "help": "share of the peak that computing reaches; default: 0.35"},
-    "--mtbf": {"metavar": "HOURS", "type": finite_number, "help": "between two failures of the run; default: a published rate"},
-    "--all": {"action": "store_true", "help": "show all settings; default: those that are set"},
-    "--no-data": {"action": "store_true", "help": "read none: plan from sequence length and vocabulary alone"},
+    "--world-size": {"metavar": "N", "type": whole_number, "help": "processes (GPUs) to plan for; default: the GPUs of this machine"},
+    "--gpu": {"metavar": "NAME", "help": "GPU to plan for: H200, A100, ...; default: the GPU of this machine"},
+    "--gpus-per-node": {"metavar": "N", "type": whole_number, "help": "GPUs of each machine; default: 8, or all if there are fewer"},
+    "--interconnect": {"metavar": "NAME", "help": "network between machines: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"},
+    "--mfu": {"metavar": "X", "type": finite_number, "help": "share of peak FLOPS that the model reaches; default: 0.35"},
+    "--mtbf": {"metavar": "HOURS", "type": finite_number, "help": "mean hours between two failures of the run; default: a published rate"},
+    "--all": {"action": "store_true", "help": "show all settings; default: only those that are set"},
+    "--no-data": {"action": "store_true", "help": "read no data: plan from sequence length and vocabulary alone"},
 })  # fmt: skip
 
-FIND_LR = Command(_find_lr, "train with a rising learning rate, and say up to which the loss falls steeply", {
+FIND_LR = Command(_find_lr, "find a learning rate: raise it while training until the loss stops falling", {
     "recipe": RECIPE,
-    "--min": {"metavar": "LR", "type": finite_number, "default": 1e-6, "help": "where the rate begins; default: 1e-6"},
-    "--max": {"metavar": "LR", "type": finite_number, "default": 1.0, "help": "where it ends; default: 1"},
+    "--min": {"metavar": "LR", "type": finite_number, "default": 1e-6, "help": "first learning rate; default: 1e-6"},
+    "--max": {"metavar": "LR", "type": finite_number, "default": 1.0, "help": "last learning rate; default: 1"},
     "--steps": {"metavar": "N", "type": whole_number, "default": 100, "help": "steps to train; default: 100"},
-    "--out": {"metavar": "FOLDER", "help": "for find-lr.json and find-lr.png; default: the recipe's output_dir"},
+    "--out": {"metavar": "FOLDER", "help": "folder for find-lr.json and find-lr.png; default: the recipe's output_dir"},
 }, processes="all")  # fmt: skip
