@@ -99,8 +99,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: `--options.hub_token VALUE` and `--options.hub_token=VALUE` are
-    redacted."""
+    """Return a command line with secrets redacted: `--options.hub_token VALUE` and `--options.hub_token=VALUE`."""
     shown = []
     for before, word in zip(["", *words], words):
         name, equals, _ = word.partition("=")
