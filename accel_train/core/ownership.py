@@ -78,10 +78,10 @@ def claim(run_folder: Path) -> None:
 
 
 def check_claim(run_folder: Path) -> None:
-    """Check that a run in this folder would not overwrite files of another origin.
+    """Check that a run in this folder would only overwrite files that a run wrote.
 
     Raises:
-        ValueError: it would; the message names the first file or folder.
+        ValueError: it would overwrite others; the message names the first file or folder.
     """
     if not run_folder.is_dir() or _read(run_folder).get("claimed") or _is_older_run(run_folder):
         return

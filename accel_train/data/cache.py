@@ -149,7 +149,7 @@ class DigestCheck:
 
     @property
     def is_running(self) -> bool:
-        """Whether some files are not compared yet."""
+        """Return whether some files are not compared yet."""
         return self._thread.is_alive()
 
     def wait(self) -> None:

@@ -251,8 +251,8 @@ def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
 def several_in_one(names: Iterable[str]) -> tuple[str, str] | None:
     """Return (class name, separator) of a class that looks like several labels in one, or None.
 
-    Names with separators count only if a part also occurs in another name: "css,html" next to "css". A shared last part
-    does not count: "Austin, TX" and "Dallas, TX".
+    Names in brackets count if more than half of the names have them. A name with separators counts only if a part also
+    occurs in another name: "css,html" next to "css". A shared last part does not count: "Austin, TX" and "Dallas, TX".
     """
     names = sorted(names)
     in_brackets = [name for name in names if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()")]

@@ -59,7 +59,8 @@ def load_choices(recipe: Recipe) -> Choices:
     """Return the rows of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out by text.
 
     Raises:
-        ValueError: a row cannot be read, its label is not an ending, or its number of endings is wrong.
+        ValueError: a row cannot be read, its label is not an ending, or its number of endings differs from the first
+            row. The message names the row.
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)

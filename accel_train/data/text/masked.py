@@ -117,7 +117,7 @@ def collate_masked(samples: Sequence[Masked], *, pad_id: int) -> dict[str, Any]:
 
 
 def rows_to_fill(data: Data) -> list[TextRow]:
-    """Return the texts of `data.eval`: rows of tables and lines of text files.
+    """Return the texts of `data.eval`, or of `data.train` without it: rows of tables and lines of text files.
 
     Raises:
         ValueError: no text exists, or a text cannot be read; the message names file and row.
