@@ -204,7 +204,8 @@ def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
         if not words:
             continue
         if data.lines == "label_text":
-            label, _, text = line.strip().partition("\t" if "\t" in line else " ")
+            trimmed = line.strip()
+            label, _, text = trimmed.partition("\t" if "\t" in trimmed else " ")
             labels = [label]
         else:
             labels = [word.removeprefix(FASTTEXT_PREFIX) for word in words if word.startswith(FASTTEXT_PREFIX)]
