@@ -34,7 +34,7 @@ from accel_train.checkpoint.store import (
 from accel_train.checkpoint.trainer_state import read_state
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
-from accel_train.core.ownership import RESOLVED_RECIPE, is_resolved_recipe
+from accel_train.core.ownership import RUN_NAMES
 from accel_train.core.state import Rollback
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import who_lacks
@@ -225,16 +225,8 @@ def refusal(path: Path, changes: Sequence[Change]) -> str:
 
 def set_aside(run_folder: Path) -> Path | None:
     """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing; returns that folder."""
-    names = (
-        *("metrics.jsonl", "events.jsonl", "launches.jsonl", "evaluation.json", "adapter", "report.html"),
-        *(RESOLVED_RECIPE, "examples.json", "trackers.json", "incidents", "profile", *_FINISHED, ROLLBACKS),
-        "checkpoints",  # last: while they are there, a start after a kill sets aside what is left
-    )
+    # The checkpoints are last: while they are there, a start after a kill sets aside what is left.
+    names = ["profile", *(name for name in RUN_NAMES if not name.startswith("."))]
     if not any((run_folder / name).exists() for name in (*_FINISHED, ROLLBACKS, "checkpoints")):
         return None
-    left = [*run_folder.glob("report-*.png"), *(run_folder / name for name in names if (run_folder / name).exists())]
-    if not (run_folder / RESOLVED_RECIPE).exists() and is_resolved_recipe(
-        run_folder / "recipe.yaml"
-    ):  # an older version's
-        left.insert(0, run_folder / "recipe.yaml")
-    return move_to_previous(run_folder, left)
+    return move_to_previous(run_folder, [run_folder / name for name in names if (run_folder / name).exists()])

@@ -74,7 +74,7 @@ def test_the_report_and_a_comparison_say_which_lines_they_leave_out(tmp_path: Pa
         insert(run / "events.jsonl", 2, DAMAGE[damage])
     (run / "summary.json").write_text(json.dumps(SUMMARY)[:-40])
     (run / "evaluation.json").write_bytes(b"\xff\x00")
-    (run / "recipe.yaml").write_bytes(b"\xff\xfe: [")
+    (run / "recipe.resolved.yaml").write_bytes(b"\xff\xfe: [")
     for folders in ([run], [run, other]):
         text = Page(write_report(folders).read_text()).text
         assert f"{run}/metrics.jsonl:3 is damaged (" in text

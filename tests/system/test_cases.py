@@ -252,7 +252,10 @@ def test_attack_03_a_command_in_log_notify_is_refused_and_reaches_no_file_or_ter
     assert "log.notify" in said
     assert not [secret for secret in ("BEARERSECRET777", "PASSWORD555") if secret in said]
     assert not (tmp_path / "run").exists()
-    run = _strangers_run(tmp_path / "older", log={"notify": [target]})  # a run of an older version can still be opened
+
+
+def test_a_run_s_webhooks_are_left_out_when_it_is_opened(tmp_path: Path) -> None:
+    run = _strangers_run(tmp_path, log={"notify": ["$WEBHOOK"]})
     assert recipe_of_trained(run).log.notify == ()
 
 
