@@ -107,22 +107,21 @@ def note_latest(cache: Path, recipe_digest: str, key: str) -> str | None:
 def read_valid_meta(folder: Path) -> dict[str, Any] | None:
     """Return the content of meta.json if each file has its listed size, and its digest unless it is large; else None."""
     meta = read_json(folder / "meta.json")
-    if meta is None or "files" not in meta:
+    if meta is None or not {"files", "sha256"} <= meta.keys():
         return None
-    digests = meta.get("sha256", {})  # older caches have none
     for name, num_bytes in meta["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != num_bytes:
             return None
-        if num_bytes <= CHECKED_AT_OPENING_BYTES and name in digests and sha256(path) != digests[name]:
+        if num_bytes <= CHECKED_AT_OPENING_BYTES and sha256(path) != meta["sha256"].get(name):
             return None
     return meta
 
 
 def digests_of_large_files(folder: Path, meta: Mapping[str, Any]) -> dict[Path, str]:
     """Return the SHA-256 by path of the files that `read_valid_meta` does not read."""
-    sizes, digests = meta["files"], meta.get("sha256", {})
-    return {folder / name: digest for name, digest in digests.items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
+    sizes = meta["files"]
+    return {folder / name: digest for name, digest in meta["sha256"].items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
 
 
 class DigestCheck:

@@ -17,7 +17,7 @@ from accel_train.data.sources import Source, files_of, holds_tokens, resolve_bot
 from accel_train.data.text.build import Inputs, build_shards, byte_bar
 from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
 from accel_train.data.text.tokens import WindowDataset
-from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 # Part of every key: raise it when the same sources would give other shards.
 _FORMAT = 1
-_READING = (
-    "encoding",
-    "header",
-    "delimiter",
-    "quoting",
-)  # in the key only where they are no defaults, so that earlier tokens are found
+_READING = ("text_column", "encoding", "encoding_errors", "header", "delimiter", "quoting")
 
 Samples = TypeVar("Samples")
 
@@ -75,11 +70,6 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
             if meta is None:
                 notes = _reasons_to_build(inputs, contents["tokenizer"], root, folder)
                 built, meta = _build(inputs, root, folder)
-    if "sha256" not in meta:  # of an earlier version
-        notes.append(
-            f"the kept tokens in {folder} have no digests, so only their sizes were checked: "
-            "once that folder is removed, they are made with digests"
-        )
     for note in notes if progress else ():
         tqdm.write(note, file=sys.stderr)
     return _open(recipe, inputs, folder, meta, built, notes)
@@ -112,9 +102,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         "format": _FORMAT,
         **contents,
         "eval_fraction": None if inputs.eval else data.eval_fraction,
-        "text_column": data.text_column,
-        "encoding_errors": data.encoding_errors,
-        **{name: getattr(data, name) for name in _READING if getattr(data, name) != Data.model_fields[name].default},
+        **{name: getattr(data, name) for name in _READING},
         "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else tokenizer.model_dump(),
     }
 
