@@ -133,11 +133,11 @@ def training_settings(
 
 
 def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Change]:
-    """Return how the settings differ from those in a checkpoint's trainer.json; an older one has none, and no changes."""
-    saved = trainer.get("settings", {})
+    """Return how the settings differ from those in a checkpoint's trainer.json."""
+    saved = trainer["settings"]
     common = saved.keys() & settings.values.keys()
     was, now = ({name: each[name] for name in common} for each in (saved, settings.values))
-    return identity_changes(was, trainer.get("origins", {}), now, settings.origins)
+    return identity_changes(was, trainer["origins"], now, settings.origins)
 
 
 def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:

@@ -170,7 +170,7 @@ def find_checkpoint(
     trainer = read_trainer(path)
     read_state(path)  # before anything is built
     origins = identity_origins(recipe, identity)
-    changes = identity_changes(trainer["identity"], trainer.get("origins", {}), identity, origins)
+    changes = identity_changes(trainer["identity"], trainer["origins"], identity, origins)
     if resume == "unchanged" and not recipe.checkpoint.accept_changes:
         changes += [] if settings is None else setting_changes(trainer, settings)
         # A folder of another task was probably given by mistake.

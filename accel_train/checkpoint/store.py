@@ -377,11 +377,9 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     """
     try:
         trainer = read_plain_json(folder / TRAINER)
-        if not isinstance(trainer["state"], dict) or not isinstance(trainer["identity"], dict):
-            raise TypeError("state and identity are no objects")
-        odd = [name for name in ("settings", "origins") if not isinstance(trainer.get(name, {}), dict)]
-        if odd:
-            raise TypeError(f"{odd[0]} must be an object")
+        for name in ("state", "identity", "settings", "origins"):
+            if not isinstance(trainer[name], dict):
+                raise TypeError(f"{name} must be an object")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / TRAINER} cannot be read ({type(error).__name__}: {error})") from error
     return trainer

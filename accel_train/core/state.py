@@ -108,7 +108,7 @@ class TrainState:
     """`evaluate.metric_for_best_model` at its best so far."""
     best_step: int | None = None
     best_loss: float | None = None
-    """Held-out loss at `best_step`: it decides between equal metrics. None: not finite, or of an older version."""
+    """Held-out loss at `best_step`: it decides between equal metrics. None: not finite."""
     last_loss: float | None = None
     """Held-out loss of the newest evaluation."""
     evaluations_without_improvement: int = 0

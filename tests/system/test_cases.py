@@ -1788,14 +1788,12 @@ def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_ar
         "launches.jsonl",
         "evaluation.json",
         "examples.json",
-        "recipe.yaml",
+        RECIPE_FILE,
         ".accel_train.json",
     ],
 )
 def test_a_pipe_in_place_of_a_file_of_a_run_hangs_no_reader(name: str, tmp_path: Path) -> None:
     run = _strangers_run(tmp_path)
-    if name == "recipe.yaml":
-        (run / RECIPE_FILE).unlink()
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -1825,9 +1823,17 @@ def test_a_name_that_no_folder_can_have_is_one_line(
     [({"settings": [1]}, 3), ({"origins": 3}, 3), ({"state": {"step": 3, "num_targets_seen": 10**400}}, 3)],
 )
 def test_a_trainer_json_that_no_run_wrote_is_one_error(change: dict[str, Any], step: int, tmp_path: Path) -> None:
-    trainer = {"state": {"step": step}, "identity": {}, **change}
-    (tmp_path / "trainer.json").write_text(json.dumps(trainer))
+    usual = {
+        "state": {"step": step},
+        "identity": {"schedule.max_steps": 9},
+        "settings": {},
+        "origins": {},
+        "scaler": None,
+    }
     (tmp_path / "manifest.json").write_text(json.dumps({"step": step}))
+    (tmp_path / "trainer.json").write_text(json.dumps(usual))
+    assert read_state(tmp_path).step == step
+    (tmp_path / "trainer.json").write_text(json.dumps({**usual, **change}))
     with pytest.raises(CheckpointError):
         read_state(tmp_path)
 
