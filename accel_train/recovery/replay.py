@@ -137,7 +137,7 @@ def replay_incident(
     precision = "bf16" if record["precision"] == "fp8" else record["precision"]
     precision = "no" if precision == "fp16" and device_here.type != "cuda" else precision
     set_backends(recipe.precision, precision, device_here)
-    readers = record["world_size"] // record.get("num_sharing", 1)
+    readers = record["world_size"] // record["num_sharing"]
     sizes = resolve_batch(recipe.batch, readers)
     accelerator = start_accelerator(precision, recipe.precision, recipe.guard, sizes, device_here)
     task = load_task(recipe.task)
@@ -154,7 +154,7 @@ def replay_incident(
     replayed, findings = [], []
     for entry in record["batches"]:
         kept = read_micro_batches(folder / entry["file"], accelerator.device)
-        if record.get("not_diagnosed") is not None:
+        if record["not_diagnosed"] is not None:
             finding, kept = _diagnose(recomputation, record, entry["rank"], kept, data)
             findings.append(finding)
         for each in kept:
