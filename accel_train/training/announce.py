@@ -80,7 +80,7 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
 
 
 def open_notifier(recipe: Recipe, resources: ExitStack) -> Notifier | None:
-    """Return the observer that tells URLs and commands how the run goes and ends, None where there are none.
+    """Return the observer that tells webhooks how the run goes and ends, None where there are none.
 
     It tells of the end when `resources` close, or when the watchdog ends the process.
     """
