@@ -244,10 +244,15 @@ def test_a_foreign_recipe_yaml_in_output_dir_is_left_alone_and_runs_twice(corpus
     assert not list(mine.parent.glob("previous-*"))
 
 
-def test_a_run_resumes_from_checkpoints_that_were_copied_without_hidden_files(here: Path) -> None:
-    shutil.copytree("text/checkpoints", "copy/checkpoints")
+@pytest.mark.parametrize("part", [".", "checkpoints"])
+def test_a_run_resumes_from_a_copy_without_hidden_files(here: Path, part: str) -> None:
+    shutil.copytree(Path("text", part), Path("copy", part), ignore=shutil.ignore_patterns(".*"))
+    before = {digest(path) for path in Path("copy").rglob("*") if path.is_file()}
     assert main(["run", "text.yaml", "--output_dir", "copy", "--schedule.max_steps", "3", "--accept-changes"]) == 0
     assert [event["step"] for event in read_events(here / "copy") if event["event"] == "resume"] == [2]
+    kept = {digest(path) for path in Path("copy/previous-1").rglob("*") if path.is_file()}
+    assert kept <= before
+    assert bool(kept) == (part == ".")
 
 
 @pytest.mark.parametrize("place", ["", "  ", "s3://bucket/run", "gs://b/r", "hf://b/r", "file:///tmp/run"])
