@@ -58,7 +58,7 @@ def rate_name(targets: str) -> str:
 
 def target_rate(record: Mapping[str, Any]) -> Any:
     """Return the rate of targets in a line of metrics.jsonl or in a summary, whichever its name; None where there is none."""
-    names = map(rate_name, ("tokens", "pixels", "words", "targets", "samples"))  # older runs call every target a token
+    names = map(rate_name, ("tokens", "pixels", "words", "targets", "samples"))
     return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
 
 

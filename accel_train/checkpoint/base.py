@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.store import read_trainer
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import HASHING_THREADS
@@ -79,9 +78,3 @@ def base_problem(folder: Path, digests: Mapping[str, str]) -> str:
             "never"
         )
     return ""
-
-
-def holds_base(folder: Path, digests: Mapping[str, str]) -> bool:
-    """Return whether a checkpoint with all weights contains these base weights. Reads one tensor at a time."""
-    stored = CheckpointReader(folder, "model")
-    return all(name in stored.shapes and _digest(stored.read(name)) == digests[name] for name in digests)

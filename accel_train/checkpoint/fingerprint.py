@@ -135,11 +135,11 @@ def training_settings(
 
 
 def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Change]:
-    """Return the changes of settings since a checkpoint's trainer.json. Empty if an older one has no settings."""
-    saved = trainer.get("settings", {})
+    """Return how the settings differ from those in a checkpoint's trainer.json."""
+    saved = trainer["settings"]
     common = saved.keys() & settings.values.keys()
     was, now = ({name: each[name] for name in common} for each in (saved, settings.values))
-    return identity_changes(was, trainer.get("origins", {}), now, settings.origins)
+    return identity_changes(was, trainer["origins"], now, settings.origins)
 
 
 def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:

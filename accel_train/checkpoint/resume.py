@@ -34,7 +34,7 @@ from accel_train.checkpoint.store import (
 from accel_train.checkpoint.trainer_state import read_state
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
-from accel_train.core.ownership import RESOLVED_RECIPE, is_resolved_recipe
+from accel_train.core.ownership import RUN_NAMES
 from accel_train.core.state import Rollback
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import who_lacks
@@ -172,7 +172,7 @@ def find_checkpoint(
     # Checked before anything is built.
     read_state(path)
     origins = identity_origins(recipe, identity)
-    changes = identity_changes(trainer["identity"], trainer.get("origins", {}), identity, origins)
+    changes = identity_changes(trainer["identity"], trainer["origins"], identity, origins)
     if resume == "unchanged" and not recipe.checkpoint.accept_changes:
         changes += [] if settings is None else setting_changes(trainer, settings)
         # A folder of another task was probably given by mistake.
@@ -230,16 +230,8 @@ def refusal(path: Path, changes: Sequence[Change]) -> str:
 
 def set_aside(run_folder: Path) -> Path | None:
     """Move the files of an earlier run into `previous-N/`, and return that folder or None."""
-    names = (
-        *("metrics.jsonl", "events.jsonl", "launches.jsonl", "evaluation.json", "adapter", "report.html"),
-        *(RESOLVED_RECIPE, "examples.json", "trackers.json", "incidents", "profile", *_FINISHED, ROLLBACKS),
-        # Last: if a kill interrupts the moves, the next start finds the checkpoints and moves the rest.
-        "checkpoints",
-    )
+    # Checkpoints come last: if a kill interrupts the moves, the next start finds them and moves the rest.
+    names = ["profile", *(name for name in RUN_NAMES if not name.startswith("."))]
     if not any((run_folder / name).exists() for name in (*_FINISHED, ROLLBACKS, "checkpoints")):
         return None
-    left = [*run_folder.glob("report-*.png"), *(run_folder / name for name in names if (run_folder / name).exists())]
-    # Older versions wrote the resolved recipe as recipe.yaml.
-    if not (run_folder / RESOLVED_RECIPE).exists() and is_resolved_recipe(run_folder / "recipe.yaml"):
-        left.insert(0, run_folder / "recipe.yaml")
-    return move_to_previous(run_folder, left)
+    return move_to_previous(run_folder, [run_folder / name for name in names if (run_folder / name).exists()])

@@ -44,8 +44,8 @@ def rollbacks_of(folder: Path) -> list[Rollback]:
         CheckpointError: the checkpoint does not have the expected content.
     """
     try:
-        return [Rollback(**each) for each in read_trainer(folder)["state"].get("rollbacks", ())]
-    except TypeError as error:
+        return [Rollback(**each) for each in read_trainer(folder)["state"]["rollbacks"]]
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: its rollbacks cannot be read ({error})") from error
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_train.core.ownership import recipe_of_run
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.loader import load_recipe, split_flags
 from accel_train.recipe.schema import Recipe
@@ -18,7 +17,7 @@ _DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
 _WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
 """Flags that cancel the recipe's own consent to foreign code. The run folder may come from another person."""
 _NOT_NOTIFIED = ("--log.notify", "[]")
-"""Flags that disable webhooks, which are for training; their variables need not be set."""
+"""Webhooks are for training. The folder keeps no URL: each one there is redacted, or the name of a variable."""
 
 
 def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -47,7 +46,7 @@ def read_recipe_only(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     Raises:
         ValueError: the recipe is invalid.
     """
-    return load_recipe(recipe_of_run(folder) or folder / RECIPE_FILE, arguments=reader_settings(settings))
+    return load_recipe(folder / RECIPE_FILE, arguments=reader_settings(settings))
 
 
 def other_than_consent(settings: Sequence[str]) -> tuple[str, ...]:
@@ -63,8 +62,8 @@ def check_run_folder(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
-    recipe = recipe_of_run(folder)
-    if recipe is None:
+    recipe = folder / RECIPE_FILE
+    if not recipe.is_file():
         raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
     return recipe
 

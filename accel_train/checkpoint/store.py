@@ -29,7 +29,7 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
     r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|trackers"
-    r"|recipe(\.resolved)?|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
+    r"|recipe\.resolved|report|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
 )
 """Temporary names that only this program uses. Other files in the run folder belong to the user."""
 
@@ -383,11 +383,9 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     """
     try:
         trainer = read_plain_json(folder / TRAINER)
-        if not isinstance(trainer["state"], dict) or not isinstance(trainer["identity"], dict):
-            raise TypeError("state and identity are no objects")
-        odd = [name for name in ("settings", "origins") if not isinstance(trainer.get(name, {}), dict)]
-        if odd:
-            raise TypeError(f"{odd[0]} must be an object")
+        for name in ("state", "identity", "settings", "origins"):
+            if not isinstance(trainer[name], dict):
+                raise TypeError(f"{name} must be an object")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / TRAINER} cannot be read ({type(error).__name__}: {error})") from error
     return trainer

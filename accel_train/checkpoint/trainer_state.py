@@ -28,7 +28,7 @@ def read_state(folder: Path) -> TrainState:
         saved_step = read_plain_json(folder / MANIFEST)["step"]
         state = _STATE.validate_json(json.dumps(trainer["state"]), strict=True)
         unknown = trainer["state"].keys() - {field.name for field in fields(TrainState)}
-        last = trainer["identity"].get("schedule.max_steps", state.step)
+        last = trainer["identity"]["schedule.max_steps"]
         problems = [f"{name} is unknown" for name in sorted(unknown)]
         # Only losses, metrics and logarithms may be negative.
         signed = ("losses", "grad_norms", "best_metric", "best_loss", "last_loss")
@@ -39,7 +39,7 @@ def read_state(folder: Path) -> TrainState:
             problems.append(f"step={state.step}, and the checkpoint is of step {saved_step}")
         if state.step > last:
             problems.append(f"step={state.step}, and the run has {last} steps")
-        scaler = trainer.get("scaler") or {}
+        scaler = trainer["scaler"] or {}
         for name, value in scaler.items():
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 problems.append(f"scaler.{name}={value!r} is out of range")

@@ -30,42 +30,12 @@ MARKER = ".accel_train.json"
 FORMAT = 1
 DIGESTED_BYTES = 2**20
 RESOLVED_RECIPE = "recipe.resolved.yaml"
-_HEADER = b"# A resolved recipe: "
-"""First bytes of a `recipe.yaml` written by an older version. Any other `recipe.yaml` is the user's."""
 RUN_NAMES = (
-    *(
-        "checkpoints",
-        "incidents",
-        "model",
-        "adapter",
-        RESOLVED_RECIPE,
-        "metrics.jsonl",
-        "events.jsonl",
-        "launches.jsonl",
-    ),
-    *(
-        "summary.json",
-        "evaluation.json",
-        "examples.json",
-        "report.html",
-        "rollbacks.json",
-        "trackers.json",
-        ".lock",
-        ".lock.holder",
-        MARKER,
-    ),
+    *("model", "adapter", "summary.json", "evaluation.json", "examples.json", "report.html", "incidents"),
+    *(RESOLVED_RECIPE, "metrics.jsonl", "events.jsonl", "launches.jsonl", "trackers.json", "rollbacks.json"),
+    *("checkpoints", ".lock", ".lock.holder", MARKER),
 )
 """Names that a run writes in its folder."""
-_OLDER = {
-    "summary.json": b'"accel_train": ',
-    "evaluation*.json": b'"details"',
-    "report.html": b"Made by accel_train",
-    "report-*.png": b"\x89PNG",
-    "predictions.csv": b"id,",
-    "find-lr.json": b'"learning_rate_after_scaling"',
-    "find-lr.png": b"\x89PNG",
-}
-"""Files that versions without a marker wrote into a run folder, with bytes that they contain."""
 
 
 def claim(run_folder: Path) -> None:
@@ -74,7 +44,7 @@ def claim(run_folder: Path) -> None:
     with _locked(run_folder):
         record = _read(run_folder)
         if not record.get("claimed"):
-            _save(run_folder, {**record, "claimed": True, "written": _known(run_folder)})
+            _save(run_folder, {**record, "claimed": True})
 
 
 def check_claim(run_folder: Path) -> None:
@@ -83,39 +53,20 @@ def check_claim(run_folder: Path) -> None:
     Raises:
         ValueError: it would overwrite others; the message names the first file or folder.
     """
-    if not run_folder.is_dir() or _read(run_folder).get("claimed") or _is_older_run(run_folder):
+    if not run_folder.is_dir() or _read(run_folder).get("claimed") or _has_checkpoints(run_folder):
         return
     for name in RUN_NAMES:
-        path = run_folder / name
-        is_ours = _contains(path, b'"pid"') if name == ".lock.holder" else name == MARKER and _read(run_folder)
-        if _holds_something(path) and not is_ours:
+        is_marker_of_ours = name == MARKER and _read(run_folder)
+        if _holds_something(run_folder / name) and not is_marker_of_ours:
             raise ValueError(
                 f"output_dir={run_folder} holds {name}, which no run of this program wrote, and this run would replace "
                 "it; move it away, or give another output_dir"
             )
 
 
-def _is_older_run(folder: Path) -> bool:
-    return (
-        any((found.parent / "trainer.json").is_file() for found in folder.glob("checkpoints/step-*/manifest.json"))
-        or is_resolved_recipe(folder / "recipe.yaml")
-        or _contains(folder / "summary.json", _OLDER["summary.json"])
-        or all(_contains(folder / "events.jsonl", word) for word in (b'"event": ', b'"rank": ', b'"message": '))
-    )
-
-
-def recipe_of_run(run_folder: Path) -> Path | None:
-    """Return the resolved recipe of a run, or None. Older runs wrote it as `recipe.yaml`."""
-    if (run_folder / RESOLVED_RECIPE).is_file():
-        return run_folder / RESOLVED_RECIPE
-    return run_folder / "recipe.yaml" if is_resolved_recipe(run_folder / "recipe.yaml") else None
-
-
-def is_resolved_recipe(path: Path) -> bool:
-    """Return whether a file is a resolved recipe from a version without a marker."""
-    with suppress(OSError):
-        return read_regular(path).startswith(_HEADER)
-    return False
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether a run's checkpoints lie there: a copy of a run folder may lack the marker, whose name is hidden."""
+    return any((path.parent / "trainer.json").is_file() for path in folder.glob("checkpoints/step-*/manifest.json"))
 
 
 def refuse_inputs_in(output_dir: Path, inputs: Mapping[str, str]) -> None:
@@ -176,9 +127,10 @@ def write_file(path: Path, content: bytes, home: Path) -> Path:
     # The digest is noted before the file is written. After a kill in between, the digests of both versions are known.
     # In a read-only run folder, the note is skipped and the file counts as the user's.
     with suppress(OSError), _locked(home):
-        record, known, key = _read(home), _known(home), _key(path.resolve(), home)
-        known[key] = [*known.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
-        _save(home, {**record, "claimed": record.get("claimed") or _is_older_run(home), "written": known})
+        record, key = _read(home), _key(path.resolve(), home)
+        known = record.get("written", {})
+        digests = [*known.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
+        _save(home, {**record, "written": {**known, key: digests}})
     return write_atomically(path, content)
 
 
@@ -187,17 +139,8 @@ def _is_ours(path: Path, home: Path) -> bool:
     if not os.path.lexists(target):
         return True
     with suppress(OSError):
-        return target.is_file() and sha256(target) in _known(home).get(_key(target, home), ())
+        return target.is_file() and sha256(target) in _read(home).get("written", {}).get(_key(target, home), ())
     return False
-
-
-def _known(home: Path) -> dict[str, list[str]]:
-    record = _read(home)
-    known: dict[str, list[str]] = record.get("written", {})
-    if record.get("claimed") or not _is_older_run(home):
-        return dict(known)
-    older = [(path, needle) for pattern, needle in _OLDER.items() for path in home.glob(pattern)]
-    return {path.name: [sha256(path)] for path, needle in older if _contains(path, needle)} | known
 
 
 def _key(target: Path, home: Path) -> str:
@@ -289,12 +232,6 @@ def _holds_something(path: Path) -> bool:
     if path.is_dir() and not path.is_symlink():
         return any(path.iterdir())
     return path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > 0))
-
-
-def _contains(path: Path, needle: bytes) -> bool:
-    with suppress(OSError):
-        return path.is_file() and needle in path.read_bytes()
-    return False
 
 
 def _read(folder: Path) -> dict[str, Any]:

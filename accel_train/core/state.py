@@ -111,7 +111,7 @@ class TrainState:
     """Best value of `evaluate.metric_for_best_model` so far."""
     best_step: int | None = None
     best_loss: float | None = None
-    """Held-out loss at `best_step`, a tie-breaker between equal metrics. None: not finite, or from an older version."""
+    """Held-out loss at `best_step`, a tie-breaker between equal metrics. None: not finite."""
     last_loss: float | None = None
     """Held-out loss of the newest evaluation."""
     evaluations_without_improvement: int = 0

@@ -115,23 +115,21 @@ def read_valid_meta(folder: Path) -> dict[str, Any] | None:
     Files over `CHECKED_AT_OPENING_BYTES` are checked by size only.
     """
     meta = read_json(folder / "meta.json")
-    if meta is None or "files" not in meta:
+    if meta is None or not {"files", "sha256"} <= meta.keys():
         return None
-    # Older caches have no digests.
-    digests = meta.get("sha256", {})
     for name, num_bytes in meta["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != num_bytes:
             return None
-        if num_bytes <= CHECKED_AT_OPENING_BYTES and name in digests and sha256(path) != digests[name]:
+        if num_bytes <= CHECKED_AT_OPENING_BYTES and sha256(path) != meta["sha256"].get(name):
             return None
     return meta
 
 
 def digests_of_large_files(folder: Path, meta: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the SHA-256 by path of the files that `read_valid_meta` checks by size only."""
-    sizes, digests = meta["files"], meta.get("sha256", {})
-    return {folder / name: digest for name, digest in digests.items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
+    """Return the SHA-256 by path of the files that `read_valid_meta` does not read."""
+    sizes = meta["files"]
+    return {folder / name: digest for name, digest in meta["sha256"].items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
 
 
 class DigestCheck:

@@ -19,7 +19,6 @@ from accel_train.checkpoint.store import checkpoint_folders, read_trainer, remov
 from accel_train.checkpoint.verify import verify
 from accel_train.core.errors import CheckpointError
 from accel_train.core.format import format_bytes, format_count
-from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import JsonRecord
 from accel_train.core.terminal import busy
 from accel_train.experiments.compare_runs import compare_runs
@@ -74,8 +73,8 @@ def prove_resume(
         ProcessFailed, CheckpointError: as `rehearse_recipe`; no checkpoint is valid.
     """
     _check(steps, processes)
-    path = recipe_of_run(run)
-    if path is None:
+    path = run / RECIPE_FILE
+    if not path.is_file():
         raise ValueError(f"{run} holds no {RECIPE_FILE}; give the output_dir of a run")
     check_settings(settings)
     recipe, settings = read_recipe(run, settings), reader_settings(settings)

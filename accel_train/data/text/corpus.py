@@ -17,7 +17,7 @@ from accel_train.data.sources import Source, files_of, holds_tokens, resolve_bot
 from accel_train.data.text.build import Inputs, build_shards, byte_bar
 from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
 from accel_train.data.text.tokens import WindowDataset
-from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 # Part of every cache key. Raise it when the same sources would give other shards.
 _FORMAT = 1
-# Part of the key only if not default, so that earlier caches are found.
-_READING = ("encoding", "header", "delimiter", "quoting")
+_READING = ("text_column", "encoding", "encoding_errors", "header", "delimiter", "quoting")
 
 Samples = TypeVar("Samples")
 
@@ -71,11 +70,6 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
             if meta is None:
                 notes = _reasons_to_build(inputs, contents["tokenizer"], root, folder)
                 built, meta = _build(inputs, root, folder)
-    if "sha256" not in meta:  # written by an earlier version
-        notes.append(
-            f"the kept tokens in {folder} have no digests, so only their sizes were checked: "
-            "once that folder is removed, they are made with digests"
-        )
     for note in notes if progress else ():
         tqdm.write(note, file=sys.stderr)
     return _open(recipe, inputs, folder, meta, built, notes)
@@ -108,9 +102,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         "format": _FORMAT,
         **contents,
         "eval_fraction": None if inputs.eval else data.eval_fraction,
-        "text_column": data.text_column,
-        "encoding_errors": data.encoding_errors,
-        **{name: getattr(data, name) for name in _READING if getattr(data, name) != Data.model_fields[name].default},
+        **{name: getattr(data, name) for name in _READING},
         "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else tokenizer.model_dump(),
     }
 
