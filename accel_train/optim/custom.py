@@ -1,7 +1,7 @@
-"""Optimizers of other packages, by a name of ours or that of their class: found, given their options, and tried out before a
-model is built.
+"""Optimizers of other packages: load the class, pass it the recipe's options, and try it before a model is built.
 
-They know nothing of the flag that skips a step, so `update.update_within` reads the gradient norm on the host before each step.
+A recipe names them by a short name or by module:Class. They cannot read the flag that skips a step.
+`update.update_within` therefore reads the gradient norm on the host before each step.
 """
 
 import inspect
@@ -23,24 +23,28 @@ CLASSES = {
     "adamw_8bit": "bitsandbytes.optim:AdamW8bit",
     "schedule_free_adamw": "accel_train.optim.schedule_free:ScheduleFreeAdamW",
 }
-"""Classes that the recipe has a name for."""
+"""Classes with a short name in the recipe, by that name."""
 PACKAGES = {"adamw_8bit": "bitsandbytes", "schedule_free_adamw": "schedulefree"}
-"""What else they need: the package, and the extra that brings it."""
-BY_HOST = "it cannot skip a bad step by itself: the host reads the gradient norm before each update, one wait for the device a step"
+"""Packages that the short names need. The extra that installs a package has the same name."""
+BY_HOST = (
+    "it cannot skip a bad step by itself: the host reads the gradient norm before each update, one wait for the "
+    "device a step"
+)
 TRIAL_SHAPES = ((64, 64), (64,))
-"""Of weights to try an optimizer on: 8-bit ones keep states of fewer than 4,096 numbers in fp32."""
+"""Shapes of the weights to try an optimizer on. 8-bit optimizers keep states of fewer than 4,096 elements in fp32."""
 
 
 def is_custom(name: str) -> bool:
-    """Return whether an `optimizer.name` stands for a class that this package does not build itself."""
+    """Return whether an `optimizer.name` stands for a class that this package does not build."""
     return name in CLASSES or ":" in name
 
 
 def build_custom(groups: Sequence[Mapping[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
-    """Return the optimizer that the recipe names by its class, made by Class(groups, lr=..., **options).
+    """Return an optimizer of the class that the recipe names, built by Class(groups, lr=..., **options).
 
     Raises:
-        ValueError: no such class, it is no optimizer, refuses its options, or has no learning rate or weight decay to set.
+        ValueError: the class does not exist, is not an optimizer, refuses its options, or lacks a learning rate or
+            weight decay.
     """
     setting = f"optimizer.name={section.name}"
     package = PACKAGES.get(section.name)
@@ -52,9 +56,10 @@ def build_custom(groups: Sequence[Mapping[str, Any]], section: OptimizerSection)
     optimizer: torch.optim.Optimizer
     of_adam = {} if package is None else {"betas": section.betas, "eps": section.eps}
     try:
-        # Without names: those who look into the groups themselves expect tensors.
+        # Pass tensors without names. Optimizers that read the groups in their constructor expect tensors.
         optimizer = found(_unnamed(groups), lr=section.learning_rate, **of_adam, **section.options)
-    except Exception as error:  # of a class that we do not know
+    # A custom class may raise any exception.
+    except Exception as error:
         raise ValueError(
             f"{setting}: {found.__name__}(groups, lr={section.learning_rate:g}, **optimizer.options) raised "
             f"{_in_one_line(error)}; correct optimizer.options, which are {dict(section.options)}"
@@ -78,10 +83,11 @@ def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: bool) -> None:
-    """Make a step on two small weights, and a step with NaN, where the recipe names an optimizer by its class.
+    """Run one step on two small weights and one step with NaN, if the recipe names a custom optimizer.
 
     Raises:
-        ValueError: it cannot be built or stepped, a checkpoint could not hold its state, or the step with NaN changes it.
+        ValueError: the optimizer cannot be built or stepped, a checkpoint cannot hold its state, or the NaN step
+            changes it.
     """
     if not is_custom(section.name):
         return
@@ -93,15 +99,18 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
     optimizer = build_custom(groups, section)
     setting = f"optimizer.name={section.name}"
     try:
-        optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does where it prepares one
+        # Accelerate also loads the state dict when it prepares an optimizer.
+        optimizer.load_state_dict(optimizer.state_dict())
         before = _settings_of(optimizer)
         _step(optimizer, weights, 0.5)
         problem = _unsaved(optimizer, before, is_sharded=is_sharded)
         held = _bytes_of(optimizer, weights)
         _step(optimizer, weights, math.nan)
-    except Exception as error:  # of a class that we do not know
+    # A custom class may raise any exception.
+    except Exception as error:
         raise ValueError(
-            f"{setting} cannot make a step alone: {_in_one_line(error)}; an optimizer is stepped by step(), with dense gradients"
+            f"{setting} cannot make a step alone: {_in_one_line(error)}; an optimizer is stepped by step(), with "
+            "dense gradients"
         ) from error
     if not problem and _bytes_of(optimizer, weights) != held:
         problem = "says that it is fused, and a step with NaN changes its weights or state; leave out the option fused"
@@ -110,12 +119,12 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
 
 
 def try_given(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step of another optimizer like the given one on two small weights; that one stays as it is.
+    """Run one step of a copy of the given optimizer on two small weights. The given optimizer does not change.
 
-    Nothing is said of a class that cannot be made of groups alone, or needs more than gradients: its state is looked at when there is some.
+    Classes that need more than groups or gradients pass this check. Their state is checked once it exists.
 
     Raises:
-        ValueError: it keeps what a checkpoint could not hold.
+        ValueError: a checkpoint cannot hold its state.
     """
     group = optimizer.param_groups[0]
     device = group["params"][0].device
@@ -128,7 +137,8 @@ def try_given(optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
             weight.grad = torch.full_like(weight, 0.5)
         other.step()
-    except Exception:  # of a class that we do not know
+    # A custom class may raise any exception.
+    except Exception:
         return
     if problem := _unsaved_state(other, is_sharded=False):
         raise ValueError(f"optimizers: {type(optimizer).__name__} {problem}")
@@ -155,7 +165,7 @@ def _bytes_of(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter])
 
 
 def _unsaved(optimizer: torch.optim.Optimizer, before: list[dict[str, str]], *, is_sharded: bool) -> str:
-    """Return why a checkpoint could not hold what an optimizer has kept; empty where it can."""
+    """Return why a checkpoint cannot hold an optimizer's state; empty if it can."""
     for was, now in zip(before, _settings_of(optimizer), strict=True):
         if changed := [key for key in now if was.get(key) != now[key]]:
             return f"keeps {changed[0]} in its parameter groups, which no checkpoint holds; use another optimizer"

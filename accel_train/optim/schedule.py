@@ -1,14 +1,17 @@
-"""The learning rate as a pure function of the step: a multiplier of the peak, no state, no optimizer; and the peak itself.
+"""The learning rate as a pure function of the step: a multiplier of the peak, without state; and the peak.
 
-`make_schedule` joins a linear warmup and one of `CURVES`. Its values are those of transformers' and torch's own
-schedulers (`tests/optim/test_schedule.py` holds each against its model, value by value), so a run that moves here from one of
-them keeps its learning rates. In the formulas below W is `warmup_steps`, D = `max_steps` - W the steps after it,
-t = step - W (0-based) the steps since, and m = `min_lr_ratio`.
+`make_schedule` joins a linear warmup and one of `CURVES`. Its values equal the schedulers in transformers and torch.
+`tests/optim/test_schedule.py` compares each with its model, value by value. A run that moves here from one of them
+keeps its learning rates.
+
+In the formulas below, W is `warmup_steps`. D = `max_steps` - W is the number of steps after the warmup. t = step - W
+(0-based) is the number of steps since the warmup. m is `min_lr_ratio`.
 
 Warmup is step / W, as in transformers: the first of W steps has rate 0, step W has the peak. (step + 1) / W would use
-that first step, but no curve would then agree with transformers at any step of the warmup.
+that first step. But then no curve would agree with transformers at any step of the warmup.
 
-A new curve is one function of `(t, span, schedule)`, a line in `CURVES`, and its name in `recipe.Schedule.type`.
+To add a curve, write one function of `(t, span, schedule)`, and add a line to `CURVES` and its name to
+`recipe.Schedule.type`.
 """
 
 import math
@@ -23,47 +26,47 @@ from accel_train.recipe.optimizer import LRScaling, Schedule
 
 DEFAULT_WARMUP_RATIO = Fraction(1, 100)
 ONE_CYCLE_RISE = 0.3
-"""torch's `pct_start`: the part of one cycle in which the rate rises."""
+"""Share of one cycle in which the rate rises; torch's `pct_start`."""
 INVERSE_SQRT_TIMESCALE_STEPS = 10_000
-"""transformers' timescale where there is no warmup to take it from."""
+"""Timescale of `inverse_sqrt` without warmup, in steps; the default of transformers."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The length of a run, and why."""
+    """The length of a run and its warmup, with the reasons."""
 
     max_steps: int
     warmup_steps: int
     num_epochs: float
-    """Passes over the training data that `max_steps` make."""
+    """Number of passes over the training data in `max_steps`."""
     max_steps_reason: str
     warmup_reason: str
 
 
 @dataclass(frozen=True)
 class Span:
-    """The steps a curve lives in."""
+    """The steps that a curve covers."""
 
     max_steps: int
     warmup_steps: int
 
     @property
     def curve_steps(self) -> int:
-        """D: the steps after the warmup; 1 where there are none, so that no curve divides by 0."""
+        """D, the number of steps after the warmup; at least 1, so that no curve divides by 0."""
         return max(1, self.max_steps - self.warmup_steps)
 
 
 def resolve_steps(
     schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch = "carry"
 ) -> StepPlan:
-    """Return how many steps a run takes and how many of them warm up.
+    """Return the number of steps and of warmup steps of a run.
 
-    num_epochs becomes ceil(num_epochs x steps of an epoch) steps; `last_batch` says what an epoch's last step is
-    (`sampling.DataOrder`). Ratios count as the decimal that was written (0.07 x 100 is 7, not 7.000000000000001),
-    and round up, as in `transformers.TrainingArguments`.
+    num_epochs becomes ceil(num_epochs x steps of an epoch) steps. `last_batch` defines an epoch's last step
+    (`sampling.DataOrder`). Ratios count as the decimal that was written (0.07 x 100 is 7, not 7.000000000000001). They
+    round up, as in `transformers.TrainingArguments`.
 
     Raises:
-        ValueError: there is no training sample or no whole step, or the warmup is longer than the run.
+        ValueError: the data has no sample or too few for one step, or the warmup is longer than the run.
     """
     if num_samples < 1:
         raise ValueError(
@@ -88,7 +91,8 @@ def resolve_steps(
 def _max_steps(schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch) -> tuple[int, str]:
     if schedule.max_steps is not None:
         return schedule.max_steps, "max_steps, as written"
-    assert schedule.num_epochs is not None  # the recipe holds that one of the two is set
+    # The recipe requires one of the two.
+    assert schedule.num_epochs is not None
     epochs = f"{schedule.num_epochs:g} epoch{'' if schedule.num_epochs == 1 else 's'}"
     if last_batch != "carry":
         per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
@@ -119,8 +123,8 @@ def _decimal(number: float) -> Fraction:
 def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Callable[[int], float]:
     """Return the multiplier of the peak learning rate for each 0-based step; from `max_steps` on, the curve's end.
 
-    The warmup rises linearly from 0 to the first value of the curve: to the peak for all types but `one_cycle` and
-    `cyclic`, which begin at `initial_lr_ratio`. That of `warmup_stable_decay` rises from `min_lr_ratio`, as in
+    The warmup rises linearly from 0 to the first value of the curve. Most curves begin at the peak. `one_cycle` and
+    `cyclic` begin at `initial_lr_ratio`. The warmup of `warmup_stable_decay` rises from `min_lr_ratio`, as in
     transformers.
     """
     assert 0 <= warmup_steps <= max_steps, (warmup_steps, max_steps)
@@ -139,24 +143,26 @@ def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Call
 
 
 def constant(t: int, span: Span, schedule: Schedule) -> float:
-    """1. Source: transformers `get_constant_schedule_with_warmup`. `min_lr_ratio` has no meaning here."""
+    """Return 1. `min_lr_ratio` has no effect. Source: transformers `get_constant_schedule_with_warmup`."""
     return 1.0
 
 
 def linear(t: int, span: Span, schedule: Schedule) -> float:
-    """m + (1 - m) (D - t) / D. Source: transformers `get_linear_schedule_with_warmup` (there m = 0)."""
+    """Return m + (1 - m) (D - t) / D. Source: transformers `get_linear_schedule_with_warmup` (there m = 0)."""
     return _between((span.curve_steps - t) / span.curve_steps, schedule.min_lr_ratio)
 
 
 def cosine(t: int, span: Span, schedule: Schedule) -> float:
-    """m + (1 - m) (1 + cos(pi t / D)) / 2. Source: transformers `get_cosine_with_min_lr_schedule_with_warmup`;
-    Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts.
+    """Return m + (1 - m) (1 + cos(pi t / D)) / 2.
+
+    Source: transformers `get_cosine_with_min_lr_schedule_with_warmup`; Loshchilov & Hutter 2017, arXiv 1608.03983,
+    without restarts.
     """
     return _between(0.5 * (1.0 + math.cos(math.pi * (t / span.curve_steps))), schedule.min_lr_ratio)
 
 
 def cosine_restarts(t: int, span: Span, schedule: Schedule) -> float:
-    """m + (1 - m) (1 + cos(pi (c t / D mod 1))) / 2 with c = `num_cycles`, and m at t = D.
+    """Return m + (1 - m) (1 + cos(pi (c t / D mod 1))) / 2 with c = `num_cycles`, and m at t = D.
 
     Source: transformers `get_cosine_with_hard_restarts_schedule_with_warmup` (there m = 0); Loshchilov & Hutter 2017.
     """
@@ -168,11 +174,13 @@ def cosine_restarts(t: int, span: Span, schedule: Schedule) -> float:
 
 
 def warmup_stable_decay(t: int, span: Span, schedule: Schedule) -> float:
-    """1 until the last `decay_ratio` x `max_steps` steps, then m + (1 - m) f(p), p in [0, 1) the part of them done.
+    """Return 1 until the last `decay_ratio` x `max_steps` steps, then m + (1 - m) f(p).
 
-    f(p) is 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 - sqrt(p) (one_minus_sqrt). The decay is cut where it
-    would begin inside the warmup. Source: transformers `get_wsd_schedule`; Hu et al. 2024, arXiv 2404.06395; the
-    1 - sqrt form: Hägele et al. 2024, arXiv 2405.18392.
+    p in [0, 1) is the finished share of these last steps. f(p) is 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 -
+    sqrt(p) (one_minus_sqrt). The decay is cut if it would begin inside the warmup.
+
+    Source: transformers `get_wsd_schedule`; Hu et al. 2024, arXiv 2404.06395; the 1 - sqrt form: Hägele et al. 2024,
+    arXiv 2405.18392.
     """
     decay_steps = min(span.curve_steps, max(1, round(schedule.decay_ratio * span.max_steps)))
     done = t - (span.curve_steps - decay_steps)
@@ -189,11 +197,11 @@ def warmup_stable_decay(t: int, span: Span, schedule: Schedule) -> float:
 
 
 def one_cycle(t: int, span: Span, schedule: Schedule) -> float:
-    """Half a cosine up from `initial_lr_ratio` to 1 over the first 30 % of D, half a cosine down to m at the last step.
+    """Return half a cosine up from `initial_lr_ratio` to 1 over the first 30 % of D, then half a cosine down to m.
 
     Source: `torch.optim.lr_scheduler.OneCycleLR(total_steps=D, pct_start=0.3, div_factor=1/initial_lr_ratio,
-    final_div_factor=initial_lr_ratio/m, cycle_momentum=False)`; Smith & Topin 2018, arXiv 1708.07120. As there, the
-    rate of the last step is m itself: 0 where no `min_lr_ratio` is set.
+    final_div_factor=initial_lr_ratio/m, cycle_momentum=False)`; Smith & Topin 2018, arXiv 1708.07120. As in torch, the
+    rate of the last step is m: 0 if `min_lr_ratio` is not set.
     """
     peak = ONE_CYCLE_RISE * span.curve_steps - 1
     last = span.curve_steps - 1
@@ -203,10 +211,10 @@ def one_cycle(t: int, span: Span, schedule: Schedule) -> float:
 
 
 def cyclic(t: int, span: Span, schedule: Schedule) -> float:
-    """`num_cycles` triangles over D: from `initial_lr_ratio` in a line up to 1 and down again. m has no meaning here.
+    """Return `num_cycles` triangles over D, each linear from `initial_lr_ratio` to 1 and back.
 
-    Source: `torch.optim.lr_scheduler.CyclicLR(mode="triangular", step_size_up=D/(2 num_cycles))`; Smith 2017,
-    arXiv 1506.01186.
+    `min_lr_ratio` has no effect. Source: `torch.optim.lr_scheduler.CyclicLR(mode="triangular", step_size_up=D/(2
+    num_cycles))`; Smith 2017, arXiv 1506.01186.
     """
     cycle_steps = span.curve_steps / schedule.num_cycles
     phase = (t / cycle_steps) % 1.0
@@ -215,7 +223,7 @@ def cyclic(t: int, span: Span, schedule: Schedule) -> float:
 
 
 def step(t: int, span: Span, schedule: Schedule) -> float:
-    """max(m, gamma^floor(t / `step_size_steps`)), by default three stairs over the run.
+    """Return max(m, gamma^floor(t / `step_size_steps`)), by default three stairs over the run.
 
     Source: `torch.optim.lr_scheduler.StepLR` (there m = 0).
     """
@@ -224,7 +232,7 @@ def step(t: int, span: Span, schedule: Schedule) -> float:
 
 
 def exponential(t: int, span: Span, schedule: Schedule) -> float:
-    """max(m, gamma^(t / (D - 1))): the last step has `gamma` times the peak.
+    """Return max(m, gamma^(t / (D - 1))). The last step has `gamma` times the peak.
 
     Source: `torch.optim.lr_scheduler.ExponentialLR(gamma=gamma^(1 / (D - 1)))` (there m = 0).
     """
@@ -232,13 +240,13 @@ def exponential(t: int, span: Span, schedule: Schedule) -> float:
 
 
 def polynomial(t: int, span: Span, schedule: Schedule) -> float:
-    """m + (1 - m) (1 - t / D)^`power`. Source: transformers `get_polynomial_decay_schedule_with_warmup`."""
+    """Return m + (1 - m) (1 - t / D)^`power`. Source: transformers `get_polynomial_decay_schedule_with_warmup`."""
     remaining = 1 - t / span.curve_steps
     return _between(remaining**schedule.power, schedule.min_lr_ratio)
 
 
 def inverse_sqrt(t: int, span: Span, schedule: Schedule) -> float:
-    """max(m, sqrt(s / (t + s))) with s = W, or 10 000 steps where W = 0.
+    """Return max(m, sqrt(s / (t + s))) with s = W, or 10 000 steps if W = 0.
 
     Source: transformers `get_inverse_sqrt_schedule` (there m = 0); Vaswani et al. 2017, arXiv 1706.03762.
     """
@@ -247,7 +255,7 @@ def inverse_sqrt(t: int, span: Span, schedule: Schedule) -> float:
 
 
 def _between(fraction: float, bottom: float) -> float:
-    """`fraction` of the way from `bottom` to 1; at bottom = 0 the fraction itself, to the last bit."""
+    """Return the value at `fraction` of the way from `bottom` to 1; at bottom = 0, exactly the fraction."""
     return fraction * (1.0 - bottom) + bottom
 
 
@@ -273,11 +281,12 @@ CURVES: dict[str, Curve] = {
 
 
 def scale_learning_rate(learning_rate: float, scaling: LRScaling, sizes: BatchSizes) -> Choice[float]:
-    """Return the peak learning rate for this global batch; the reason is the formula with its numbers.
+    """Return the peak learning rate for this global batch. The reason is the formula with its numbers.
 
     linear: learning_rate x global_batch_size / base_batch_size (Goyal et al. 2017, arXiv 1706.02677; for SGD).
-    sqrt: learning_rate x sqrt(global_batch_size / base_batch_size) (Krizhevsky 2014, arXiv 1404.5997; for Adam:
-    Malladi et al. 2022, arXiv 2205.10287). none: as written.
+    sqrt: learning_rate x sqrt(global_batch_size / base_batch_size) (Krizhevsky 2014, arXiv 1404.5997; for Adam: Malladi
+    et al. 2022, arXiv 2205.10287).
+    none: as written.
     """
     base = scaling.base_batch_size
     if scaling.rule == "linear":
