@@ -49,8 +49,8 @@ def checkpoint_activations(model: nn.Module, precision: Precision) -> None:
     if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
         raise ValueError(
             f"precision.gradient_checkpointing={precision.recomputed}: {type(model).__name__} has no blocks that can "
-            "be checkpointed, "
-            "as models of transformers have; set it to off, and call torch.utils.checkpoint in the model's own forward"
+            "be checkpointed, as models of transformers have; set it to off, and call torch.utils.checkpoint in the "
+            "model's own forward"
         )
     selects = {"context_fn": partial(create_selective_checkpoint_contexts, keep_or_recompute)}
     enable({"use_reentrant": False, **(selects if precision.recomputed == "selective" else {})})

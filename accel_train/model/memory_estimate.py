@@ -41,7 +41,7 @@ BLOCK_OF_8_BITS = 256
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One share of a process's memory. `num_bytes` is None if its size cannot be determined."""
+    """One share of a process's memory. `num_bytes`: None if unknown."""
 
     name: str
     num_bytes: int | None

@@ -107,9 +107,8 @@ def _check_positions(recipe: Recipe, config: Any) -> None:
     if reads_windows and positions is not None and not is_rotary and recipe.data.sequence_length > positions:
         field = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ValueError(
-            f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is "
-            "longer than "
-            f"the {positions} positions of {config.model_type}; raise model.config.{field}, or lower "
+            f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer "
+            f"than the {positions} positions of {config.model_type}; raise model.config.{field}, or lower "
             "data.sequence_length"
         )
 

@@ -59,7 +59,6 @@ def checked_loss(loss: Any) -> Tensor:
     else:
         return loss
     raise RecipeError(
-        f"loss_sum of the task returned {found}; return the loss summed over the targets of the micro-batch as a "
-        "0-dim tensor that "
-        "was computed from the model's output"
+        f"loss_sum of the task returned {found}; return the loss summed over the targets of the micro-batch as a 0-dim "
+        "tensor that was computed from the model's output"
     )

@@ -32,7 +32,7 @@ class SkippableOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def update(self, skip: Tensor | None) -> None:
-        """Update all weights that have a gradient. Write with `replace`, so nothing changes if `skip` (0-dim) is true."""
+        """Update all weights that have a gradient. `replace` writes them, and keeps them if `skip` (0-dim) is true."""
 
     def gradients(self, group: dict[str, Any]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield the weights of a group that have a gradient, with this process's part divided by `grad_scale`."""

@@ -288,9 +288,8 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
     if lowest < 0 or highest >= vocabulary:
         wrong = labels[(labels < 0) | (labels >= vocabulary)][0].item()
         raise DataError(
-            f"a label is {wrong}, and labels are tokens from 0 to {vocabulary - 1}, or {IGNORED_LABEL} for no "
-            "target. Repair the "
-            "labels that `collate` returns"
+            f"a label is {wrong}, and labels are tokens from 0 to {vocabulary - 1}, or {IGNORED_LABEL} for no target. "
+            "Repair the labels that `collate` returns"
         )
 
 

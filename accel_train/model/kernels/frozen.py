@@ -107,8 +107,7 @@ def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear
     if not found:
         raise ValueError(
             "model.frozen_dtype=nf4 quantises frozen layers of torch.nn.Linear, and this model has none (GPT-2's are "
-            "Conv1D); set it "
-            "to auto"
+            "Conv1D); set it to auto"
         )
     return found
 
