@@ -1,4 +1,4 @@
-"""The `optimizer` and `schedule` sections of a recipe: how weights are updated, and the learning rates."""
+"""The `optimizer` and `schedule` sections of a recipe."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ class LRScaling(Section):
     rule: Literal["none", "linear", "sqrt"] = "none"
     """linear: learning_rate x global_batch_size / base_batch_size; sqrt: x its square root; none: as written."""
     base_batch_size: PositiveInt = 256
-    """The global batch size for which `learning_rate` was found."""
+    """Global batch size for which `learning_rate` was found."""
 
 
 class ParameterGroup(Section):
@@ -30,7 +30,7 @@ class ParameterGroup(Section):
     lr_scale: NonNegativeFloat = 1.0
     """Factor of the learning rate."""
     weight_decay: NonNegativeFloat | None = Field(default=None, examples=[0.0])
-    """None: as for all."""
+    """Weight decay of these parameters. Default: the optimizer's weight decay."""
 
 
 class Optimizer(Section):
@@ -38,41 +38,50 @@ class Optimizer(Section):
         Literal["adamw", "adam", "sgd", "muon", "lion", "adafactor", "adamw_8bit", "schedule_free_adamw"]
         | Annotated[str, Field(pattern=".:.")]
     ) = "adamw"
-    """muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with learning rates as for AdamW;
-    lion: half of AdamW's state, with a learning rate 3 to 10 times lower and a weight decay as many times higher;
-    adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer than 4,096 numbers keep all of theirs;
-    schedule_free_adamw (schedulefree): no schedule but constant; an average of the weights is evaluated, and what `model/` holds;
-    these two, adafactor (torch's) and `module:Class`, another class of optimizers: the host reads each step's gradient norm before
-    it is made."""
+    """Name of the optimizer. muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with
+    AdamW's learning rates. lion: half of AdamW's state; use a learning rate 3 to 10 times lower, and a weight decay
+    higher by the same factor. adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer
+    than 4,096 elements keep theirs in fp32. schedule_free_adamw (schedulefree): requires schedule.type constant; an
+    average of the weights is evaluated and written to `model/`. adafactor: torch's Adafactor. `module:Class`: any other
+    optimizer class. With the last four, the host reads the gradient norm before each update.
+    """
     learning_rate: PositiveFloat = 3e-4
-    """The peak learning rate, before `lr_scaling`."""
+    """Peak learning rate, before `lr_scaling`."""
     weight_decay: NonNegativeFloat = 0.1
+    """Weight decay: decoupled for most optimizers, added to the gradient (L2) for adam and sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """For all kinds of adam, muon, and lion, whose authors use [0.9, 0.99]."""
+    """Coefficients of the moving averages, for all kinds of adam, muon, and lion. The authors of lion use [0.9, 0.99].
+    """
     eps: PositiveFloat = 1e-8
-    """For all kinds of adam, and muon."""
+    """Term added to the denominator, for all kinds of adam, and muon."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """For sgd and muon, whose authors use 0.95."""
+    """Momentum, for sgd and muon. The authors of muon use 0.95."""
     options: dict[str, Any] = Field(default={}, examples=[{"relative_step": False}])
-    """More arguments of the class, for adafactor, schedule_free_adamw (warmup_steps) and `module:Class`."""
+    """Additional arguments of the optimizer class, for adafactor, schedule_free_adamw (warmup_steps), and
+    `module:Class`.
+    """
     no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias")
-    """Parameters without weight decay."""
+    """Kinds of parameters without weight decay."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this norm over all parameters; 0 never clips."""
+    """Largest gradient norm over all parameters. Larger gradients are scaled down to it; 0: no clipping."""
     lr_scaling: LRScaling = LRScaling()
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Each layer's learning rate is this factor of the next one's, towards the input (ELECTRA, BEiT); 1: all alike."""
+    """Ratio of each layer's learning rate to the next layer's, towards the input (ELECTRA, BEiT). 1: equal rates."""
     groups: tuple[ParameterGroup, ...] = Field(default=(), examples=[[{"match": ["*.classifier.*"], "lr_scale": 10.0}]])
-    """Learning rates and weight decay of their own, by pattern; the first group that matches a parameter has it."""
+    """Groups of parameters with a different learning rate or weight decay, by pattern. The first matching group
+    applies.
+    """
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights; it is what is evaluated and what `model/` holds."""
+    """Decay of an exponential moving average of the weights. The average is evaluated and written to `model/`. Default:
+    no average.
+    """
 
     @model_validator(mode="after")
     def options_are_for_a_class(self) -> "Optimizer":
         if self.options and self.name not in ("adafactor", SCHEDULE_FREE) and ":" not in self.name:
             raise ValueError(
-                f"optimizer.options are for adafactor, {SCHEDULE_FREE} and module:Class, and optimizer.name is {self.name}; "
-                "leave them out"
+                f"optimizer.options are for adafactor, {SCHEDULE_FREE} and module:Class, and optimizer.name is "
+                f"{self.name}; leave them out"
             )
         return self
 
@@ -80,18 +89,19 @@ class Optimizer(Section):
     def schedule_free_averages_by_itself(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.ema_decay is not None:
             raise ValueError(
-                f"optimizer.ema_decay={self.ema_decay:g}: {self.name} keeps an average of the weights already; leave it out"
+                f"optimizer.ema_decay={self.ema_decay:g}: {self.name} keeps an average of the weights already; "
+                "leave it out"
             )
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
             raise ValueError(
-                f"optimizer.betas={list(self.betas)}: {self.name} divides by the first, which is how much of the average gradients "
-                "are taken at; use 0.9"
+                f"optimizer.betas={list(self.betas)}: {self.name} divides by the first, which is how much of the "
+                "average gradients are taken at; use 0.9"
             )
         return self
 
     @property
     def averages(self) -> bool:
-        """Return whether an average of the weights is evaluated and saved."""
+        """Whether an average of the weights is evaluated and saved."""
         return self.ema_decay is not None or self.name == SCHEDULE_FREE
 
 
@@ -110,31 +120,39 @@ class Schedule(Section):
         "inverse_sqrt",
         "cosine_restarts",
     ] = "warmup_cosine"
-    """The curve of the learning rate over the steps."""
+    """Curve of the learning rate over the steps."""
     max_steps: PositiveInt | None = None
-    """Steps (optimizer updates) to train."""
+    """Number of steps (optimizer updates) to train."""
     num_epochs: Length | None = None
-    """Passes over the training data; give this or max_steps."""
+    """Number of passes over the training data. Give this or max_steps."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps over which the learning rate rises linearly to where the curve begins: its peak, or `initial_lr_ratio` of it for one_cycle and cyclic."""
+    """Number of warmup steps. The learning rate rises linearly to the start of the curve. This is the peak, or
+    `initial_lr_ratio` of the peak for one_cycle and cyclic.
+    """
     warmup_ratio: Fraction | None = None
-    """The same as a fraction of all steps; give one of the two (neither: 1 % for warmup_* types, else 0)."""
+    """Number of warmup steps as a fraction of all steps. Give this or warmup_steps. Default: 1 % for warmup_* types,
+    otherwise 0.
+    """
     min_lr_ratio: Fraction = 0.0
-    """The end of a decay, as a fraction of the peak; a floor for step, exponential and inverse_sqrt; constant and cyclic ignore it."""
+    """End of a decay, as a fraction of the peak; a floor for step, exponential, and inverse_sqrt. constant and cyclic
+    ignore it.
+    """
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """warmup_stable_decay: the last fraction of all steps, in which the rate falls."""
+    """warmup_stable_decay: fraction of all steps, at the end, in which the learning rate decays."""
     decay_shape: Literal["linear", "cosine", "one_minus_sqrt"] = "linear"
-    """warmup_stable_decay: the form of that fall."""
+    """warmup_stable_decay: shape of the decay."""
     num_cycles: PositiveInt = 1
-    """cosine_restarts and cyclic: how many."""
+    """cosine_restarts and cyclic: number of cycles."""
     step_size_steps: PositiveInt | None = Field(default=None, examples=[1000])
-    """step: steps between two drops; none: a third of all steps."""
+    """step: number of steps between two drops. Default: a third of all steps."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """step: factor of each drop; exponential: the ratio to the peak reached at the last step."""
+    """step: factor of each drop. exponential: fraction of the peak at the last step."""
     power: PositiveFloat = 1.0
-    """polynomial."""
+    """polynomial: exponent of the decay."""
     initial_lr_ratio: Annotated[float, Field(gt=0, le=1)] = 0.04
-    """one_cycle: where it starts, as a fraction of the peak; cyclic: the low point of a cycle."""
+    """one_cycle: start of the curve, as a fraction of the peak. cyclic: low point of a cycle, as a fraction of the
+    peak.
+    """
 
     @model_validator(mode="after")
     def one_length_and_one_warmup(self) -> "Schedule":
@@ -144,6 +162,7 @@ class Schedule(Section):
             raise ValueError("give one of schedule.warmup_steps and schedule.warmup_ratio, not both")
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps > self.max_steps:
             raise ValueError(
-                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower warmup_steps"
+                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower "
+                "warmup_steps"
             )
         return self
