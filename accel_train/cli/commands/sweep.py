@@ -1,4 +1,4 @@
-"""`sweep`: a recipe with several values of some settings."""
+"""The command `sweep`: train a recipe with several values of some settings."""
 
 import argparse
 import sys
@@ -35,16 +35,31 @@ def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(result, swept.exit_code)
 
 
-SWEEP = Command(_sweep, (
-    "train every combination of values: --optimizer.learning_rate 1e-4,3e-4 --seed 0,1,2, or some of a range: 1e-5..1e-3; "
-    "commas within [ ], { } and quotation marks do not split; the same command resumes"
-), {
-    "recipe": RECIPE,
-    "--random": {"metavar": "N", "type": whole_number, "help": "train N combinations, drawn from lists and ranges, each with every seed"},
-    "--optuna": {
-        "metavar": "N", "type": whole_number,
-        "help": "train N combinations, each chosen by Optuna's TPE from the results so far, with every seed",
+SWEEP = Command(
+    _sweep,
+    (
+        "train every combination of values: --optimizer.learning_rate 1e-4,3e-4 --seed 0,1,2, or some of a range: "
+        "1e-5..1e-3; commas within [ ], { } and quotation marks do not split; the same command resumes"
+    ),
+    {
+        "recipe": RECIPE,
+        "--random": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "train N combinations, drawn from lists and ranges, each with every seed",
+        },
+        "--optuna": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "train N combinations, each chosen by Optuna's TPE from the results so far, with every seed",
+        },
+        "--draw-seed": {
+            "metavar": "S",
+            "type": seed_number,
+            "default": 0,
+            "help": "of --random and --optuna; default: 0",
+        },
+        "--processes": {"metavar": "N", "type": whole_number, "help": "of each run; default: the GPUs here"},
     },
-    "--draw-seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "of --random and --optuna; default: 0"},
-    "--processes": {"metavar": "N", "type": whole_number, "help": "of each run; default: the GPUs here"},
-}, processes="one")  # fmt: skip
+    processes="one",
+)
