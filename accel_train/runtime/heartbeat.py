@@ -158,7 +158,7 @@ class HeartbeatStore:
     def _meet_machine(self) -> None:
         """Read which ranks have joined on this machine, and the status of each one and of rank 0.
 
-        A status holds the machine and the process number, which do not change.
+        The machine and process number in a status do not change.
         """
         self._is_complete = self._call("check", ["all_joined"])
         for index in range(self._num_met + 1, self._call("add", self._machine, 0) + 1):
