@@ -73,7 +73,7 @@ def compile_module(
     # torch accepts a mode or options, not both.
     mode = precision.compile_mode
     by: dict[str, Any] = {"options": {"guard_filter_fn": count.keep_all}} if mode == "default" else {"mode": mode}
-    # Without a backend, torch uses its default, which a program may have changed.
+    # Without a backend, torch uses its default. A program may have changed it.
     if precision.compile_backend != "inductor":
         by["backend"] = precision.compile_backend
     for each in compiled:

@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
     @property
     def is_other_task(self) -> bool:
-        """Whether the task is built in and not a language model."""
+        """Return whether the task is built in and not a language model."""
         return self.recipe.task in TASKS and self.recipe.task != "causal-lm"
 
 

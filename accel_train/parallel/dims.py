@@ -46,7 +46,7 @@ class ParallelDims:
 
     @property
     def is_first_in_group(self) -> bool:
-        """Whether this process's counts are added: one of the processes with equal counts is."""
+        """Return whether this process's counts are added. Among processes with equal counts, only the first one's are."""
         return self.place % self.tp_size == 0
 
     @property

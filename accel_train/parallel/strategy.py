@@ -127,7 +127,7 @@ class Strategy(ABC):
 
     @property
     def meets_in_forward(self) -> bool:
-        """Whether a forward waits for other processes. If so, all processes must run it together."""
+        """Return whether a forward waits for other processes. If so, all processes must run it together."""
         is_synced = any(isinstance(each, SyncedBatchNorm) for each in self.inner.modules())
         return not self.is_replicated or self.dims.num_sharing > 1 or (is_synced and self.accelerator.num_processes > 1)
 

@@ -101,7 +101,7 @@ class Optimizer(Section):
 
     @property
     def averages(self) -> bool:
-        """Whether an average of the weights is evaluated and saved."""
+        """Return whether an average of the weights is evaluated and saved."""
         return self.ema_decay is not None or self.name == SCHEDULE_FREE
 
 

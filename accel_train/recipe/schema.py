@@ -86,7 +86,7 @@ class Model(Section):
 
     @property
     def freezes(self) -> bool:
-        """Whether some weights are not trained."""
+        """Return whether some weights are not trained."""
         return self.lora is not None or bool(self.freeze) or self.freeze_batch_norm
 
     @model_validator(mode="after")
@@ -316,7 +316,7 @@ class Recipe(Section):
         """Return whether the settings are equal, regardless of who set them. A recipe equals its file read again."""
         return self.model_dump() == other.model_dump() if isinstance(other, Recipe) else NotImplemented
 
-    # A recipe holds mappings (model.config, options), which cannot be hashed.
+    # Recipes cannot be hashed, because they hold mappings (model.config, options).
     __hash__ = None  # type: ignore[assignment]
 
     @property

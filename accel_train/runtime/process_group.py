@@ -41,9 +41,8 @@ def start_processes(*, offloads: bool = False) -> PartialState:
     # Accelerate reads the offload from these variables. `start_accelerator` removes them.
     if offloads:
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = (
-        "false"  # the launch's choice is in the recipe; this package starts DeepSpeed
-    )
+    # The launch's choice is in the recipe. This program starts DeepSpeed itself, not through Accelerate.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
     # Without cpu=True, Accelerate ignores LOCAL_RANK on a machine without an accelerator, and each process trains
     # alone.
     with stopped_while_joining():

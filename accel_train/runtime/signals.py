@@ -44,7 +44,7 @@ class StopRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether signals are caught."""
+        """Return whether signals are caught."""
         return bool(self._previous)
 
     def __enter__(self) -> "StopRequest":

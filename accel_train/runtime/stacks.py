@@ -41,7 +41,7 @@ class Progress:
 
     @property
     def is_first_step(self) -> bool:
-        """Whether this process has not finished a step yet."""
+        """Return whether this process has not finished a step yet."""
         return self.done()[0] == self._first_step
 
     def look(self, elapsed_seconds: float) -> bool:
