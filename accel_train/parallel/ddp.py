@@ -82,7 +82,7 @@ def _first(done: "torch.futures.Future[list[Tensor]]") -> Tensor:
 
 
 class Ddp(Strategy):
-    """Every process holds the whole model and its optimizer. Gradients are averaged bucket by bucket."""
+    """Strategy in which every process holds the whole model and its optimizer. Gradients are averaged by buckets."""
 
     name = "ddp"
     reduction: Reduction | None = None
@@ -119,7 +119,7 @@ class Ddp(Strategy):
         self.undo_step()
 
     def undo_step(self) -> None:
-        """* Wrap the training module again. DDP then starts without a step, and lays its buckets out again."""
+        """* Wrap the training module again. The new DDP wrapper has seen no step, and lays its buckets out again."""
         wrapped = self.module
         assert isinstance(wrapped, DistributedDataParallel), (
             "a process that is alone has nobody who waits for a gradient"

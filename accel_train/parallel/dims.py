@@ -46,7 +46,7 @@ class ParallelDims:
 
     @property
     def is_first_in_group(self) -> bool:
-        """Return whether this process's counts are added. Among processes with equal counts, only the first one's are."""
+        """Return whether this process's counts are added. Among processes with equal counts, only the first is."""
         return self.place % self.tp_size == 0
 
     @property

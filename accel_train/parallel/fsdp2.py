@@ -37,7 +37,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 class Fsdp2(Strategy):
-    """Weights, gradients, and moments are sharded over the processes (FSDP2).
+    """Strategy that shards weights, gradients, and moments over the processes (FSDP2).
 
     Tensor parallelism may also split layers.
     """

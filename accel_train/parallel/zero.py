@@ -40,7 +40,10 @@ SHARDED = {
 
 
 class Zero(Strategy):
-    """DeepSpeed shards the optimizer's state over the processes, from stage 2 also gradients, in stage 3 weights."""
+    """Strategy in which DeepSpeed shards the optimizer's state over the processes.
+
+    Stage 2 also shards gradients, and stage 3 also weights.
+    """
 
     name = "deepspeed"
     is_replicated = False

@@ -26,13 +26,13 @@ class Guard(Section):
     """Number of accepted steps after the warmup in the spike window. Detection starts when half of them are recorded.
     """
     max_consecutive_skips: NonNegativeInt = 5
-    """Number of consecutive skipped steps that is still allowed. More of them cause a rollback."""
+    """Maximum number of consecutive skipped steps. More of them cause a rollback."""
     max_skips_per_1000_steps: NonNegativeInt = 20
-    """Number of skipped steps in any 1000 that is still allowed. More of them stop the run (exit code 3)."""
+    """Maximum number of skipped steps in any 1000 steps. More of them stop the run (exit code 3)."""
     healthy_after_steps: PositiveInt = 100
     """Number of consecutive clean steps after which a checkpoint counts as healthy and can be rolled back to."""
     max_rollbacks: NonNegativeInt = 3
-    """Number of rollbacks after which the run stops (exit code 3). 0: no rollback."""
+    """Number of rollbacks after which the run stops (exit code 3). 0: the run never rolls back."""
     rollback_skip_steps: Auto | PositiveInt = "auto"
     """Number of additional steps to skip after a rollback, half before the bad steps and half after. auto: 200, but at
     most a tenth of an epoch and a fiftieth of the run.
