@@ -47,36 +47,35 @@ class ProcessStatus:
 
     pid: int
     host: str
-    # Containers of one host have separate process numbers.
     pid_namespace: str
-    # Counter that increases while any thread of the process runs.
+    """Namespace of `pid`. Containers of one host have separate process numbers."""
     heartbeat: int = 0
-    # Number of steps done, and of batches evaluated.
+    """Counter that increases while any thread of the process runs."""
     progress: Sequence[int] = (0, 0)
-    # Line of code that the main thread executes.
+    """Number of steps done, and of batches evaluated."""
     place: str = ""
-    # Whether the main thread waits for other processes in that line.
+    """Line of code that the main thread executes."""
     is_waiting: bool = False
+    """Whether the main thread waits for other processes in that line."""
     ended: str | None = None
     """Reason for an end without failure ("" for a finished run); None while the process runs."""
 
 
-# By rank.
 Statuses = dict[int, ProcessStatus]
+"""Statuses by rank."""
 
 
 @dataclass(frozen=True)
 class Failure:
     """The reason why the processes of a run end."""
 
-    # The process that failed, or that reports the failure.
     rank: int
+    """Rank of the process that failed, or that reports the failure."""
     message: str
-    # Kind of the event in events.jsonl.
     event: str = "peer_failed"
+    """Kind of the event in events.jsonl."""
     exit_code: int = 5
-    """Exit code of the other processes. After out of memory, it is the exit code of the first failed process (6 or 75).
-    """
+    """Exit code of the other processes. After out of memory, it is the first failed process's code (6 or 75)."""
 
 
 def is_peer_error(error: BaseException | None) -> bool:
@@ -246,7 +245,6 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
             text = f"{who} has ended, and this process waits for it: {status.ended or 'no error'}"
             # The peer was still preparing the run when it was asked to stop. No step was done without it, so nothing is
             # lost.
-
             is_stop = status.ended == BEFORE_THE_FIRST_STEP
             return Failure(rank, text, "preempted", 75) if is_stop else Failure(rank, text)
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
