@@ -85,8 +85,8 @@ class Augment(Section):
 class Data(Section):
     train: str | tuple[str, ...]
     """Training data: embedded data, a path, or a data set name. Embedded data are `python-stdlib`, `stdlib-functions`,
-    `digits`, and others. A path is a file, glob, or folder (txt, md, py, jsonl, csv, parquet, conll, SQuAD's json, bin;
-    images by class; images and masks; npz).
+    `digits`, and others. A path is a file, glob, or folder. Formats: txt, md, py, jsonl, csv, parquet, conll, SQuAD's
+    json, bin, npz. Images are in folders by class, or together with masks.
     """
     eval: str | tuple[str, ...] | None = None
     """Evaluation data. Default: `eval_fraction` of the training documents."""

@@ -39,9 +39,9 @@ class Optimizer(Section):
         | Annotated[str, Field(pattern=".:.")]
     ) = "adamw"
     """Name of the optimizer. muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with
-    AdamW's learning rates. lion: half of AdamW's state; use a learning rate 3 to 10 times lower, and a weight decay
-    higher by the same factor. adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer
-    than 4,096 elements keep theirs in fp32. schedule_free_adamw (schedulefree): requires schedule.type constant; an
+    AdamW's learning rates. lion: half of AdamW's state. Use a learning rate 3 to 10 times lower, and a weight decay
+    higher by the same factor. adamw_8bit (bitsandbytes): a quarter of AdamW's state. Embeddings and tensors of fewer
+    than 4,096 elements keep theirs in fp32. schedule_free_adamw (schedulefree): requires schedule.type constant. An
     average of the weights is evaluated and written to `model/`. adafactor: torch's Adafactor. `module:Class`: any other
     optimizer class. With the last four, the host reads the gradient norm before each update.
     """

@@ -129,7 +129,7 @@ class Batch(Section):
     per_device_batch_size: Auto | PositiveInt = "auto"
     """Number of samples per forward of one process (a micro-batch). auto: derived from the other two settings. If
     gradient_accumulation_steps is auto as well, it is the largest that fits. It is measured before the first step and
-    cached, on a GPU (or a CPU with `ulimit -v`). A sharded model (fsdp2, tp_size) is not measured: it starts with all
+    cached, on a GPU (or a CPU with `ulimit -v`). A sharded model (fsdp2, tp_size) is not measured. It starts with all
     samples of a process, and halves them when memory runs out.
     """
     gradient_accumulation_steps: Auto | PositiveInt = "auto"
@@ -220,8 +220,8 @@ class Precision(Section):
 class Log(Section):
     every_steps: PositiveInt = 10
     """Number of steps between two lines of metrics.jsonl. A line's `loss` is the mean over the applied steps since the
-    line before (`num_averaged_steps` of them: fewer in the first line of a resume). `step_loss` is the loss of the
-    line's step.
+    line before. `num_averaged_steps` is their number, smaller in the first line of a resume. `step_loss` is the loss of
+    the line's step.
     """
     trackers: tuple[str, ...] = Field(default=(), examples=[["tensorboard"]])
     """Experiment trackers by Accelerate's names (tensorboard, wandb, trackio, mlflow, ...)."""
