@@ -1,4 +1,4 @@
-"""`recipes`, `init` and `explain`: what comes with the package, and what its settings mean. `completion`: for shells."""
+"""The commands `recipes`, `init`, and `explain` for shipped recipes and settings, and `completion` for shells."""
 
 import argparse
 import re
@@ -20,7 +20,7 @@ def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
     width = shutil.get_terminal_size().columns
     for name, recipe in shipped_recipes().items():
         print(name)
-        # The first clause of each note; a semicolon in parentheses does not end it.
+        # Print the first clause of each note. A semicolon in parentheses does not end a clause.
         data = re.split(r": |\. ", recipe.notes["Data"])[0]
         needs = f"needs {re.split(r';(?![^(]*[)])', recipe.notes['Hardware'])[0].rstrip('.')}; data: {data.rstrip('.')}"
         for text in (recipe.about, needs):
@@ -93,15 +93,38 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 RECIPES = Command(_recipes, "list the recipes of the package and what each needs", {}, takes_settings=False)
 
-INIT = Command(_init, "copy a recipe of the package, so that you can edit it", {
-    "name": {"metavar": "NAME", "help": "recipe name from `accel-train recipes`"},
-    "file": {"metavar": "FILE", "nargs": "?", "help": "file to write; default: NAME.yaml"},
-}, takes_settings=False)  # fmt: skip
+INIT = Command(
+    _init,
+    "copy a recipe of the package, so that you can edit it",
+    {
+        "name": {"metavar": "NAME", "help": "recipe name from `accel-train recipes`"},
+        "file": {"metavar": "FILE", "nargs": "?", "help": "file to write; default: NAME.yaml"},
+    },
+    takes_settings=False,
+)
 
-EXPLAIN = Command(_explain, "explain a setting: values, default, meaning, and an example", {
-    "setting": {"metavar": "SETTING", "nargs": "?", "default": "", "help": "setting or section, such as optimizer.lr_scaling; default: all"},
-}, takes_settings=False)  # fmt: skip
+EXPLAIN = Command(
+    _explain,
+    "explain a setting: values, default, meaning, and an example",
+    {
+        "setting": {
+            "metavar": "SETTING",
+            "nargs": "?",
+            "default": "",
+            "help": "setting or section, such as optimizer.lr_scaling; default: all",
+        },
+    },
+    takes_settings=False,
+)
 
-COMPLETION = Command(_completion, "print the script that completes commands, flags, and settings in your shell", {
-    "shell": {"choices": ["bash", "zsh", "tcsh"], "help": "shell; for bash: accel-train completion bash >> ~/.bash_completion"},
-}, takes_settings=False)  # fmt: skip
+COMPLETION = Command(
+    _completion,
+    "print the script that completes commands, flags, and settings in your shell",
+    {
+        "shell": {
+            "choices": ["bash", "zsh", "tcsh"],
+            "help": "shell; for bash: accel-train completion bash >> ~/.bash_completion",
+        },
+    },
+    takes_settings=False,
+)

@@ -1,4 +1,4 @@
-"""`sweep`: a recipe with several values of some settings."""
+"""The command `sweep`: train a recipe with several values of some settings."""
 
 import argparse
 import sys
@@ -35,17 +35,32 @@ def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(result, swept.exit_code)
 
 
-SWEEP = Command(_sweep, "train every combination of setting values and compare the runs; run it again to resume", {
-    "recipe": {
-        "metavar": "RECIPE",
-        "help": "recipe file, or a name from `accel-train recipes`; give settings several values, --seed 0,1,2, or a range, "
-        "--optimizer.learning_rate 1e-5..1e-3; commas within [ ], { }, and quotation marks do not split",
+SWEEP = Command(
+    _sweep,
+    "train every combination of setting values and compare the runs; run it again to resume",
+    {
+        "recipe": {
+            "metavar": "RECIPE",
+            "help": "recipe file, or a name from `accel-train recipes`; give settings several values, --seed 0,1,2, or a range, "
+            "--optimizer.learning_rate 1e-5..1e-3; commas within [ ], { }, and quotation marks do not split",
+        },
+        "--random": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "train N combinations drawn from the lists and ranges, each with every seed",
+        },
+        "--optuna": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "train N combinations chosen by Optuna's TPE from the results so far, each with every seed",
+        },
+        "--draw-seed": {
+            "metavar": "S",
+            "type": seed_number,
+            "default": 0,
+            "help": "seed of --random and --optuna; default: 0",
+        },
+        "--processes": {"metavar": "N", "type": whole_number, "help": "processes of each run; default: one per GPU"},
     },
-    "--random": {"metavar": "N", "type": whole_number, "help": "train N combinations drawn from the lists and ranges, each with every seed"},
-    "--optuna": {
-        "metavar": "N", "type": whole_number,
-        "help": "train N combinations chosen by Optuna's TPE from the results so far, each with every seed",
-    },
-    "--draw-seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "seed of --random and --optuna; default: 0"},
-    "--processes": {"metavar": "N", "type": whole_number, "help": "processes of each run; default: one per GPU"},
-}, processes="one")  # fmt: skip
+    processes="one",
+)
