@@ -193,7 +193,7 @@ class TrainLoader(DataLoader[Any]):
 
     @property
     def is_as_made(self) -> bool:
-        """Whether the collator is still the Trainer's. Torch forbids other changes."""
+        """Return whether the collator is still the Trainer's. Torch forbids other changes."""
         return self.collate_fn is self._made_with
 
 

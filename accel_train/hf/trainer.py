@@ -230,7 +230,7 @@ class Trainer:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model divides its loss by `num_items_in_batch`. Scripts may set it, as in transformers."""
+        """Return whether the model divides its loss by `num_items_in_batch`. Scripts may set it, as in transformers."""
         return self.signature.takes_num_items
 
     @model_accepts_loss_kwargs.setter
@@ -246,12 +246,12 @@ class Trainer:
 
     @property
     def neftune_noise_alpha(self) -> float | None:
-        """Value of the argument `neftune_noise_alpha`."""
+        """Return the argument `neftune_noise_alpha`."""
         return self.args.neftune_noise_alpha
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """Function that gathers tensors of all processes."""
+        """Return the function that gathers tensors of all processes."""
         return self.accelerator.gather_for_metrics
 
     def overrides(self, name: str) -> bool:
@@ -348,7 +348,7 @@ class Trainer:
 
     @property
     def makes_optimizer(self) -> bool:
-        """Whether the optimizer's class comes from transformers or the user instead of the recipe."""
+        """Return whether the optimizer's class comes from transformers or the user instead of the recipe."""
         own = self.optimizer_cls_and_kwargs is not None or self.overrides("get_optimizer_cls_and_kwargs")
         return own or not has_recipe_optimizer(self.args)
 

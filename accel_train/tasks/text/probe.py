@@ -87,7 +87,7 @@ class Proof:
 
     @property
     def has_passed(self) -> bool:
-        """Whether every check was computed and holds."""
+        """Return whether every check was computed and holds."""
         return not self.refused and all(map(self.holds, self.differences))
 
 
