@@ -26,7 +26,7 @@ from accel_train.tasks import classification
 from accel_train.tasks.vision.models import VisionTask, image_logits
 
 _TOP_5_FROM_CLASSES = 11
-"""Number of classes from which top-5 accuracy is reported. With ten or fewer, it is always high."""
+"""Number of classes from which top-5 accuracy is reported. With ten or fewer, it is too easy."""
 _OTHER_TASKS = frozenset(("mean_iou", "perplexity", "pearson", "spearman"))
 _BASELINE_IMAGES = 2_000
 """Images per split that baselines read, evenly spaced. Decoding them takes a few seconds."""

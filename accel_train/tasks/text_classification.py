@@ -224,7 +224,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check_loss(recipe: Recipe, scheme: LabelScheme) -> None:
-    """Raise ValueError for `loss` settings that need the problem single_label if the problem is another one."""
+    """Raise ValueError if `loss` settings for single_label problems are used with another problem type."""
     loss = recipe.loss
     for name, value in (("class_weights", loss.class_weights), ("label_smoothing", loss.label_smoothing or None)):
         if value is not None and scheme.problem_type != "single_label":

@@ -69,7 +69,7 @@ class Proof:
     """The measurements of a probe, by check."""
 
     model: str
-    """Class of the model, and the number of parameters of its toy."""
+    """Class of the model, and the number of parameters with which it was probed."""
     differences: Mapping[str, float]
     """Largest difference by check, as a share of the largest value. Omits checks that training does not use."""
     refused: Mapping[str, str]
@@ -171,8 +171,7 @@ def examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: 
         proof = _examine(recipe, config, forward, checks, seed=0)
         if proof.has_passed or not proof.differences:
             return proof
-        # Rounding can route a token to another expert, but then the check passes with other weights. Leaks fail with
-        # any.
+        # Rounding can route a token to another expert. The check then passes with other weights, but a leak never does.
         second = _examine(recipe, config, forward, checks, seed=1)
         return second if second.has_passed else proof
 
@@ -394,7 +393,7 @@ def _part_of_block(named: Mapping[str, nn.Module], name: str) -> str:
 
 
 def _largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return the largest difference as a share of the largest value of `theirs`, or infinity if it is not finite."""
+    """Return the largest difference as a share of the largest value of `theirs`, or infinity unless all are finite."""
     scale = max(float(each.abs().max()) for each in theirs)
     found = max(float((one - two).abs().max()) for one, two in zip(ours, theirs, strict=True)) / scale
     return found if np.isfinite(found) else np.inf

@@ -37,7 +37,7 @@ class VisionTask(Task):
     predicts_pixels: bool
     """Whether the model is trained on crops and predicts a class per pixel. False: one class per image."""
     card: tuple[str, str, str]
-    """Model card: pipeline tag, description with `{classes}`, and code that follows `model(**inputs)`."""
+    """Model card: pipeline tag, description with `{classes}`, and code that uses `model(**inputs)`."""
 
     def read_images(
         self, recipe: Recipe, read: Callable[[Data, tuple[str, ...] | None], ImageSets]

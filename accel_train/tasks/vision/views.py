@@ -66,7 +66,7 @@ class Windows(NamedTuple):
 def window_logits(forward: Callable[[Tensor], Tensor], pixel_values: Tensor, windows: Windows) -> Tensor:
     """Return fp32 logits (N, C, h, w) of images (N, 3, H, W), averaged where windows overlap.
 
-    Windows are computed one after the other for the whole batch. Memory is the need of N windows plus logits for the
+    Windows are computed one after the other for the whole batch. Memory holds N windows and the logits of the
     whole images. Follows the sliding inference of mmsegmentation (`EncoderDecoder.slide_inference`), but averages at
     the size of the logits instead of the images. Strides are rounded to pixels of the logits. An image that fits in a
     window is computed in one pass.
