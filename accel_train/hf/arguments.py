@@ -261,7 +261,7 @@ def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
 
 
 def set_fields(args: TrainingArguments) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, as plain JSON values. Tokens are left out."""
+    """Return the fields that differ from their defaults, as plain JSON values, without access tokens."""
     changed = {
         field.name: value
         for field in dataclasses.fields(args)

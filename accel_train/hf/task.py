@@ -264,6 +264,6 @@ def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
         tensors = {name: tensor.cpu() for name, tensor in model_tensors(model).items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     save_description(trainer, model, folder)
-    # Tokens are masked in this JSON.
+    # Access tokens are masked in this JSON.
     arguments = trainer.args.to_json_string()
     (folder / "training_args.json").write_text(arguments, encoding="utf-8")

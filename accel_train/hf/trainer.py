@@ -190,7 +190,7 @@ class Trainer:
         self.strategy: Any = None
         """Strategy by which the last train() distributed the model. None before train()."""
         self.whole_model: nn.Module | None = None
-        """CPU copy of a sharded model on the main process, for loading whole weights. None otherwise."""
+        """Copy of a sharded model on the main process, for loading whole weights. None otherwise."""
         self.trial: Any = None
         self.hp_space: Any = None
         self.hp_name: Any = None
