@@ -8,6 +8,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # On two cores: a test often waits, for a process, a disk, a timeout.
 WORKERS ?= 3
+# What `make golden` compares HEAD with.
+BEFORE ?= origin/main
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MARK = mkdir -p build/green && if [ -z "$$(git status --porcelain 2>&1)" ]; then git rev-parse HEAD > build/green/$@; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs notebooks test test-slow test-faults test-oldest test-gpu test-all lint format dist clean
+.PHONY: help setup demo docs notebooks test test-slow test-faults test-oldest test-gpu test-all golden lint format dist clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +89,9 @@ test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	@$(MARK)
 
 test-all: test test-slow test-faults ## Everything that needs no GPU.
+
+golden: $(INSTALLED) ## Compare what HEAD and another revision compute, to the last bit: make golden BEFORE=main~5
+	$(BIN)/python -m benchmarks.golden --before $(BEFORE) $(foreach word,$(ONLY),--only $(word))
 
 lint: $(INSTALLED) ## Lint, formatting and types, without changing a file.
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from accel_train.core.redaction import redact
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.optim.schedule import StepPlan
 from accel_train.recipe.names import recipe_names, value_of
+from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
@@ -40,12 +41,6 @@ NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "ac
 """Settings of `model` that a resume may change: kernels differ by rounding alone; `frozen_dtype` is one of SETTINGS."""
 OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
 """Settings that make two values of the best metric comparable."""
-USED_BY = {
-    "optimizer.betas": ("adamw", "adam", "muon", "lion", "adamw_8bit", "schedule_free_adamw"),
-    "optimizer.eps": ("adamw", "adam", "muon", "adamw_8bit", "schedule_free_adamw"),
-    "optimizer.momentum": ("sgd", "muon"),
-}
-"""The optimizers that a setting is for, where it is not for all."""
 
 
 INPUTS = "inputs."
@@ -108,10 +103,12 @@ def training_settings(
 
     `choices` holds `state.Choice`s by dotted name: the scaled learning rate, the precision that auto chose.
     """
+    read = optimizer_kind(recipe.optimizer.name).settings
+    unread = {f"optimizer.{name}" for name in ("betas", "eps", "momentum") if name not in read}
     values = {
         name: choices[name].value if name in choices else value_of(recipe, name)
         for name in (*SETTINGS, *OF_BEST)
-        if name not in USED_BY or recipe.optimizer.name in USED_BY[name]
+        if name not in unread
     }
     values["optimizer.lr_scaling"] = recipe.optimizer.lr_scaling.model_dump()
     # The Trainer's arguments are settings of the recipe, and compared as these.

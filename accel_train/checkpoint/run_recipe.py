@@ -18,7 +18,7 @@ _DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
 _WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
 """A run folder may be somebody else's: what its recipe says of foreign code counts for nothing until the reader says it."""
 _NOT_NOTIFIED = ("--log.notify", "[]")
-"""Webhooks are for training. Recipes of older versions may name commands here, which are refused now."""
+"""Webhooks are for training: their variables need not be set."""
 
 
 def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:

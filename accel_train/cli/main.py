@@ -154,6 +154,8 @@ def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | No
         for argument, options in command.arguments.items():
             own.add_argument(argument, **options)
         own.add_argument(FLAG, action="store_true", help=FLAG_HELP)
+        # For `completion`, which cannot import this module: it is one of the commands.
+        own.set_defaults(build_parser=build_parser)
         if extend is not None:
             extend(own, command)
     return parser

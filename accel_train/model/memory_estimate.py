@@ -23,7 +23,7 @@ from accel_train.model.pretrained import pretrained_config
 from accel_train.model.tensors import tensors_in
 from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import embeddings, hidden_matrices
-from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.optimizer import Optimizer, optimizer_kind
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.private import fake_tensors, watch_operators
 from accel_train.task import TASKS, Task, TaskData
@@ -49,22 +49,23 @@ class MemoryPart:
 
 def num_moments(section: Optimizer) -> int:
     """Return the tensors that the optimizer keeps beside each weight; for muon, beside each matrix in a block."""
-    if section.name == "sgd":
-        return 1 if section.momentum else 0
-    return {"muon": 1, "lion": 1, "adafactor": 0}.get(section.name, 2)
+    if section.name == "sgd" and not section.momentum:
+        return 0
+    return optimizer_kind(section.name).moments
 
 
 def state_bytes(model: nn.Module, section: Optimizer) -> int:
     """Return the bytes that the optimizer keeps beside the weights; of a class of somebody else's, as of AdamW."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained = sum(weight.numel() for weight in weights)
-    if section.name == "adafactor":  # a row and a column of each matrix
+    state = optimizer_kind(section.name).state
+    if state == "rows_and_columns":  # a row and a column of each matrix
         matrices = [weight for weight in weights if weight.dim() > 1]
         factors = sum(matrix.numel() // matrix.shape[dim] for matrix in matrices for dim in (-1, -2))
         return 4 * (trained - sum(matrix.numel() for matrix in matrices) + factors)
-    if section.name == "muon":  # AdamW's two for all that is no matrix
+    if state == "muon":  # AdamW's two for all that is no matrix
         return 4 * (2 * trained - sum(matrix.numel() for matrix in hidden_matrices(model)))
-    if section.name == "adamw_8bit":
+    if state == "8_bits":
         whole = {id(weight) for weight in embeddings(model)}
         return sum(_bytes_in_8_bits(weight, whole=id(weight) in whole) for weight in weights)
     return 4 * num_moments(section) * trained
@@ -126,15 +127,15 @@ def estimate_memory(
     is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     section, state = recipe.optimizer, state_bytes(model, recipe.optimizer)
-    kept = f"{section.name}: {num_moments(section)} x 4 bytes each"
-    if section.name == "muon":
-        kept += " for the matrices in blocks, 2 x 4 bytes for the rest (AdamW)"
-    if section.name == "adafactor":
-        kept = "adafactor: 4 bytes for each row, column and vector element"
-    if section.name == "adamw_8bit":
-        kept = f"adamw_8bit: 2 x 1 byte each, and scales; 2 x 4 for embeddings and tensors of fewer than {LEAST_IN_8_BITS:,} numbers"
+    of_state = {
+        "moments": f"{num_moments(section)} x 4 bytes each",
+        "muon": "1 x 4 bytes each for the matrices in blocks, 2 x 4 bytes for the rest (AdamW)",
+        "rows_and_columns": "4 bytes for each row, column and vector element",
+        "8_bits": f"2 x 1 byte each, and scales; 2 x 4 for embeddings and tensors of fewer than {LEAST_IN_8_BITS:,} numbers",
+    }[optimizer_kind(section.name).state]
+    kept = f"{section.name}: {of_state}"
     if ":" in section.name:
-        kept = f"{section.name}: as of AdamW, {kept.partition(': ')[2]}; its own is not known"
+        kept = f"{section.name}: as of AdamW, {of_state}; its own is not known"
     shape = " x ".join(map(str, next(iter(batch.values())).shape))
     eager = f"a micro-batch of {shape}, eager, mixed_precision {mixed_precision}"
     eager += {

@@ -41,8 +41,6 @@ ACCOUNTS = {
     "down_time": "between launches",
 }
 """All accounts, and what a reader sees for them."""
-UNTIL_A_STEP = ("imports", "start_up", "data_preparation", "compile", "first_step")
-"""Accounts of a launch that a restart takes until its first step is done."""
 T = TypeVar("T")
 
 

@@ -1,11 +1,14 @@
 """AdamW and Adam by torch's fused kernel, with less Python a step."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adam import adam
+
+from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 
 
 class GroupState(NamedTuple):
@@ -85,3 +88,31 @@ class FusedAdam(torch.optim.Adam):
                 GroupState(*([state[name] for state in some] for name in ("exp_avg", "exp_avg_sq", "step")))  # type: ignore[index]
                 for some in states
             ]
+
+
+def has_fused_kernels(device: torch.device) -> bool:
+    """Return whether torch has fused optimizer kernels for the device."""
+    return device.type in ("cpu", "cuda", "mps", "xpu")
+
+
+def build_adamw(
+    groups: list[dict[str, Any]], section: OptimizerSection, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return AdamW over the groups."""
+    return _build(groups, section, device, decoupled=True)
+
+
+def build_adam(
+    groups: list[dict[str, Any]], section: OptimizerSection, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return Adam over the groups; weight decay is added to the gradient."""
+    return _build(groups, section, device, decoupled=False)
+
+
+def _build(
+    groups: list[dict[str, Any]], section: OptimizerSection, device: torch.device, *, decoupled: bool
+) -> torch.optim.Optimizer:
+    kind = FusedAdam if has_fused_kernels(device) else partial(torch.optim.Adam, fused=False)
+    return kind(
+        groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, decoupled_weight_decay=decoupled
+    )

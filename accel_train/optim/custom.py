@@ -14,43 +14,40 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.guard.guard import Limits
+from accel_train.model.weights import embeddings
 from accel_train.optim.update import update_within
+from accel_train.recipe.optimizer import CUSTOM, optimizer_kind
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 from accel_train.task import load_class
 
-CLASSES = {
-    "adafactor": "torch.optim:Adafactor",
-    "adamw_8bit": "bitsandbytes.optim:AdamW8bit",
-    "schedule_free_adamw": "accel_train.optim.schedule_free:ScheduleFreeAdamW",
-}
-"""Classes that the recipe has a name for."""
-PACKAGES = {"adamw_8bit": "bitsandbytes", "schedule_free_adamw": "schedulefree"}
-"""What else they need: the package, and the extra that brings it."""
 BY_HOST = "it cannot skip a bad step by itself: the host reads the gradient norm before each update, one wait for the device a step"
 TRIAL_SHAPES = ((64, 64), (64,))
 """Of weights to try an optimizer on: 8-bit ones keep states of fewer than 4,096 numbers in fp32."""
 
 
-def is_custom(name: str) -> bool:
-    """Return whether an `optimizer.name` stands for a class that this package does not build itself."""
-    return name in CLASSES or ":" in name
-
-
-def build_custom(groups: Sequence[Mapping[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
+def build_custom(
+    groups: Sequence[Mapping[str, Any]],
+    section: OptimizerSection,
+    model: nn.Module | None = None,
+    device: torch.device | None = None,
+) -> torch.optim.Optimizer:
     """Return the optimizer that the recipe names by its class, made by Class(groups, lr=..., **options).
 
     Raises:
         ValueError: no such class, it is no optimizer, refuses its options, or has no learning rate or weight decay to set.
     """
     setting = f"optimizer.name={section.name}"
-    package = PACKAGES.get(section.name)
-    if package is not None and find_spec(package) is None:
-        raise ValueError(f"{setting} needs the package {package}; install it: pip install 'accel-train[{package}]'")
-    found: Any = load_class("optimizer.name", CLASSES.get(section.name, section.name), "torch.optim.Optimizer")
+    kind = optimizer_kind(section.name)
+    if kind.package and find_spec(kind.package) is None:
+        raise ValueError(
+            f"{setting} needs the package {kind.package}; install it: pip install 'accel-train[{kind.package}]'"
+        )
+    name = section.name if kind is CUSTOM else kind.of_class
+    found: Any = load_class("optimizer.name", name, "torch.optim.Optimizer")
     if not issubclass(found, torch.optim.Optimizer):
         raise ValueError(f"{setting}: {found.__name__} is not derived from torch.optim.Optimizer; name a class that is")
     optimizer: torch.optim.Optimizer
-    of_adam = {} if package is None else {"betas": section.betas, "eps": section.eps}
+    of_adam = {name: getattr(section, name) for name in ("betas", "eps") if name in kind.settings}
     try:
         # Without names: those who look into the groups themselves expect tensors.
         optimizer = found(_unnamed(groups), lr=section.learning_rate, **of_adam, **section.options)
@@ -69,6 +66,26 @@ def build_custom(groups: Sequence[Mapping[str, Any]], section: OptimizerSection)
     return optimizer
 
 
+def build_adamw_8bit(
+    groups: Sequence[Mapping[str, Any]], section: OptimizerSection, model: nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW over the groups; the moments of embeddings stay in fp32."""
+    optimizer = build_custom(groups, section)
+    keep_whole(optimizer, embeddings(model))
+    return optimizer
+
+
+def keep_whole(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
+    """Let bitsandbytes keep the moments of these weights in fp32, as transformers does for embeddings, by state that is there already.
+
+    Its own way is a list that all optimizers of the process share.
+    """
+    for weight in weights:
+        optimizer.state[weight] = {
+            "step": 0, "state1": torch.zeros_like(weight, dtype=torch.float32), "state2": torch.zeros_like(weight, dtype=torch.float32)
+        }  # fmt: skip
+
+
 def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     unnamed = []
     for group in groups:
@@ -83,7 +100,7 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
     Raises:
         ValueError: it cannot be built or stepped, a checkpoint could not hold its state, or the step with NaN changes it.
     """
-    if not is_custom(section.name):
+    if not optimizer_kind(section.name).of_class:
         return
     weights = [nn.Parameter(torch.ones(shape, device=device)) for shape in TRIAL_SHAPES]
     groups = [

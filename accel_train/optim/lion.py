@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
+from accel_train.recipe.optimizer import Optimizer
 
 
 class Lion(SkippableOptimizer):
@@ -27,3 +28,8 @@ class Lion(SkippableOptimizer):
                 kept = self.state_of(parameter, "exp_avg")
                 decay_and_add(parameter, torch.lerp(gradient, kept, beta1).sign_(), group, 1.0, skip)
                 replace(kept, torch.lerp(gradient, kept, beta2), skip)
+
+
+def build_lion(groups: list[dict[str, Any]], section: Optimizer, model: nn.Module, device: torch.device) -> Lion:
+    """Return Lion over the groups."""
+    return Lion(groups, lr=section.learning_rate, betas=section.betas)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_train.model.tensors import holders, parts_in
-from accel_train.model.weights import in_rounds
+from accel_train.model.weights import hidden_matrices, in_rounds
 from accel_train.optim.adam import FusedAdam
 from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
+from accel_train.recipe.optimizer import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's polynomial, which drives singular values to between 0.68 and 1.13; of the smallest, 0.003 of the norm arrives there."""
@@ -134,3 +135,29 @@ def orthogonalise(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def build_muon(groups: list[dict[str, Any]], section: Optimizer, model: nn.Module, device: torch.device) -> Muon:
+    """Return Muon for the matrices of the model's blocks and AdamW for its other weights.
+
+    Raises:
+        ValueError: the model has no such matrices.
+    """
+    adamw = {"betas": section.betas, "eps": section.eps}
+    return Muon(matrix_groups(groups, model), lr=section.learning_rate, momentum=section.momentum, **adamw)
+
+
+def matrix_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups, each parted into the matrices of the repeated blocks (`is_matrix`) and the rest.
+
+    Raises:
+        ValueError: there is no such matrix.
+    """
+    matrices = {id(parameter) for parameter in hidden_matrices(model)}
+    found = []
+    for group in groups:
+        for is_matrix in (True, False):
+            some = [each for each in group["params"] if (id(each[1]) in matrices) == is_matrix]
+            if some:
+                found.append({**group, "params": some, "is_matrix": is_matrix})
+    return found

@@ -1,28 +1,21 @@
 """Parameter groups and optimizers, fused where torch has a fused kernel, and ready to skip a step on the device."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accel_train.core.state import Choice
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.freeze import matching
-from accel_train.model.weights import embeddings, hidden_matrices
-from accel_train.optim.adam import FusedAdam
-from accel_train.optim.custom import BY_HOST, build_custom, is_custom
-from accel_train.optim.lion import Lion
+from accel_train.optim.custom import BY_HOST
 from accel_train.optim.muon import Muon
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
-from accel_train.recipe.optimizer import ParameterGroup
+from accel_train.recipe.optimizer import ParameterGroup, optimizer_kind
 
-KEPT = {
-    "adamw_8bit": "moments in 8 bits, but for embeddings and tensors of fewer than 4,096 numbers",
-    "schedule_free_adamw": "an average of the weights is evaluated, and what model/ will hold",
-}
+Builder = Callable[[list[dict[str, Any]], OptimizerSection, nn.Module, torch.device], torch.optim.Optimizer]
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
@@ -89,22 +82,6 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return scales
 
 
-def matrix_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """Return the groups, each parted into the matrices of the repeated blocks (`is_matrix`) and the rest.
-
-    Raises:
-        ValueError: there is no such matrix.
-    """
-    matrices = {id(parameter) for parameter in hidden_matrices(model)}
-    found = []
-    for group in groups:
-        for is_matrix in (True, False):
-            some = [each for each in group["params"] if (id(each[1]) in matrices) == is_matrix]
-            if some:
-                found.append({**group, "params": some, "is_matrix": is_matrix})
-    return found
-
-
 def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.device) -> torch.optim.Optimizer:
     """Return the optimizer of the recipe over the model's trainable parameters; the learning rate is set step by step.
 
@@ -114,43 +91,9 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
     groups = parameter_groups(model, section)
     if not groups:
         raise ValueError("every parameter of the model is frozen, so there is nothing to train; unfreeze some")
-    fused = device.type in ("cpu", "cuda", "mps", "xpu")
-    if section.name == "muon":
-        adamw = {"betas": section.betas, "eps": section.eps}
-        return Muon(matrix_groups(groups, model), lr=section.learning_rate, momentum=section.momentum, **adamw)
-    if is_custom(section.name):
-        optimizer = build_custom(groups, section)
-        if section.name == "adamw_8bit":
-            keep_whole(optimizer, embeddings(model))
-        return optimizer
-    if section.name == "lion":
-        return Lion(groups, lr=section.learning_rate, betas=section.betas)
-    if section.name == "sgd":
-        # torch has no fused SGD for parts of weights: each step waits for its verdict.
-        fused = fused and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        optimizer = torch.optim.SGD(groups, lr=section.learning_rate, momentum=section.momentum, fused=fused)
-        if section.momentum:
-            # The fused kernel leaves a momentum buffer uninitialised when the very first step is the skipped one.
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return optimizer
-    adam = FusedAdam if fused else partial(torch.optim.Adam, fused=False)
-    decoupled = section.name == "adamw"
-    return adam(
-        groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, decoupled_weight_decay=decoupled
-    )
-
-
-def keep_whole(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Let bitsandbytes keep the moments of these weights in fp32, as transformers does for embeddings, by state that is there already.
-
-    Its own way is a list that all optimizers of the process share.
-    """
-    for weight in weights:
-        optimizer.state[weight] = {
-            "step": 0, "state1": torch.zeros_like(weight, dtype=torch.float32), "state2": torch.zeros_like(weight, dtype=torch.float32)
-        }  # fmt: skip
+    module, _, function = optimizer_kind(section.name).build.partition(":")
+    build: Builder = getattr(import_module(f"accel_train.optim.{module}"), function)
+    return build(groups, section, model, device)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[str] | None:
@@ -165,8 +108,9 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[st
         if optimizer.group is not None:
             who = f"each of {optimizer.group.size()} processes makes its share of the matrices orthogonal"
         return Choice("muon", f"{where}; {who}, in fp32 (TF32 where precision.tf32 is on)")
-    if is_custom(name):
-        return Choice(name, f"{KEPT[name]}; {BY_HOST}" if name in KEPT else BY_HOST)
+    kind = optimizer_kind(name)
+    if kind.of_class:
+        return Choice(name, f"{kind.note}; {BY_HOST}" if kind.note else BY_HOST)
     return None
 
 

@@ -3,20 +3,13 @@
 from collections.abc import Iterator
 
 from accel_train.core.format import format_blocks, format_bytes, format_count, format_seconds
-from accel_train.core.hardware import GB, LINK_EFFICIENCY
+from accel_train.core.hardware import LINK_EFFICIENCY
 from accel_train.core.redaction import redact
 from accel_train.core.terminal import paint
 from accel_train.data.batch_sizes import is_open
-from accel_train.plan.failures import (
-    COPY_BYTES_PER_SECOND,
-    STORAGE_BYTES_PER_SECOND,
-    WRITE_BYTES_PER_SECOND,
-    WRITING_SHARE,
-    Interval,
-)
 from accel_train.plan.plan import Plan
+from accel_train.plan.saving import SaveInterval
 from accel_train.plan.step_time import Scale, StepTime
-from accel_train.recipe.reliability import Checkpoint
 from accel_train.recipe.writer import format_settings
 
 Row = tuple[str, str]
@@ -108,8 +101,6 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         yield "Processes", list(_layout_rows(scale))
         yield "Communication", list(_traffic_rows(scale))
     if step is None or plan.peak_flops is None:
-        if scale.measured is not None:
-            yield "Failures and checkpoints", list(_cost_rows(scale))
         return
     yield "Time of a step", list(_step_rows(scale, step, plan.peak_flops, plan.device))
     training, num_steps = "unknown: the number of steps is", plan.steps.max_steps if plan.has_length else None
@@ -118,11 +109,14 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         took = f"{format_seconds(seconds)}, {seconds * plan.world_size / 3600:,.1f} GPU-hours"
         training = f"{took}: {num_steps:,} steps of that model; evaluation, saves and failures left out"
     in_a_day = 86_400 / step.seconds * plan.num_targets / plan.steps.max_steps
-    yield "Time", [("training", training), ("in a day", f"{in_a_day:.4g} {plan.targets}")]
-    if plan.world_size > 1:
-        yield "Failures and checkpoints", list(_failure_rows(scale, plan.recipe.checkpoint, step.seconds, num_steps))
-    elif scale.measured is not None:
-        yield "Failures and checkpoints", list(_cost_rows(scale))
+    yield (
+        "Time",
+        [
+            ("training", training),
+            ("in a day", f"{in_a_day:.4g} {plan.targets}"),
+            ("save every", _save_every(scale.save_interval, step.seconds, plan.recipe.checkpoint.every_steps)),
+        ],
+    )
 
 
 def _model_rows(plan: Plan) -> Iterator[Row]:
@@ -239,53 +233,11 @@ def _step_rows(scale: Scale, step: StepTime, peak_flops: float, device: str) -> 
         yield row("", "", how)
 
 
-def _cost_rows(scale: Scale) -> Iterator[Row]:
-    """Yield what a save and a restart cost: measured in the run's folder, or else assumed."""
-    saving, measured = scale.saving, scale.measured
-    rate = f"{WRITE_BYTES_PER_SECOND / GB:g} GB/s a process and {STORAGE_BYTES_PER_SECOND / GB:g} GB/s in all"
-    how = f"estimate: by {format_count(saving.num_writers, 'process', 'processes')}, at an assumed {rate}"
-    still = f"estimate: a copy to host memory at an assumed {COPY_BYTES_PER_SECOND / GB:g} GB/s"
-    still += ", and the writing" * (not saving.in_background)
-    if measured is not None and measured.stall_seconds is not None:
-        still = f"measured: the mean of {format_count(measured.num_saves, 'save')} in {measured.run_folder}"
-        if measured.write_seconds is not None or not saving.in_background:
-            how = f"measured in {measured.run_folder}"
-    yield row("writing", duration(saving.write_seconds), how + "; beside the training" * saving.in_background)
-    yield row("standing still", duration(saving.stall_seconds), still)
-    how = "assumed: from a failure to the next step"
-    if measured is not None and measured.restart_seconds is not None:
-        restarts = format_count(measured.num_restarts, "restart")
-        how = f"measured: from the end of a launch to the next step, the median of {restarts} in {measured.run_folder}"
-    yield row("restart", duration(scale.restart_seconds), how)
-
-
-def _failure_rows(scale: Scale, section: Checkpoint, step_seconds: float, num_steps: int | None) -> Iterator[Row]:
-    yield from _cost_rows(scale)
-    for each in scale.intervals:
-        yield "failures", f"{each.failures_per_week:.2g} a week at a published rate. {each.rate.source}"
-    for each in scale.intervals:
-        yield "best interval", _interval(each, step_seconds, num_steps)
-    for each in scale.intervals:
-        yield "this recipe", _now(each, section, step_seconds, scale.restart_seconds)
-
-
-def _interval(each: Interval, step_seconds: float, num_steps: int | None) -> str:
-    failures, best = f"{each.failures_per_week:.2g} failures a week", f"{each.best_steps:,} steps"
-    best += f" ({format_seconds(each.best_steps * step_seconds)})"
-    if num_steps is not None and each.best_steps >= num_steps:
-        return f"all {num_steps:,} steps of this run, whose end is saved: at {failures} it would be {best}"
-    formulas = f"Daly {format_seconds(each.daly_seconds)}, Young {format_seconds(each.young_seconds)}"
-    lost = f"model: {each.lost_at_best:.2%} of the time lost"
-    return f"{best} at {failures}; {lost} ({formulas}, and {WRITING_SHARE:.0%} of the time writing at most)"
-
-
-def _now(each: Interval, section: Checkpoint, step_seconds: float, restart_seconds: float) -> str:
-    failures = f"{each.failures_per_week:.2g} failures a week"
-    if each.lost_now is None:
-        return f"checkpoint.every_steps is 0: at {failures} each costs the whole run so far"
-    every = f"every {section.every_steps:,} steps ({format_seconds(section.every_steps * step_seconds)})"
-    lost = f"model: {each.lost_now:.2%} of the time lost at {failures}"
-    return f"{every}; {lost}, restarts of {format_seconds(restart_seconds)} in it"
+def _save_every(found: SaveInterval, step_seconds: float, every_steps: int) -> str:
+    stall, mtbf = found.stall_seconds, found.mtbf_seconds
+    times = f"{duration(stall.value)} for a save ({stall.reason}), {format_seconds(mtbf.value)} between failures"
+    steps = f"{max(1, round(found.seconds / step_seconds)):,} steps ({format_seconds(found.seconds)})"
+    return f"{steps}; checkpoint.every_steps is {every_steps:,}. Young's sqrt(2 x save x MTBF): {times} ({mtbf.reason})"
 
 
 def row(name: str, value: str, text: str) -> Row:

@@ -80,6 +80,8 @@ class Hardware:
     gpus_per_node: int | None = None
     interconnect: str | None = None
     mfu: float | None = None
+    mtbf_hours: float | None = None
+    """Mean time between two failures of the whole run."""
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,19 @@ from accel_train.model.memory_estimate import (
     vocabulary_rows,
 )
 from accel_train.model.weights import ModelWeights, group_weights
-from accel_train.optim.custom import BY_HOST, is_custom, try_custom
+from accel_train.optim.custom import BY_HOST, try_custom
 from accel_train.optim.schedule import StepPlan, scale_learning_rate
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines
 from accel_train.parallel.sequence_parallel import check_model, slice_of
 from accel_train.parallel.tensor_parallel import part_shapes
 from accel_train.plan.formulas import spread_memory
-from accel_train.plan.measured import measured_in
 from accel_train.plan.place import Hardware, Place, choose_place, count_processes
 from accel_train.plan.step_time import Scale, estimate_scale
 from accel_train.plan.traffic import Collective
 from accel_train.plan.traffic_model_parallel import neighbour_collectives, with_exchange
 from accel_train.plan.without_data import without_data
+from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.task import TARGET_UNITS, Task, TaskData, prove_forward, read_data
@@ -73,7 +73,7 @@ class Plan:
     peak_flops: float | None
     """Peak of one GPU in this precision; None where it is not known."""
     scale: Scale
-    """The estimate for several processes: traffic, the time of a step, failures."""
+    """The estimate for several processes: traffic, the time of a step, how often to save."""
     notes: tuple[str, ...]
     reads_data: bool = True
     """Else the plan follows from the sequence length and the vocabulary alone."""
@@ -154,7 +154,6 @@ def resolve_plan(
         num_micro_batches=sizes.gradient_accumulation_steps,
         flops_per_step=None if flops is None else flops * num_targets / steps.max_steps,
         checkpoint_bytes=model.checkpoint_bytes,
-        measured=measured_in(Path(recipe.output_dir), processes),
     )  # fmt: skip
     return Plan(
         recipe=recipe,
@@ -255,7 +254,7 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
     yield from data.facts.get("notes", ())
     if (note := across_machines(recipe.parallel, place.layout.gpus_per_node)) is not None:
         yield note
-    if is_custom(recipe.optimizer.name):
+    if optimizer_kind(recipe.optimizer.name).of_class:
         yield f"optimizer {recipe.optimizer.name}: {BY_HOST}"
     if recipe.optimizer.name == "muon":
         yield "the time of a step leaves out what muon takes to make matrices orthogonal"

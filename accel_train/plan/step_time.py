@@ -1,20 +1,20 @@
-"""A run on any number of GPUs: where its processes are, what they send, what fails, and the time of a step.
+"""A run on any number of GPUs: where its processes are, what they send, the time of a step, how often to save.
 
 A step's time is a roofline of arithmetic, memory and links, with what hides behind what.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from accel_train.core.hardware import GB, MEMORY_EFFICIENCY, Gpu, Interconnect, choose_interconnect, find_gpu
 from accel_train.core.state import Choice
 from accel_train.model.memory_estimate import num_moments
 from accel_train.model.weights import ModelWeights
-from accel_train.plan.failures import RESTART_SECONDS, Interval, SavingCost, best_intervals, saving_cost
 from accel_train.plan.formulas import collectives
 from accel_train.plan.fsdp2 import matrix_collectives
-from accel_train.plan.measured import Measured, with_measured
 from accel_train.plan.place import Layout, Place
+from accel_train.plan.saving import SaveInterval, save_interval, saving_cost
 from accel_train.plan.traffic import Collective, Traffic, traffic_of
 from accel_train.recipe.schema import Recipe
 
@@ -103,17 +103,7 @@ class Scale:
     mfu: Choice[float]
     step: StepTime | None
     """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload, which is not modelled."""
-    saving: SavingCost
-    intervals: tuple[Interval, ...]
-    """One for each published rate of failures; empty where a step's time is not known."""
-    measured: Measured | None = None
-    """Times of saves and restarts of the run in the same folder."""
-
-    @property
-    def restart_seconds(self) -> float:
-        """Time from a failure to the next step: measured, or else assumed."""
-        measured = None if self.measured is None else self.measured.restart_seconds
-        return RESTART_SECONDS if measured is None else measured
+    save_interval: SaveInterval
 
 
 def choose_mfu(recipe: Recipe, asked: float | None) -> Choice[float]:
@@ -144,13 +134,12 @@ def estimate_scale(
     num_micro_batches: int,
     flops_per_step: float | None,
     checkpoint_bytes: int,
-    measured: Measured | None = None,
 ) -> Scale:
     """Return all of it for a run in this place; `flops_per_step` are of all processes together, `weights` of a group of
     neighbours, and `of_neighbours` what these exchange.
 
     Raises:
-        ValueError: the interconnect is not known, or the MFU is no share.
+        ValueError: the interconnect is not known, or --mfu or --mtbf is out of range.
     """
     layout = place.layout
     of_matrices = matrix_collectives(layout, weights) if recipe.optimizer.name == "muon" else ()
@@ -167,10 +156,6 @@ def estimate_scale(
             num_moments(recipe.optimizer),
         )
         step = model_step(found, work, gpu, network.value)
-    saving = with_measured(saving_cost(recipe.checkpoint, layout, checkpoint_bytes), measured)
-    traffic = traffic_of(found, num_micro_batches)
-    scale = Scale(layout, weights, traffic, gpu, network, mfu, step, saving, (), measured)
-    if step is None:
-        return scale
-    of_rates = best_intervals(recipe.checkpoint, saving, layout.world_size, step.seconds, scale.restart_seconds)
-    return replace(scale, intervals=of_rates)
+    cost = saving_cost(recipe.checkpoint, layout, checkpoint_bytes, Path(recipe.output_dir))
+    interval = save_interval(cost, layout.world_size, place.hardware.mtbf_hours)
+    return Scale(layout, weights, traffic_of(found, num_micro_batches), gpu, network, mfu, step, interval)

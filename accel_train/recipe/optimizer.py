@@ -1,20 +1,74 @@
-"""The `optimizer` and `schedule` sections of a recipe: how weights are updated, and the learning rates."""
+"""The `optimizer` section of a recipe, and the table of optimizers.
 
-from typing import Annotated, Any, Literal
+To add an optimizer, write its class and a builder in one file of `accel_train/optim`, and add its line to `OPTIMIZERS`.
+The checks of settings, the comparison at a resume, the memory estimate, and the reference read that line.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from accel_train.recipe.values import (
-    Fraction,
-    Length,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from accel_train.recipe.values import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 SCHEDULE_FREE = "schedule_free_adamw"
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One value of `optimizer.name`: its builder, the settings it reads, and the state it keeps."""
+
+    build: str
+    """Builder as `module:function` in `accel_train.optim`, called with (groups, section, model, device)."""
+    settings: tuple[str, ...]
+    """Settings of the section that this optimizer reads, of betas, eps, momentum, and options."""
+    moments: int = 2
+    """fp32 tensors of state for each weight."""
+    state: Literal["moments", "muon", "rows_and_columns", "8_bits"] = "moments"
+    """Form of the state, for the memory estimate (`model/memory_estimate.py`)."""
+    of_class: str = ""
+    """`module:Class` of another package. The host reads the gradient norm before each of its steps."""
+    package: str = ""
+    """Package that the class needs; an extra of the same name installs it."""
+    note: str = ""
+    """Sentence for the start of a run."""
+
+    @property
+    def reads_options(self) -> bool:
+        return "options" in self.settings
+
+
+CUSTOM = OptimizerKind("custom:build_custom", ("options",), of_class=":")
+"""Optimizers that a recipe names as `module:Class`; their state is estimated as AdamW's."""
+OPTIMIZERS = {
+    "adamw": OptimizerKind("adam:build_adamw", ("betas", "eps")),
+    "adam": OptimizerKind("adam:build_adam", ("betas", "eps")),
+    "sgd": OptimizerKind("sgd:build_sgd", ("momentum",), moments=1),
+    "muon": OptimizerKind("muon:build_muon", ("betas", "eps", "momentum"), moments=1, state="muon"),
+    "lion": OptimizerKind("lion:build_lion", ("betas",), moments=1),
+    "adafactor": OptimizerKind(
+        "custom:build_custom", ("options",), moments=0, state="rows_and_columns", of_class="torch.optim:Adafactor"
+    ),
+    "adamw_8bit": OptimizerKind(
+        "custom:build_adamw_8bit", ("betas", "eps"), state="8_bits", of_class="bitsandbytes.optim:AdamW8bit",
+        package="bitsandbytes", note="moments in 8 bits, but for embeddings and tensors of fewer than 4,096 numbers",
+    ),
+    SCHEDULE_FREE: OptimizerKind(
+        "custom:build_custom", ("betas", "eps", "options"), of_class="accel_train.optim.schedule_free:ScheduleFreeAdamW",
+        package="schedulefree", note="an average of the weights is evaluated, and what model/ will hold",
+    ),
+}  # fmt: skip
+"""`optimizer.name` -> what the package knows about it."""
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)] | Annotated[str, Field(pattern=".:.")]
+
+
+def optimizer_kind(name: str) -> OptimizerKind:
+    """Return the kind of `optimizer.name`."""
+    return OPTIMIZERS.get(name, CUSTOM)
 
 
 class LRScaling(Section):
@@ -34,10 +88,7 @@ class ParameterGroup(Section):
 
 
 class Optimizer(Section):
-    name: (
-        Literal["adamw", "adam", "sgd", "muon", "lion", "adafactor", "adamw_8bit", "schedule_free_adamw"]
-        | Annotated[str, Field(pattern=".:.")]
-    ) = "adamw"
+    name: OptimizerName = "adamw"
     """muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with learning rates as for AdamW;
     lion: half of AdamW's state, with a learning rate 3 to 10 times lower and a weight decay as many times higher;
     adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer than 4,096 numbers keep all of theirs;
@@ -69,10 +120,10 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def options_are_for_a_class(self) -> "Optimizer":
-        if self.options and self.name not in ("adafactor", SCHEDULE_FREE) and ":" not in self.name:
+        if self.options and not optimizer_kind(self.name).reads_options:
+            taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
             raise ValueError(
-                f"optimizer.options are for adafactor, {SCHEDULE_FREE} and module:Class, and optimizer.name is {self.name}; "
-                "leave them out"
+                f"optimizer.options are for {taking} and module:Class, and optimizer.name is {self.name}; leave them out"
             )
         return self
 
@@ -93,57 +144,3 @@ class Optimizer(Section):
     def averages(self) -> bool:
         """Return whether an average of the weights is evaluated and saved."""
         return self.ema_decay is not None or self.name == SCHEDULE_FREE
-
-
-class Schedule(Section):
-    type: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "warmup_cosine",
-        "warmup_stable_decay",
-        "one_cycle",
-        "cyclic",
-        "step",
-        "exponential",
-        "polynomial",
-        "inverse_sqrt",
-        "cosine_restarts",
-    ] = "warmup_cosine"
-    """The curve of the learning rate over the steps."""
-    max_steps: PositiveInt | None = None
-    """Steps (optimizer updates) to train."""
-    num_epochs: Length | None = None
-    """Passes over the training data; give this or max_steps."""
-    warmup_steps: NonNegativeInt | None = None
-    """Steps over which the learning rate rises linearly to where the curve begins: its peak, or `initial_lr_ratio` of it for one_cycle and cyclic."""
-    warmup_ratio: Fraction | None = None
-    """The same as a fraction of all steps; give one of the two (neither: 1 % for warmup_* types, else 0)."""
-    min_lr_ratio: Fraction = 0.0
-    """The end of a decay, as a fraction of the peak; a floor for step, exponential and inverse_sqrt; constant and cyclic ignore it."""
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """warmup_stable_decay: the last fraction of all steps, in which the rate falls."""
-    decay_shape: Literal["linear", "cosine", "one_minus_sqrt"] = "linear"
-    """warmup_stable_decay: the form of that fall."""
-    num_cycles: PositiveInt = 1
-    """cosine_restarts and cyclic: how many."""
-    step_size_steps: PositiveInt | None = Field(default=None, examples=[1000])
-    """step: steps between two drops; none: a third of all steps."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """step: factor of each drop; exponential: the ratio to the peak reached at the last step."""
-    power: PositiveFloat = 1.0
-    """polynomial."""
-    initial_lr_ratio: Annotated[float, Field(gt=0, le=1)] = 0.04
-    """one_cycle: where it starts, as a fraction of the peak; cyclic: the low point of a cycle."""
-
-    @model_validator(mode="after")
-    def one_length_and_one_warmup(self) -> "Schedule":
-        if (self.max_steps is None) == (self.num_epochs is None):
-            raise ValueError("give exactly one of schedule.max_steps and schedule.num_epochs")
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("give one of schedule.warmup_steps and schedule.warmup_ratio, not both")
-        if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower warmup_steps"
-            )
-        return self

@@ -35,17 +35,9 @@ class Parallel(Section):
     sync_batch_norm: bool = False
     """ddp: batch norms take their statistics over the micro-batches of all processes. Off: over each process's own, so another number
     of processes trains differently."""
-    cp_size: PositiveInt = 1
-    """Processes that share each sequence by ring attention (context parallelism): only 1; `sp_size` is the way to split sequences."""
 
     @model_validator(mode="after")
     def strategies_fit(self) -> "Parallel":
-        if self.cp_size != 1:
-            raise ValueError(
-                f"parallel.cp_size={self.cp_size}: context parallelism is not supported, because torch's ring attention has no "
-                "kernel for the CPU, where this program proves that several processes train as one does; leave it at 1, and for "
-                f"sequences that do not fit set parallel.sp_size to {self.cp_size}, and precision.gradient_checkpointing to blocks"
-            )
         if self.sp_size > 1 and (self.tp_size > 1 or self.strategy == "deepspeed"):
             other = f"tp_size={self.tp_size}" if self.tp_size > 1 else "strategy deepspeed"
             raise ValueError(

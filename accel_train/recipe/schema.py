@@ -13,9 +13,10 @@ from pydantic import Field, PrivateAttr, model_validator
 from accel_train.core.files import path_problem
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.evaluate import Evaluate
-from accel_train.recipe.optimizer import SCHEDULE_FREE, Optimizer, Schedule
+from accel_train.recipe.optimizer import SCHEDULE_FREE, Optimizer
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.reliability import Checkpoint, Guard
+from accel_train.recipe.schedule import Schedule
 from accel_train.recipe.values import (
     Auto,
     NonNegativeFloat,

@@ -7,9 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import accel_train
-
-RECIPES = Path(accel_train.__file__).with_name("recipes")
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 class ShippedRecipe(NamedTuple):

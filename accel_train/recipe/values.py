@@ -23,14 +23,14 @@ Auto = Literal["auto"]
 
 
 def _check_target(target: Any) -> Any:
-    """Return a target of `log.notify` that is a URL, `$NAME`, or was redacted; a command may hold credentials, and is refused."""
+    """Return a target of `log.notify`: a URL, `$NAME`, or REDACTED. Errors do not show the target, which may hold credentials."""
     if target == REDACTED or (isinstance(target, str) and re.fullmatch(r"\$\{?\w+\}?", target)):
         return target
     parts = urlsplit(target) if isinstance(target, str) and re.fullmatch(r"\w+://\S*", target) else None
     if parts is None:
         raise ValueError(
             "log.notify: a target is not a URL. Give a webhook's address (https://...), or $NAME of a variable that holds one. "
-            "Run a command after the training in your shell: its exit code says how the run has ended"
+            "To run a command, call it in your shell after `accel-train run`, by its exit code"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(

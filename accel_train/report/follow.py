@@ -19,36 +19,8 @@ HOST = "127.0.0.1"
 LARGEST_PORT = 65535
 _STRICT = "default-src 'none';"
 _MAY_ASK = "default-src 'none'; connect-src 'self';"
-_RENEW = """<script>
-{
-  const kept = JSON.parse(sessionStorage.getItem("follow") ?? "{}"), drawn = typeof charts === "undefined" ? [] : charts;
-  const folds = [...document.querySelectorAll("details")].map((each) => [each.querySelector("summary").firstChild.textContent, each]);
-  if (kept.theme) document.documentElement.dataset.theme = kept.theme;
-  for (const [name, each] of folds) each.open = kept.open?.[name] ?? each.open;
-  for (const chart of drawn) {
-    const { log, hidden } = kept.charts?.[chart.spec.name] ?? chart;
-    Object.assign(chart, { log, hidden: new Set(hidden) });
-    chart.place.parentElement.querySelector(".control").ariaPressed = log;
-  }
-  const range = document.getElementById("smoothing");
-  if (range && kept.smoothing != null) { range.value = kept.smoothing; range.oninput(); }
-  for (const { plot } of drawn) if (kept.zoom) plot.setScale("x", kept.zoom);
-  const ask = async () => {
-    const version = await (await fetch("version")).text();
-    if (version === VERSION) return;
-    const x = drawn[0]?.plot.scales.x, steps = drawn[0]?.plot.data[0] ?? [];
-    const zoom = x && (x.min > steps[0] || x.max < steps.at(-1)) ? { min: x.min, max: x.max } : null;
-    const look = Object.fromEntries(drawn.map(({ spec, log, hidden }) => [spec.name, { log, hidden: [...hidden] }]));
-    const open = Object.fromEntries(folds.map(([name, each]) => [name, each.open]));
-    const theme = document.documentElement.dataset.theme;
-    sessionStorage.setItem("follow", JSON.stringify({ zoom, theme, smoothing: range?.value, charts: look, open }));
-    location.reload();
-  };
-  setInterval(() => ask().catch(() => {}), 2000);
-}
-</script>
-</body>"""
-"""Asks for the version every two seconds. What the reader has set stays; a browser keeps the place on the page by itself."""
+_RENEW = (Path(__file__).parent / "follow.js").read_text(encoding="utf-8")
+"""Script that asks for the version every two seconds; VERSION stands for the version of the page."""
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -99,7 +71,8 @@ class ReportServer(ThreadingHTTPServer):
             runs = load_runs(self._folders, self._readers)
         html = render_page(runs).replace(_STRICT, _MAY_ASK, 1)
         before, _, after = html.rpartition("</body>")
-        return f"{before}{_RENEW.replace('VERSION', json.dumps(version), 1)}{after}".encode()
+        script = _RENEW.replace("VERSION", json.dumps(version), 1)
+        return f"{before}<script>\n{script}</script>\n</body>{after}".encode()
 
     def file(self, path: str) -> Path | None:
         """Return a file that the page of one run links to: of an incident, or a profile; None for any other path."""

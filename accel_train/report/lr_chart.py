@@ -1,30 +1,19 @@
 """The picture of a learning-rate range test: the loss over the rate, and up to which rate it falls steeply."""
 
 import io
-from typing import Any
+import math
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from PIL import Image, ImageDraw, ImageFont
 
 from accel_train.report.curves import Array, short_number
 
-PAPER, INK, MUTED, GRID, SERIES = "#fdfdfb", "#33373b", "#7c8187", "#e3e2dc", ("#2b6cb0", "#c9662b")
-SIZE = (10.0, 5.14)
-"""Width and height in inches, of 72 pixels."""
-DPI = 160
-LOOK: dict[str, Any] = {
-    "font.size": 11.0,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.facecolor": "none",
-    "grid.color": GRID,
-    **{f"axes.spines.{side}": False for side in ("top", "right", "left")},
-    **dict.fromkeys(("xtick.color", "ytick.color"), MUTED),
-    **dict.fromkeys(("xtick.major.size", "ytick.major.size"), 0),
-    **dict.fromkeys(("xtick.major.pad", "ytick.major.pad"), 7),
-}
+# The colours of report.html on light paper.
+PAPER, INK, MUTED, GRID, SMOOTHED, SUGGESTED = "#fdfdfb", "#33373b", "#6d7278", "#e3e2dc", "#2b6cb0", "#c9662b"
+EACH_STEP = "#9fbcd9"
+# Pixels of a drawing that is twice as large as the file: Pillow's lines have no smooth edges, and halving smooths them.
+SIZE, LEFT, TOP, WIDTH, HEIGHT = (3200, 1640), 180, 200, 2980, 1140
+LINE, TEXT = 4, 46
 
 
 def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int | None) -> bytes:
@@ -33,33 +22,68 @@ def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int
     Losses far above the first ones, where the test has diverged, are cut off.
     """
     finite = np.isfinite(losses)
-    look: dict[str, Any] = {"color": SERIES[1], "lw": 1.2, "ls": "--", "marker": "o", "markersize": 7}
-    with rc_context(LOOK):  # type: ignore[arg-type]
-        figure = Figure(figsize=SIZE, dpi=72, layout="constrained", facecolor=PAPER)
-        figure.suptitle("Learning-rate range test", x=0.002, ha="left", fontsize=12, fontweight="bold")
-        axes = figure.add_subplot()
-        axes.plot(rates[finite], losses[finite], color=SERIES[0], alpha=0.45, lw=1, label="each step")
-        axes.plot(rates[: len(smoothed)], smoothed, color=SERIES[0], lw=2, label="smoothed")
-        if suggested is not None:
-            rate = float(rates[suggested])
-            axes.axvline(rate, color=SERIES[1], lw=1.2, ls="--")
-            axes.plot([rate], [smoothed[suggested]], label=f"last steep fall: {rate:.2g}", **look)
-        axes.set_xscale("log")
-        if finite.any():
-            low, high = float(losses[finite].min()), float(losses[finite].max())
-            top = min(high, float(np.median(losses[finite][: max(5, len(rates) // 10)])) * 1.5)
-            margin = 0.06 * max(top - low, 1e-9)
-            axes.set_ylim(low - margin, max(top, low) + margin)
-        axes.grid(lw=0.8)
-        axes.set_axisbelow(True)
-        axes.xaxis.set_major_locator(LogLocator(base=10, numticks=12))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-        axes.set_xlabel("learning rate, as the optimizer has it", color=MUTED)
-        axes.set_ylabel("training loss", color=INK)
-        figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=10)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=DPI)
-    return picture.getvalue()
+    low, high = _loss_range(losses[finite], max(5, len(rates) // 10))
+    first, last = (float(np.log10(rate)) for rate in rates[[0, -1]])
+
+    def place(rate: Array, loss: Array) -> list[tuple[float, float]]:
+        x = (0.02 + 0.96 * (np.log10(rate) - first) / (last - first)) * WIDTH
+        y = (high - np.minimum(loss, 2 * high - low)) / (high - low) * HEIGHT
+        return list(zip(x.tolist(), y.tolist()))
+
+    picture, plot = Image.new("RGB", SIZE, PAPER), Image.new("RGB", (WIDTH, HEIGHT), PAPER)
+    page, lines, font = ImageDraw.Draw(picture), ImageDraw.Draw(plot), ImageFont.load_default(TEXT)
+    for rate in _rate_ticks(first, last):
+        [(x, _)] = place(np.array([rate]), np.array([low]))
+        lines.line([(x, 0), (x, HEIGHT)], GRID, LINE)
+        page.text((LEFT + x, TOP + HEIGHT + 26), short_number(rate), MUTED, font, "mt")
+    for loss in _loss_ticks(low, high):
+        [(_, y)] = place(rates[:1], np.array([loss]))
+        lines.line([(0, y), (WIDTH, y)], GRID, LINE)
+        page.text((LEFT - 26, TOP + y), short_number(loss), MUTED, font, "rm")
+    legend = [("each step", EACH_STEP, LINE), ("smoothed", SMOOTHED, 2 * LINE)]
+    curves = (rates[finite], losses[finite]), (rates[: len(smoothed)], smoothed)
+    for (_, color, width), points in zip(legend, curves):
+        if len(points[0]):
+            lines.line(place(*points), color, width, "curve")
+    if suggested is not None:
+        [(x, y)] = place(rates[[suggested]], smoothed[[suggested]])
+        for dash in range(0, HEIGHT, 28):
+            lines.line([(x, dash), (x, dash + 17)], SUGGESTED, LINE)
+        lines.circle((x, y), 16, SUGGESTED)
+        legend.append((f"last steep fall: {rates[suggested]:.2g}", SUGGESTED, 28))
+    picture.paste(plot, (LEFT, TOP))
+    page.text((24, 24), "Learning-rate range test", INK, ImageFont.load_default(56), stroke_width=1)
+    page.text((24, 108), "training loss", INK, font)
+    page.text((LEFT + WIDTH / 2, TOP + HEIGHT + 110), "learning rate, as the optimizer has it", MUTED, font, "mt")
+    x, y = 24.0, SIZE[1] - 60
+    for name, color, width in legend:
+        page.rectangle([x, y - width / 2, x + 88, y + width / 2], color)
+        page.text((x + 112, y), name, INK, font, "lm")
+        x += 190 + font.getlength(name)
+    file = io.BytesIO()
+    picture.reduce(2).save(file, "png")
+    return file.getvalue()
+
+
+def _loss_range(losses: Array, num_first: int) -> tuple[float, float]:
+    """Return the ends of the loss axis for finite losses; it leaves out losses far above the median of the first ones."""
+    if not len(losses):
+        return 0.0, 1.0
+    low, high = float(losses.min()), float(losses.max())
+    high = max(low, min(high, 1.5 * float(np.median(losses[:num_first]))))
+    margin = max(0.06 * (high - low), 0.01 * abs(high), 1e-9)
+    return low - margin, high + margin
+
+
+def _rate_ticks(first: float, last: float) -> list[float]:
+    """Return the powers of ten between 10^first and 10^last, 12 at most; of fewer than three decades 2 and 5 times them, too."""
+    decades = range(math.floor(first), math.ceil(last) + 1, 1 + int((last - first) / 12))
+    ticks = [factor * 10.0**decade for decade in decades for factor in ((1, 2, 5) if last - first < 3 else (1,))]
+    return [tick for tick in ticks if first - 1e-9 <= math.log10(tick) <= last + 1e-9]
+
+
+def _loss_ticks(low: float, high: float) -> list[float]:
+    """Return at most 7 round losses between the ends of the axis."""
+    decade = 10.0 ** math.floor(math.log10((high - low) / 6))
+    step = next(factor * decade for factor in (1, 2, 5, 10) if 6 * factor * decade >= high - low)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -26,7 +26,7 @@ _OFFLOAD = "offloading is not supported under DeepSpeed; launch with launch/fsdp
 # A variable is refused where all of these parts of the launch are on and it has none of these values (in lower case); and why.
 REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
     ((), "ACCELERATE_USE_MEGATRON_LM", FALSE, "Megatron-LM is not supported; launch with launch/fsdp2.yaml, launch/hsdp.yaml or launch/tp.yaml for a model that one GPU does not hold, launch/sp.yaml for long sequences, or else launch/ddp.yaml"),
-    ((SIZES,), "PARALLELISM_CONFIG_CP_SIZE", ("1",), "context parallelism is not supported (parallel.cp_size says why); leave its size at 1 in the launch's parallelism_config"),
+    ((SIZES,), "PARALLELISM_CONFIG_CP_SIZE", ("1",), "context parallelism is not supported; split sequences with parallel.sp_size, and leave cp_size at 1 in the launch's parallelism_config"),
     ((SIZES, ZERO), SP_SIZE, ("1",), "sequences are split under FSDP2 and DDP, and not under DeepSpeed's ZeRO; launch with launch/sp.yaml"),
     ((SIZES, SP_SIZE), "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", ("sdpa", "none"), "sequences that are split attend by SDPA, whose kernels torch chooses; leave it out of the launch's parallelism_config"),
     ((ZERO,), "ACCELERATE_DEEPSPEED_CONFIG_FILE", (), f"how to train is for the recipe to say: a configuration of DeepSpeed's own; write zero_stage, leave deepspeed_config_file {_LEAVE_OUT}"),

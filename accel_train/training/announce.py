@@ -80,9 +80,9 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
 
 
 def open_notifier(recipe: Recipe, resources: ExitStack) -> Notifier | None:
-    """Return the observer that tells URLs and commands how the run goes and ends, None where there are none.
+    """Return the observer that posts to the URLs of `log.notify`, or None if there are no URLs.
 
-    It tells of the end when `resources` close, or when the watchdog ends the process.
+    It posts the end when `resources` close, or when the watchdog ends the process.
     """
     if not recipe.log.notify:
         return None

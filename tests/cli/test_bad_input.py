@@ -505,6 +505,7 @@ def test_the_good_recipe_is_good(no_model: list[str], capsys: pytest.CaptureFixt
     "words",
     [
         "find-lr r.yaml --steps N", "find-lr r.yaml --min F", "plan r.yaml --world-size N", "plan r.yaml --mfu F",
+        "plan r.yaml --mtbf F",
         "rehearse r.yaml --steps N", "generate run --max-new-tokens N", "generate run --temperature F",
         "generate run --seed N", "report run --port N", "watch run --every F", "sweep r.yaml --random N",
     ],

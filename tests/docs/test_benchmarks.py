@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -15,11 +16,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import golden, step_path
 from benchmarks.common import (
     FetchClock,
     child_environment,
     common_time,
     markdown_table,
+    run_child,
     run_children_in_turns,
     step_times,
     write_tokens,
@@ -181,6 +184,68 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
     assert sum(row["bar"] != "-" for row in rows) == 2
     figures = json.loads((tmp_path / "data.json").read_text())["figures"]
     assert len(figures) == len(rows)
+
+
+@pytest.mark.slow
+def test_the_page_on_architecture_lists_the_modules_that_a_step_enters(tmp_path: Path) -> None:
+    found = run_child(
+        "benchmarks.step_path",
+        ["--child", str(tmp_path / "run")],
+        environment=child_environment(1),
+        timeout_seconds=500,
+    ).result
+    assert {"training/loop.py", "engine/step.py", "optim/update.py", "data/order.py"} <= set(found["entered"])
+    page = step_path.PAGE.read_text()
+    assert step_path.replaced(page, step_path.listing(found["entered"])) == page, (
+        "run python -m benchmarks.step_path --write"
+    )
+
+
+@pytest.mark.slow
+def test_golden_finds_no_difference_in_one_revision_and_each_number_that_a_changed_seed_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(golden, "FOLDER", tmp_path / "golden")
+    only = ["text_ngrams-one"]
+    before = golden.Revision.unpack("HEAD", again=False)
+    golden.make_records(before, only, jobs=1)
+    record = json.loads((before.folder / "records" / "text_ngrams-one.json").read_text())
+    losses = [float.fromhex(row["loss"]) for row in record["metrics"] if row["split"] == "train"]
+    assert len(losses) == golden.STEPS
+    assert losses[-1] < losses[0]
+    assert {record[name]["exit_code"] for name in ("plan", "evaluate", "predict", "verify", "report")} == {0}
+    assert len(record["predictions"]) == 200
+    assert golden.differences(before, before, only) == []
+
+    after = replace(before, folder=tmp_path / "after")
+    shutil.copytree(before.folder / "source", after.folder / "source")
+    for part in ("work", "records", "cache", "home"):
+        (after.folder / part).mkdir()
+    recipe = after.folder / "source" / "recipes" / "text_ngrams.yaml"
+    recipe.write_text(recipe.read_text().replace("seed: 0", "seed: 1"))
+    golden.make_records(after, only, jobs=1)
+    lines = golden.differences(before, after, only)
+    changed = {line.split()[2] for line in lines}
+    assert changed >= {"metrics.*.loss", "settings.seed", "weights.model/model.safetensors"}
+    assert not changed & {"exit_code", "files", "plan.exit_code"}
+
+
+def test_golden_keeps_every_bit_of_a_float_and_leaves_out_prose_paths_and_times() -> None:
+    value = {
+        "loss": 0.1,
+        "seconds": 1.5,
+        "note": "it fell",
+        "file": "/a/b",
+        "choices": {"precision": "no (cpu: exact)"},
+    }
+    assert golden.comparable(value) == {
+        "loss": (0.1).hex(),
+        "note": "...",
+        "file": "...",
+        "choices": {"precision": "no"},
+    }
+    assert golden.comparable(0.1) != golden.comparable(float(np.nextafter(0.1, 1)))
+    assert dict(golden.flat({"a": [{"b": 1}, {}], "c": None})) == {"a.0.b": 1, "a.1": {}, "c": None}
 
 
 def test_the_losses_benchmark_compares_one_loss_in_two_ways(tmp_path: Path) -> None:

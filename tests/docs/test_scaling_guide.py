@@ -31,7 +31,10 @@ SBATCH = {"--nodes", "--gpus-per-node", "--cpus-per-task", "--mem", "--time", "-
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """What stands in backticks, or indented in a comment, and begins with a program's name; placeholders filled in."""
+    """Commands in code blocks, in backticks, or indented in a comment, with placeholders filled in."""
+    text = re.sub(
+        r"^```\w*\n(.*?)^```$", lambda block: re.sub(r"(.+)", r"`\1`", block[1]), text, flags=re.DOTALL | re.MULTILINE
+    )
     text = re.sub(r" \\\n#\s+", " ", text)
     quoted = re.findall(r"`([^`]+)`", text) + re.findall(r"^#   (\S.*)$", text, flags=re.MULTILINE)
     programs = (
@@ -137,7 +140,7 @@ def test_what_scaling_says_of_settings_codes_and_times_is_so() -> None:
     assert [name for name in refused if name not in SCALING] == []
     slurm = (REPOSITORY / "launch" / "slurm.sh").read_text()
     (signal,) = re.findall(r"^#SBATCH (--signal=\S+)$", slurm, flags=re.MULTILINE)
-    assert says(f"5 minutes before its time is over (`{signal}`)")
+    assert says(f"5 minutes before its time limit (`{signal}`)")
     assert signal.endswith("@300")
     assert says("again in place, 3 times")
     assert "${MAX_RESTARTS:-3}" in slurm
@@ -154,7 +157,7 @@ def test_recipes_of_gpt2_go_on_every_power_of_two_and_read_their_data_once(name:
         assert sizes.per_device_batch_size * sizes.gradient_accumulation_steps * world_size == 512
     with pytest.raises(ValueError, match="global_batch_size=512 is not divisible by 240 processes"):
         resolve_batch(recipe.batch, 240)
-    assert "512 samples go on 256 GPUs, and not on 240" in SCALING
+    assert "512 samples fit on 256 GPUs, but not on 240" in SCALING
     assert 512 * 1024 * (recipe.schedule.max_steps or 0) == pytest.approx(10e9, rel=1e-3)
 
 

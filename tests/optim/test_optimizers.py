@@ -21,12 +21,13 @@ from accel_train.optim.muon import orthogonalise
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters, set_learning_rate
 from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
 from accel_train.optim.update import FlooredGradScaler, update_within
-from accel_train.recipe.optimizer import Optimizer, ParameterGroup
+from accel_train.recipe.optimizer import OPTIMIZERS, Optimizer, ParameterGroup
+from tests.support.runs import REPOSITORY
 
 CPU = torch.device("cpu")
 OWN = ("muon", "lion")
 PACKAGED = ("adamw_8bit", "schedule_free_adamw")
-NAMES = (*OWN, *PACKAGED, "adafactor", "tests.support.optimizers:Momentum")
+NAMES = (*OPTIMIZERS, "tests.support.optimizers:Momentum")
 TOKENS = torch.randint(64, (40, 4, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -144,7 +145,25 @@ def test_learning_rates_of_groups_reach_their_weights(name: str) -> None:
     assert moved == [name for name in before if not name.startswith("transformer.h.0.") and "wte" not in name]
 
 
-@pytest.mark.parametrize("name", [*OWN, *PACKAGED, "adafactor", "adamw", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("setting, value", [("betas", (0.5, 0.6)), ("eps", 0.1), ("momentum", 0.3)])
+def test_a_setting_changes_the_weights_of_exactly_the_optimizers_that_are_said_to_read_it(
+    name: str, setting: str, value: Any
+) -> None:
+    trained = [Trained(Optimizer(name=name, **{setting: value} if is_set else {})) for is_set in (False, True)]
+    for number in range(3):
+        for each in trained:
+            each.step(number)
+    pairs = zip(*(each.model.parameters() for each in trained), strict=True)
+    assert any(not torch.equal(one, other) for one, other in pairs) == (setting in OPTIMIZERS[name].settings)
+
+
+def test_the_page_about_tasks_lists_every_optimizer() -> None:
+    rows = [line for line in (REPOSITORY / "docs" / "tasks.md").read_text().splitlines() if line.startswith("| `")]
+    assert [name for name in OPTIMIZERS if not any(f"`{name}`" in row for row in rows)] == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_estimate_of_memory_counts_the_bytes_that_are_kept(name: str) -> None:
     section = Optimizer.model_validate({"name": name})
     trained = Trained(section)
@@ -155,7 +174,7 @@ def test_the_estimate_of_memory_counts_the_bytes_that_are_kept(name: str) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns(name: str) -> None:
-    rate = 0.01 if name in (*OWN, *PACKAGED) else 0.3
+    rate = 0.01 if name in (*OWN, *PACKAGED, "adam", "adamw") else 0.3
     trained = Trained(Optimizer.model_validate({"name": name, "learning_rate": rate}))
 
     def loss() -> float:

@@ -388,7 +388,7 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
         ({"sp_size": 4}, "parallel.sp_size=4 does not divide the 2 processes of this run; use 1, 2, or run on 4 or 8 processes"),
         ({"sp_size": 2, "strategy": "deepspeed"}, "parallel.sp_size=2 does not go with parallel.strategy deepspeed"),
         ({"sp_size": 2, "strategy": "fsdp2", "tp_size": 2}, "parallel.sp_size=2 does not go with parallel.tp_size=2"),
-        ({"cp_size": 2}, "set parallel.sp_size to 2"),
+        ({"cp_size": 2}, "unknown setting parallel.cp_size"),
     ],
 )  # fmt: skip
 def test_plan_and_run_end_with_code_2_and_say_why(

@@ -222,7 +222,6 @@ def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
     ("parallel", "model_type", "fault"),
     [
         ({"tp_size": 2}, "llama", "parallel.tp_size=2 is for parallel.strategy fsdp2, and it is ddp"),
-        ({**TP, "cp_size": 2}, "llama", "parallel.cp_size=2: context parallelism is not supported, because torch's ring attention"),
         ({**TP, "tp_size": 4}, "llama", "parallel.tp_size=4 does not divide the 2 processes of this run"),
         ({**TP, "dp_shard_size": 2}, "llama", "parallel.dp_shard_size=2 x parallel.tp_size=2 is not the number of processes, 2"),
         (TP, "gpt2", "no plan of how to split gpt2"),

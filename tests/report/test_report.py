@@ -13,9 +13,7 @@ from accel_train.report.curves import part_means, short_number, thin
 from accel_train.report.html import MOST_EVENTS, compare_headlines, differ_in_evaluation_data
 from accel_train.report.report import render_page, write_report
 from accel_train.report.run import Run, load_run
-from tests.support.processes import run_forked
 from tests.support.report import SUMMARY, Page, make_run
-from tests.support.runs import write_corpus, write_recipe_file
 
 
 @pytest.fixture(scope="module")
@@ -242,22 +240,6 @@ def test_a_step_that_was_nan_is_marked_where_the_mean_of_its_line_leaves_it_out(
             own = math.nan if step == 2 else 1.0
             folder.append_metrics({"step": step, "split": "train", "loss": 1.0, "step_loss": own})
     assert Page(write_report([tmp_path / "run"]).read_text()).charts["loss"]["curves"][0]["up"] == [2]
-
-
-def test_a_run_ends_with_its_report_and_never_imports_matplotlib(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, task="causal-lm", schedule={"max_steps": 2}, checkpoint={"every_steps": 2})
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\n"
-        "from accel_train.cli.main import main\n"
-        "assert 'matplotlib' not in sys.modules, 'so nothing is proved'\n"
-        f"assert main(['run', {str(recipe)!r}]) == 0\n"
-        "assert 'matplotlib' not in sys.modules\n"
-    )
-    forked = run_forked([], 1, folder=tmp_path / "forked", program=program)
-    assert forked.wait() == [0], forked.stderr(0)
-    assert Page((tmp_path / "run" / "report.html").read_text()).charts["loss"]["curves"][0]["x"] == [1, 2]
 
 
 def test_a_folder_without_a_run_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:

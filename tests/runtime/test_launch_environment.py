@@ -64,7 +64,6 @@ def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it
         "cpu_offload": True,
         "tp_size": 1,
         "sp_size": 1,
-        "cp_size": 1,
         "find_unused_parameters": "auto",
         "sync_batch_norm": False,
     }
@@ -156,7 +155,7 @@ def test_recipe_that_says_otherwise_is_refused_with_both_named(
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported", "launch/fsdp2.yaml"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "8 x PARALLELISM_CONFIG_TP_SIZE=2 is not the number of processes, 32", "multiply"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_FSDP": "false"}, "TP_SIZE=2: tensor parallelism goes with FSDP2", "launch/tp.yaml"),
-        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "leave its size at 1"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "parallel.sp_size"),
         ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "8 x PARALLELISM_CONFIG_SP_SIZE=2 is not the number of processes, 32", "multiply"),
         ({"PARALLELISM_CONFIG_SP_SIZE": "2", **ZERO}, "SP_SIZE=2: sequences are split under FSDP2 and DDP", "launch/sp.yaml"),
         ({"PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "flash_attention_2"}, "SP_ATTN_IMPLEMENTATION=flash_attention_2", "leave it out"),

@@ -62,7 +62,6 @@ from accel_train.data.tables import read_rows
 from accel_train.data.text.labelled import load_labelled_texts
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
 from accel_train.hf import Seq2SeqTrainer, Trainer
-from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.compile import CACHE_VARIABLE, machine_kind
 from accel_train.model.kernels.documents import same_document_mask
 from accel_train.observe import metrics_reader
@@ -252,8 +251,6 @@ def test_attack_03_a_command_in_log_notify_is_refused_and_reaches_no_file_or_ter
     assert "log.notify" in said
     assert not [secret for secret in ("BEARERSECRET777", "PASSWORD555") if secret in said]
     assert not (tmp_path / "run").exists()
-    run = _strangers_run(tmp_path / "older", log={"notify": [target]})  # a run of an older version can still be opened
-    assert recipe_of_trained(run).log.notify == ()
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,6 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
         import shtab
     except ImportError as error:
         raise UserError("completion needs shtab: pip install 'accel-train[completion]'") from error
-    from accel_train.cli.main import build_parser
     from accel_train.recipe.names import is_section, literals_of, recipe_names
 
     completed = {
@@ -86,7 +85,7 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
             if not is_section(info) and f"--{setting}" not in command.arguments:
                 parser.add_argument(f"--{setting}", choices=literals_of(setting) or None)
 
-    script = shtab.complete(build_parser(extend), arguments.shell)
+    script = shtab.complete(arguments.build_parser(extend), arguments.shell)
     print(script)
     result: results.CompletionResult = {"shell": arguments.shell, "script": script}
     return Outcome(result)

@@ -81,7 +81,7 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     if not no_data:
         about = "reading the data (text is tokenised once, and then reused by runs; --no-data reads none) ..."
         say(about)
-    hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu)
+    hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu, arguments.mtbf)
     plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
     show(format_plan(plan, colour=use_colour(sys.stdout), show_all=arguments.all))
     return Outcome(_planned(plan))
@@ -155,6 +155,7 @@ PLAN = Command(_plan, "say everything a run will be, before it costs anything", 
     "--gpus-per-node": {"metavar": "N", "type": whole_number, "help": "default: 8, or all where there are fewer"},
     "--interconnect": {"metavar": "NAME", "help": "between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"},
     "--mfu": {"metavar": "X", "type": finite_number, "help": "share of the peak that computing reaches; default: 0.35"},
+    "--mtbf": {"metavar": "HOURS", "type": finite_number, "help": "between two failures of the run; default: a published rate"},
     "--all": {"action": "store_true", "help": "show all settings; default: those that are set"},
     "--no-data": {"action": "store_true", "help": "read none: plan from sequence length and vocabulary alone"},
 })  # fmt: skip

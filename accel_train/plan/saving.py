@@ -1,0 +1,87 @@
+"""The interval between saves, from the time that a save stops the training and the mean time between failures of the run."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from accel_train.core.hardware import GB
+from accel_train.core.state import Choice
+from accel_train.observe.goodput import read_launches
+from accel_train.observe.run_folder import EVENTS_FILE, read_events
+from accel_train.plan.place import Layout
+from accel_train.recipe.reliability import Checkpoint
+
+WRITE_BYTES_PER_SECOND = 1 * GB
+"""Write speed of one process, hashing and syncing included: assumed."""
+STORAGE_BYTES_PER_SECOND = 20 * GB
+"""Write speed of a shared file system, over all processes that write at once: assumed."""
+COPY_BYTES_PER_SECOND = 10 * GB
+"""Copy speed from a GPU to host memory, which the training waits for: assumed."""
+GPU_HOURS_BETWEEN_FAILURES = 7.9 * 1024
+"""7.9 h on 1,024 A100 (arXiv 2410.21680); failures grow with the GPUs and with time."""
+RATE_SOURCE = "the rate of Meta's research clusters, arXiv 2410.21680; set yours with --mtbf"
+
+
+@dataclass(frozen=True)
+class SavingCost:
+    """The cost of one checkpoint, in seconds."""
+
+    stall_seconds: Choice[float]
+    """Time that the training waits for it."""
+    total_seconds: float
+    """Until it is published: the next one cannot begin before."""
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """The interval between saves, and the two times that it follows from."""
+
+    seconds: float
+    """Young's sqrt(2 d M) of training between two saves, but never less than a save takes (Young 1974, CACM 17 (9))."""
+    stall_seconds: Choice[float]
+    mtbf_seconds: Choice[float]
+
+
+def saving_cost(section: Checkpoint, layout: Layout, num_bytes: int, run_folder: Path) -> SavingCost:
+    """Return the cost of a checkpoint: measured by the launches of `run_folder` on as many processes, or estimated.
+
+    One process writes a whole model; of a sharded model each process writes its shards.
+    """
+    parts = layout.shard_size * layout.tp_size
+    writers = layout.world_size if parts > 1 else 1
+    stall = num_bytes / parts / COPY_BYTES_PER_SECOND
+    write = max(num_bytes / writers / WRITE_BYTES_PER_SECOND, num_bytes / STORAGE_BYTES_PER_SECOND)
+    stall += 0.0 if section.in_background else write
+    reason = "estimated"
+    launches = read_launches(run_folder)
+    alike = [launch for launch in launches if launch.get("world_size") == layout.world_size]
+    if num_saves := sum(launch["saves"] for launch in alike):
+        stall = sum(launch["accounts"].get("saving", 0.0) for launch in alike) / num_saves
+        reason = f"the mean of {num_saves} in {run_folder}"
+        # Events do not say on how many processes a checkpoint was written.
+        write = _median_write(run_folder, write) if len(alike) == len(launches) else write
+    return SavingCost(Choice(stall, reason), stall + write if section.in_background else stall)
+
+
+def save_interval(cost: SavingCost, world_size: int, mtbf_hours: float | None) -> SaveInterval:
+    """Return how often to save; `mtbf_hours` between two failures of the run, or None for a published rate.
+
+    Raises:
+        ValueError: --mtbf is not above 0.
+    """
+    if mtbf_hours is None:
+        mtbf = Choice(3600 * GPU_HOURS_BETWEEN_FAILURES / world_size, RATE_SOURCE)
+    elif mtbf_hours > 0:
+        mtbf = Choice(3600 * mtbf_hours, "as --mtbf says")
+    else:
+        raise ValueError(f"--mtbf={mtbf_hours:g}: must be above 0, in hours between two failures of the run")
+    young = math.sqrt(2 * cost.stall_seconds.value * mtbf.value)
+    return SaveInterval(max(young, cost.total_seconds), cost.stall_seconds, mtbf)
+
+
+def _median_write(run_folder: Path, otherwise: float) -> float:
+    events = read_events(run_folder) if (run_folder / EVENTS_FILE).is_file() else []
+    times = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
+    written = [seconds for seconds in times if isinstance(seconds, int | float)]
+    return median(written) if written else otherwise
