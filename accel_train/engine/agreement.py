@@ -16,15 +16,36 @@ from accel_train.optim.update import Update, number_on_host
 from accel_train.parallel.dims import parallel_dims
 
 
-class StepSignals(NamedTuple):
-    """A process's message to the others when a step begins."""
+class Wire(NamedTuple):
+    """Numbers of a process when a step begins, or their sums over all processes."""
 
-    num_targets: int
-    """Targets in its share of the step."""
-    stop: bool = False
-    """It was asked to stop."""
-    save_failed: bool = False
-    """A checkpoint that it wrote in the background could not be written."""
+    num_targets: float
+    """Targets in this step, and whether this process was asked to stop, or could not write a checkpoint."""
+    stop: float = False
+    save_failed: float = False
+    ran_out_of_memory: float = False
+    """In the step before, as all that follow: this process had no gradients, and contributed NaN."""
+    loss_sum: float = 0.0
+    grad_norm: float = 0.0
+    skipped: float = 0.0
+    loss_scale: float = 0.0
+    """This and the next two are not sent: all processes have the same scale and router loss."""
+    router_loss: float = 0.0
+    gradient_sum: float = 0.0
+    """Of this process's own gradients."""
+
+    def pack(self, device: torch.device, dtype: torch.dtype, last: "StepOutcome | None") -> Tensor:
+        """Return what is sent, on the device, with the last step's numbers, which the host does not know yet."""
+        sent = self._replace(ran_out_of_memory=last is not None and last.ran_out_of_memory)[:_SENT]
+        packed = torch.tensor(sent, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        if last is not None:
+            assert isinstance(last.numbers, Tensor), "several processes send tensors"
+            packed[_SIGNALS:] = last.numbers[: _SENT - _SIGNALS]
+        return packed
+
+
+_SIGNALS, _SENT = Wire._fields.index("loss_sum"), Wire._fields.index("loss_scale")
+"""How many fields the host knows when a step begins, and how many are sent."""
 
 
 class StepOutcome(NamedTuple):
@@ -33,24 +54,31 @@ class StepOutcome(NamedTuple):
     step: int
     learning_rate: float
     numbers: Tensor | list[float]
-    """[loss sum here, gradient norm, 1 where skipped, loss scale, gradient sum of this process, router loss].
-
-    All but the two sums are the same on all processes. On the device; on the host where one process trains on a CPU."""
-    counts: Tensor | StepSignals
-    """[targets, stop requests, ...] over all processes: on the device, or known to the host of a process that is alone."""
+    """Wire from `loss_sum` on, on the device; on the host if one process trains on a CPU."""
+    began_with: Tensor | Wire
+    """Sums of its collective, packed on the device; known to the host of a single process."""
     has_loss_scale: bool
     max_grad_norm: float
     ended: float
     """When its update was queued, by `time.perf_counter`."""
     ran_out_of_memory: bool
 
+    def unpack(self) -> tuple[Wire, Wire, Wire]:
+        """Return the step's numbers on this process, their sums over all processes, and the sums that it began with."""
+        values = self.numbers.tolist() if isinstance(self.numbers, Tensor) else self.numbers
+        num_own = len(Wire._fields) - _SIGNALS
+        here, sums = Wire(0, False, False, False, *values[:num_own]), values[num_own:]
+        if isinstance(self.began_with, Wire):
+            return here, here, self.began_with
+        return here, Wire(*sums[:_SENT]), Wire(*sums[_SENT:])
+
 
 class Agreement:
-    """The one collective of a step: every process sends a packed vector, every process gets the sum.
+    """The one collective of a step: every process sends a packed `Wire`, every process gets the sum.
 
-    It carries the signals of each process, and the loss and the gradient norm of the step before. So it needs no second round
-    trip, runs while the first forward does, and lets the host read a step's outcome while the next one computes. A process that
-    is alone sends nothing.
+    It carries the signals of each process, and the loss and the gradient norm of the step before. So it needs no second
+    round trip, runs while the first forward does, and lets the host read a step's outcome while the next one computes.
+    A single process sends nothing.
     """
 
     def __init__(self, accelerator: Accelerator, router_loss: RouterLoss | None = None) -> None:
@@ -58,35 +86,28 @@ class Agreement:
         self.device, self.router_loss = accelerator.device, router_loss
         # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self._here = StepSignals(0)
-        self._share: tuple[int, Tensor] = (-1, torch.empty(0))  # of this many targets, on a process that is alone
+        self._here = Wire(0)
+        self._share: tuple[float, Tensor] = (-1, torch.empty(0))  # of this many targets, on a single process
         self._share_of_all: Tensor | None = None
         self._sums: Tensor | None = None
         self._work: Any = None
         self._last: StepOutcome | None = None
-        self._unread: tuple[StepOutcome, Tensor | list[float], torch.cuda.Event | None] | None = None
+        self._unread: tuple[StepOutcome, torch.cuda.Event | None] | None = None
 
-    def begin(self, here: StepSignals, last: StepOutcome | None) -> None:
-        """Send this process's signals, and its part of the last step's outcome (loss sum, gradient norm, skipped)."""
+    def begin(self, here: Wire, last: StepOutcome | None) -> None:
+        """Send this process's signals, and its part of the last step's outcome."""
         self._here, self._last = here, last
         if self.world_size == 1:
             return
-        ran_out = last is not None and last.ran_out_of_memory
         self._share_of_all = None
-        packed = torch.tensor([*here, ran_out, 0.0, 0.0, 0.0], dtype=self.dtype)
-        if self.device.type == "cuda":
-            packed = packed.pin_memory()
-        self._sums = packed.to(self.device, non_blocking=True)
-        if last is not None:
-            assert isinstance(last.numbers, Tensor), "several processes send tensors"
-            self._sums[-3:] = last.numbers[:3]
+        self._sums = here.pack(self.device, self.dtype, last)
         self._work = dist.all_reduce(self._sums, async_op=True)
 
     def share_of_a_target(self) -> Tensor:
         """Return 1 / targets of the global batch, 0-dim fp32: the weight of each target's loss in the gradient.
 
-        Times the world size, because DDP averages gradients over processes and we want their sum. (Of processes that compute
-        the same of them each has counted it: averages are over as many fewer.) NaN where there is no target at all: such a
+        Times the world size, because DDP averages gradients over processes and we want their sum. (Processes that
+        compute the same targets have each counted them: averages are over as many fewer.) NaN without a target: such a
         step has nothing to teach, and its update (weight decay, old momentum) is not applied.
         """
         self._receive()
@@ -100,30 +121,23 @@ class Agreement:
         return self._share_of_all
 
     def _receive(self) -> None:
-        """Let further work on the device wait for the sums (the host does not), and send the last step's outcome to the host."""
+        """Let the device, not the host, wait for the sums, and send the last step's outcome to the host."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         last, self._last = self._last, None
         if last is None:
             return
-        # Queued ahead of this step's backward, so that it has arrived when the host, a step's worth of launches later, reads it.
-        numbers = last.numbers
-        if not isinstance(numbers, Tensor):
-            self._unread = (last, numbers, None)
-            return
-        if isinstance(last.counts, Tensor):
-            assert self._sums is not None, "counts come from a collective"
-            signals, own = len(self._here), numbers.to(self.dtype)
-            numbers = torch.cat((self._sums[-3:], own[3:], last.counts[:signals], own[:1], self._sums[signals:-3]))
-        if self.device.type != "cuda":
-            self._unread = (last, numbers.cpu(), None)
-            return
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._unread = (last, host, event)
+        # Queued ahead of this step's backward, so it has arrived when the host reads it, a step of launches later.
+        numbers, event = last.numbers, None
+        if isinstance(numbers, Tensor) and isinstance(last.began_with, Tensor):
+            assert self._sums is not None, "sums come from a collective"
+            numbers = torch.cat((numbers.to(self.dtype), self._sums, last.began_with))
+        if isinstance(numbers, Tensor) and self.device.type == "cuda":
+            numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._unread = (last._replace(numbers=numbers), event)
 
     def outcome(
         self,
@@ -148,58 +162,51 @@ class Agreement:
         router_loss = None if self.router_loss is None else self.router_loss.loss
         router_loss = skipped if router_loss is None else router_loss.to(grad_norm.dtype)
         parts = (
-            loss_sum, grad_norm, skipped, skipped if loss_scale is None else loss_scale, gradient_sum, router_loss
+            loss_sum, grad_norm, skipped, skipped if loss_scale is None else loss_scale, router_loss, gradient_sum
         )  # fmt: skip
         if self.world_size == 1 and self.device.type == "cpu":  # the host has them: no tensor to make and to read
             known = {part: number_on_host(part) for part in set(parts)}  # some are the same tensor
             numbers: Tensor | list[float] = [known[part] for part in parts]
-        else:  # those of an optimizer that is offloaded come from the host
+        else:  # an offloaded optimizer's numbers come from the host
             numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])
-        counts, has_loss_scale = self._here if self._sums is None else self._sums, loss_scale is not None
-        return StepOutcome(
-            step, learning_rate, numbers, counts, has_loss_scale, limits.clip, perf_counter(), ran_out_of_memory
-        )
+        began_with, has_scale = self._here if self._sums is None else self._sums, loss_scale is not None
+        ended = perf_counter()
+        return StepOutcome(step, learning_rate, numbers, began_with, has_scale, limits.clip, ended, ran_out_of_memory)
 
     def read_last(self) -> StepResult | None:
         """Return the outcome of the step before the one that runs: its device work is over, so this rarely waits."""
         if self._unread is None:
             return None
-        last, host, event = self._unread
-        self._unread = None
+        (last, event), self._unread = self._unread, None
         if event is not None:
             event.synchronize()
-        loss_sum, norms, skips, scale, gradient_sum, router_loss, *agreed = (
-            host.numpy().tolist() if isinstance(host, Tensor) else host
-        )
-        *agreed, loss_sum_here, ran_out = agreed or (loss_sum, 0.0)
-        signals = StepSignals(*agreed) if agreed else last.counts
-        assert isinstance(signals, StepSignals), "known to the host, or sent with the sums"
+        here, sums, began_with = last.unpack()
         return StepResult(
             step=last.step,
             learning_rate=last.learning_rate,
-            loss=loss_sum / signals.num_targets if signals.num_targets else math.nan,
-            grad_norm=norms / self.world_size,
-            num_targets=int(signals.num_targets) // self.tp_size,
-            skipped=skips != 0,
-            loss_scale=scale if last.has_loss_scale else None,
-            stop_requested=bool(signals.stop),
-            save_failed=bool(signals.save_failed),
+            loss=sums.loss_sum / began_with.num_targets if began_with.num_targets else math.nan,
+            grad_norm=sums.grad_norm / self.world_size,
+            num_targets=int(began_with.num_targets) // self.tp_size,
+            skipped=sums.skipped != 0,
+            loss_scale=here.loss_scale if last.has_loss_scale else None,
+            stop_requested=bool(began_with.stop),
+            save_failed=bool(began_with.save_failed),
             max_grad_norm=last.max_grad_norm,
-            ran_out_of_memory=bool(ran_out),
-            agreed=skips in (0, self.world_size),
-            loss_sum_here=loss_sum_here,
-            gradient_sum_here=gradient_sum,
-            router_loss=None if self.router_loss is None else router_loss,
+            ran_out_of_memory=bool(sums.ran_out_of_memory),
+            agreed=sums.skipped in (0, self.world_size),
+            loss_sum_here=here.loss_sum,
+            gradient_sum_here=here.gradient_sum,
+            router_loss=None if self.router_loss is None else here.router_loss,
             ended=last.ended,
         )
 
-    def settle(self, here: StepSignals, last: StepOutcome) -> StepResult:
-        """Return the outcome of the last step now, at the price of a wait: before a checkpoint, an evaluation, and the end."""
+    def settle(self, here: Wire, last: StepOutcome) -> StepResult:
+        """Return the outcome of the last step now, which waits: before a checkpoint, an evaluation, and the end."""
         self.begin(here, last)
         self._receive()
         result = self.read_last()
         assert result is not None, "a last step was given"
-        now = here if self._sums is None else StepSignals(*self._sums[: len(here)].tolist())
+        now = here if self._sums is None else Wire(*self._sums.tolist())
         return result._replace(
             stop_requested=result.stop_requested or bool(now.stop),
             save_failed=result.save_failed or bool(now.save_failed),

@@ -9,7 +9,7 @@ keeps nobody waiting. A run that has run out of memory remembers a smaller size 
 import json
 import math
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +34,8 @@ from accel_train.recipe.schema import Recipe
 from accel_train.runtime.doctor import device_name
 from accel_train.runtime.memory import is_out_of_memory
 from accel_train.task import TaskData
+
+SETTING = "batch.per_device_batch_size"
 
 
 class BatchCache:
@@ -164,67 +166,79 @@ class Trials:
 def fit_micro_batch(
     trials: Trials, sizes: BatchSizes, *, is_empty: bool
 ) -> tuple[BatchSizes, dict[str, Choice[Any]], BatchCache | None]:
-    """Return the micro-batch that fits on every process: remembered, fixed by the recipe, or the largest that a search finds;
-    the choice with its reason, where one was made; and the cache, where there is more than one size.
+    """Return sizes with a micro-batch that fits on every process, the choice if one was made, and the cache if it is used.
 
-    Nothing is searched where each process has an answer already, or where the module `is_empty` until it is sharded. What any
-    process remembers to have run out of memory with, none of them tries again.
+    The micro-batch is remembered, fixed by the recipe, or the largest that a search finds. Nothing is searched if every
+    process knows its size, or if the module `is_empty` until it is sharded. No process tries a size again that another
+    remembers to have run out of memory with.
     """
-    recipe, accelerator, device = trials.recipe, trials.accelerator, trials.accelerator.device
-    share, device_bytes = sizes.global_batch_size // sizes.world_size, memory_limit(device)
-    if trials.data.step_batches is not None or (share == 1 and not is_open(recipe.batch)):
-        return sizes, {}, None
-    if share == 1:
-        return sizes, {"batch.per_device_batch_size": Choice(1, "a process has one sample a step")}, None
-    if is_open(recipe.batch):
-        answer = _answer_without_search(device.type, share, device_bytes, is_empty)
-    else:
-        answer = Choice(sizes.per_device_batch_size, "as set")
-    can_search = answer is None
+    recipe, accelerator = trials.recipe, trials.accelerator
+    share, is_chosen = sizes.global_batch_size // sizes.world_size, is_open(recipe.batch)
+    if trials.data.step_batches is not None or share == 1:
+        is_single = trials.data.step_batches is None and is_chosen
+        return sizes, {SETTING: Choice(1, "a process has one sample a step")} if is_single else {}, None
+    device_bytes = memory_limit(accelerator.device)
+    can_search = is_chosen and device_bytes > 0 and not is_empty
     cache = open_batch_cache(
         recipe,
         trials.inner,
         sizes,
         trials.collated(1) if can_search else trials.data.fingerprint,
         mixed_precision=accelerator.mixed_precision,
-        device=device,
+        device=accelerator.device,
         device_bytes=device_bytes,
     )
-    kept = cache.read()
-    if kept is not None and (answer is None or kept[0] < answer.value):
-        answer = Choice(*kept)
-    everywhere = gather(0 if answer is None else answer.value, accelerator)
-    if 0 in everywhere:
-        if can_search:  # what this process remembers is measured again where another has to measure
-            answer = search(trials, share, device_bytes)
-        assert answer is not None, "a process that cannot search knows at once"
-        everywhere = gather(answer.value, accelerator)
-        if can_search:
-            answer = Choice(answer.value, f"{answer.reason}; {cache.write(min(everywhere), answer.reason)}")
-    assert answer is not None, "every process has one"
-    size, reason = min(everywhere), answer.reason
-    if size < answer.value:
-        reason = f"process {everywhere.index(size)} holds no more; here {answer.value}: {reason}"
-    if size != sizes.per_device_batch_size:
-        update = {"global_batch_size": sizes.global_batch_size, "per_device_batch_size": size}
+    own = known_size(trials, sizes, cache, device_bytes, is_empty=is_empty)
+    everywhere = gather(0 if own is None else own.value, accelerator)
+    if 0 in everywhere:  # a process that remembers its size measures again where another has to measure
+        own, everywhere = searched_size(trials, device_bytes, cache, None if can_search else own)
+    assert own is not None, "known or searched"
+    choice = agree(own, everywhere)
+    if choice.value != sizes.per_device_batch_size:
+        update = {"global_batch_size": sizes.global_batch_size, "per_device_batch_size": choice.value}
         batch = recipe.batch.model_copy(update={**update, "gradient_accumulation_steps": "auto"})
         section = recipe.parallel
         sizes = resolve_batch(batch, sizes.world_size * section.num_sharing, section.num_sharing, section.shared_by)
-    elif not is_open(recipe.batch):
+    elif not is_chosen:
         return sizes, {}, cache  # there is nothing to announce
     accelerator.gradient_accumulation_steps = sizes.gradient_accumulation_steps
-    return sizes, {"batch.per_device_batch_size": Choice(size, reason)}, cache
+    return sizes, {SETTING: choice}, cache
 
 
-def _answer_without_search(kind: str, share: int, device_bytes: int, is_empty: bool) -> Choice[int] | None:
-    """Return the size that needs no search; None where one is to be searched for."""
-    if not device_bytes:
+def known_size(
+    trials: Trials, sizes: BatchSizes, cache: BatchCache, device_bytes: int, *, is_empty: bool
+) -> Choice[int] | None:
+    """Return the size that needs no search, at most the remembered one; None if it has to be searched for."""
+    kind, known, why = trials.accelerator.device.type, None, ""
+    if not is_open(trials.recipe.batch):
+        known = Choice(sizes.per_device_batch_size, "as set")
+    elif not device_bytes:
         why = f"{kind} has no " + ("limit on its address space (ulimit -v)" if kind == "cpu" else "memory of its own")
     elif is_empty:
         why = "processes of a sharded model wait for each other in a forward; where memory runs out, half is taken"
-    else:
-        return None
-    return Choice(share, f"all of a process's samples at once; not searched, for {why}")
+    if why:
+        known = Choice(cache.share, f"all of a process's samples at once; not searched, for {why}")
+    kept = cache.read()
+    return Choice(*kept) if kept is not None and (known is None or kept[0] < known.value) else known
+
+
+def searched_size(
+    trials: Trials, device_bytes: int, cache: BatchCache, known: Choice[int] | None
+) -> tuple[Choice[int], list[int]]:
+    """Return the size that a search finds here, or the known one, with all processes' sizes; remember the smallest."""
+    own = known or search(trials, cache.share, device_bytes)
+    everywhere = gather(own.value, trials.accelerator)
+    if known is None:
+        own = Choice(own.value, f"{own.reason}; {cache.write(min(everywhere), own.reason)}")
+    return own, everywhere
+
+
+def agree(own: Choice[int], everywhere: Sequence[int]) -> Choice[int]:
+    """Return the smallest size of all processes, with the reason for it on this process."""
+    size = min(everywhere)
+    if size == own.value:
+        return own
+    return Choice(size, f"process {everywhere.index(size)} holds no more; here {own.value}: {own.reason}")
 
 
 def gather(number: int, accelerator: Accelerator) -> list[int]:

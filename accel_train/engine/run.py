@@ -15,7 +15,7 @@ from accel_train.checkpoint.writer import Saver
 from accel_train.core.state import Requests, TrainState
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.cache import DigestCheck
-from accel_train.engine.agreement import StepSignals
+from accel_train.engine.agreement import Wire
 from accel_train.engine.batch_search import BatchCache
 from accel_train.engine.run_plan import Calendar, RunPlan
 from accel_train.engine.step import MicroBatch
@@ -111,10 +111,10 @@ class RunContext:
             rate *= learning_rate_factor(step + 1, self.state.rollbacks)
         return set_learning_rate(self.strategy.optimizer, rate)
 
-    def signals(self, micro_batches: Sequence[MicroBatch] = ()) -> StepSignals:
+    def signals(self, micro_batches: Sequence[MicroBatch] = ()) -> Wire:
         """Return what this process tells the others when a step begins."""
         num_targets = sum(num_targets for _, num_targets in micro_batches)
-        return StepSignals(num_targets, self.stop.requested, self.saver.failed)
+        return Wire(num_targets, self.stop.requested, self.saver.failed)
 
     def undo_forward(self) -> None:
         """Put running statistics back to before a forward whose step is done again."""

@@ -22,7 +22,7 @@ from accel_train.engine.run_plan import Extensions
 from accel_train.observe.observer import Observer
 from accel_train.optim.schedule import scale_learning_rate
 from accel_train.recipe.schema import Recipe
-from accel_train.report.curves import local_lines
+from accel_train.report.charts import local_lines
 from accel_train.report.lr_chart import draw_range_test
 from accel_train.runtime.memory import garbage_collected_at_steps
 from accel_train.training.loop import run_steps

@@ -1,13 +1,21 @@
-"""Scores of generated texts against their references: BLEU, chrF, ROUGE and exact matches (packages sacrebleu and rouge-score)."""
+"""Scores of generated texts (with sacrebleu and rouge-score), and of answers to questions, as SQuAD 1.1 and 2.0 do."""
 
 import math
+import re
+import string
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
+
+import numpy as np
 
 _PACKAGES = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 TEXT_SCORES = ("bleu", "chrf", *_ROUGE, "exact_match")
 """Names of what `text_scores` returns."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def require_packages() -> None:
@@ -19,17 +27,18 @@ def require_packages() -> None:
     missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
         raise ValueError(
-            f"seq2seq scores generated texts by {' and '.join(missing)}; install it: pip install 'accel-train[seq2seq]', or set "
-            "evaluate.generation.max_samples to 0"
+            f"seq2seq scores generated texts by {' and '.join(missing)}; install it: pip install "
+            "'accel-train[seq2seq]', or set evaluate.generation.max_samples to 0"
         )
 
 
 def text_scores(
     generated: Sequence[str], references: Sequence[str], *, bleu_tokenizer: str = "13a"
 ) -> dict[str, float]:
-    """Return corpus BLEU and chrF, 0 to 100, as sacrebleu computes them, and mean F1 of ROUGE and exact matches, 0 to 1.
+    """Return corpus BLEU and chrF, 0 to 100, as sacrebleu does, and mean F1 of ROUGE and exact matches, 0 to 1.
 
-    BLEU is over n-grams of up to 4 words, fewer where no text is so long. ROUGE is Google's (rouge-score, without stemming), which reads the letters a to z and digits alone. NaN without a text.
+    BLEU is over n-grams of up to 4 words, fewer if all texts are shorter. ROUGE is Google's (rouge-score, no stemming),
+    which reads only the letters a to z and digits. NaN without a text.
     """
     if not generated:
         return dict.fromkeys(TEXT_SCORES, math.nan)
@@ -46,3 +55,64 @@ def text_scores(
         **found,
         "exact_match": right / len(generated),
     }
+
+
+def normalized(answer: str) -> str:
+    """Return an answer in lower case, without punctuation and articles (a, an, the), with one blank between words."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_WITHOUT_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, wanted: Sequence[str]) -> float:
+    """Return 1.0 where an answer is one of those wanted, else 0.0; without any the empty answer is wanted."""
+    return float(normalized(answer) in {normalized(each) for each in _counting(wanted)})
+
+
+def f1(answer: str, wanted: Sequence[str]) -> float:
+    """Return the best F1 of the words of an answer and of a wanted one; without any the empty answer is wanted."""
+    return max(_f1(normalized(answer).split(), normalized(each).split()) for each in _counting(wanted))
+
+
+def _counting(wanted: Sequence[str]) -> Sequence[str]:
+    """The answers that SQuAD 2 compares with: those of which something is left, else the empty one."""
+    return [each for each in wanted if normalized(each)] or [""]
+
+
+def _f1(words: Sequence[str], wanted: Sequence[str]) -> float:
+    if not words or not wanted:
+        return float(words == wanted)
+    common = (Counter(words) & Counter(wanted)).total()
+    return 2 * common / (len(words) + len(wanted))
+
+
+def answer_scores(
+    answers: Sequence[str], null_scores: Sequence[float], wanted: Sequence[Sequence[str]], threshold: float | None
+) -> dict[str, float]:
+    """Return `exact_match` and `f1`, 0 to 1, means over questions; NaN without one.
+
+    With a threshold, the answer is empty if the null score (how much likelier no answer is than this one) is above it.
+    Then also return `has_answer_f1`, `no_answer_accuracy`, and the best `f1` of any threshold, with the threshold.
+    """
+    hits = np.array([[exact_match(answer, each), f1(answer, each)] for answer, each in zip(answers, wanted)])
+    if not len(hits):
+        return dict.fromkeys(("exact_match", "f1"), math.nan)
+    if threshold is None:
+        return dict(zip(("exact_match", "f1"), hits.mean(0).tolist()))
+    scores, without = np.asarray(null_scores), np.array([not any(map(normalized, each)) for each in wanted])
+    given = np.where((scores > threshold)[:, None], without[:, None].astype(float), hits)
+    found = dict(zip(("exact_match", "f1"), given.mean(0).tolist()))
+    for name, column, chosen in (("has_answer_f1", 1, ~without), ("no_answer_accuracy", 0, without)):
+        found[name] = float(given[chosen, column].mean()) if chosen.any() else math.nan
+    best, at = _best_threshold(scores, hits[:, 1], without)
+    return {**found, "best_f1": best, "best_f1_threshold": at}
+
+
+def _best_threshold(scores: np.ndarray, hits: np.ndarray, without: np.ndarray) -> tuple[float, float]:
+    """Return the best mean over thresholds, each answering the questions with null scores not above it, and where."""
+    order = np.argsort(scores, kind="stable")
+    gained = np.cumsum(hits[order] - without[order])
+    ends = np.append(scores[order][1:] != scores[order][:-1], True)  # questions of one score are answered together
+    totals = np.where(ends, gained, -np.inf)
+    place = int(totals.argmax())
+    if totals[place] <= 0:  # no answer at all is as good
+        return float(without.mean()), float(scores.min()) - 1.0
+    return float((without.sum() + totals[place]) / len(scores)), float(scores[order][place])

@@ -37,9 +37,8 @@ from accel_train.observe.incident_record import (
     summarise_incident,
 )
 from accel_train.parallel.sequence_parallel import Slices
-from accel_train.recovery.diagnosis import Finding, examine, not_examined, origins_of
+from accel_train.recovery.diagnosis import DiagnosisRequest, Finding, examine, not_examined, origins_of
 from accel_train.recovery.incident_folder import last_losses, pack_micro_batches, write_incident
-from accel_train.recovery.recompute import DiagnosisRequest
 from accel_train.runtime.doctor import environment
 from accel_train.runtime.process_group import on_main
 

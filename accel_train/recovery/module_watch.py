@@ -13,6 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_train.model.tensors import tensors_in
 
+OnNotFinite = Callable[[str, nn.Module, Any, Any, Any], None]
+"""Takes a module's name, the module, its inputs by position and by name, and its output."""
+
 
 @dataclass
 class Call:
@@ -37,13 +40,10 @@ class ModuleWatch:
 
     Args:
         model: whose modules are watched.
-        on_not_finite: called at the first module with finite inputs and an output that is not: (name, module, inputs by
-            position, inputs by name, output).
+        on_not_finite: called at the first module with finite inputs and an output that is not.
     """
 
-    def __init__(
-        self, model: nn.Module, on_not_finite: Callable[[str, nn.Module, Any, Any, Any], None] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, on_not_finite: OnNotFinite | None = None) -> None:
         self._model, self._on_not_finite = model, on_not_finite
         self.calls: list[Call] = []
         """Calls in the order in which they returned: inner modules before those that call them."""

@@ -36,10 +36,16 @@ from accel_train.observe.incident_record import (
 from accel_train.observe.incident_text import describe_finding
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.parallel.precision import set_backends, start_accelerator
-from accel_train.recovery.diagnosis import describe_device, examine, origins_of
+from accel_train.recovery.diagnosis import (
+    DiagnosisRequest,
+    Outcome,
+    Recomputation,
+    describe_device,
+    examine,
+    origins_of,
+)
 from accel_train.recovery.incident_folder import KeptMicroBatch, read_micro_batches
-from accel_train.recovery.module_watch import Call, ModuleWatch
-from accel_train.recovery.recompute import DiagnosisRequest, Outcome, Recomputation
+from accel_train.recovery.module_watch import ModuleWatch
 from accel_train.runtime.process_group import start_processes
 from accel_train.task import TaskData, load_task, read_data
 
@@ -50,19 +56,13 @@ class Replayed:
 
     file: str
     number: int  # of the micro-batch in its step, from 0
-    calls: list[Call]
+    watch: ModuleWatch
     outcome: Outcome
-    first_in_backward: Call | None
 
     @property
     def happens_again(self) -> bool:
         """Return whether loss or gradients are not finite here either."""
         return not self.outcome.is_finite
-
-    @property
-    def first_bad(self) -> Call | None:
-        """Return the first call of a module that got finite numbers and returned others."""
-        return next((call for call in self.calls if call.inputs_finite and not call.output_finite), None)
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,8 @@ def replay_incident(
             finding, kept = _diagnose(recomputation, record, entry["rank"], kept, data)
             findings.append(finding)
         for each in kept:
-            with ModuleWatch(model, stop_in_debugger if debug else None) as watch:
-                outcome = recomputation.recompute(each.micro_batch, each.state, watch)
-            replayed.append(Replayed(entry["file"], each.number, watch.calls, outcome, watch.first_in_backward))
+            watched = recomputation.watched(each.micro_batch, each.state, stop_in_debugger if debug else None)
+            replayed.append(Replayed(entry["file"], each.number, *watched))
     return Replay(record, describe_device(accelerator.device), precision, weights, replayed, findings)
 
 
@@ -252,7 +251,7 @@ def format_replay(replay: Replay) -> str:
 
 
 def _call_lines(each: Replayed) -> list[str]:
-    calls, first = each.calls, each.first_bad
+    calls, first = each.watch.calls, each.watch.first_not_finite()
     names = [call.name or "(the model)" for call in calls]
     width, kinds = max(map(len, names), default=6), max((len(call.kind) for call in calls), default=4)
     lines = [f"{'module'.ljust(width)}  {'class'.ljust(kinds)}  finite  {'largest':>12}"]
@@ -270,6 +269,7 @@ def _outcome_lines(each: Replayed) -> list[str]:
         f"gradient norm  {each.outcome.total:.6g}",
         f"not finite     {f'{len(bad)} of {len(each.outcome.norms)} gradients: {named(bad, most=10)}' if bad else 'no gradient'}",
     ]
-    if each.first_in_backward is not None and all(call.output_finite for call in each.calls):
-        lines.append(f"backward       first in {each.first_in_backward.name or 'the model'}")
+    first = each.watch.first_in_backward
+    if first is not None and not each.watch.not_finite():
+        lines.append(f"backward       first in {first.name or 'the model'}")
     return lines

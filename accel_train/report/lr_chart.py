@@ -6,7 +6,7 @@ import math
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from accel_train.report.curves import Array, short_number
+from accel_train.report.charts import Array, short_number
 
 # The colours of report.html on light paper.
 PAPER, INK, MUTED, GRID, SMOOTHED, SUGGESTED = "#fdfdfb", "#33373b", "#6d7278", "#e3e2dc", "#2b6cb0", "#c9662b"

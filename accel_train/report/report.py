@@ -19,12 +19,12 @@ from accel_train.report.html import (
     compare_baselines,
     compare_headlines,
     compare_recipes,
+    compare_times,
     describe_run,
     differ_in_evaluation_data,
     shared_targets,
 )
 from accel_train.report.run import Run, load_run
-from accel_train.report.time_spent import compare_times
 
 
 def write_report(

@@ -16,7 +16,7 @@ from accel_train.data.text import questions
 from accel_train.data.text.labelled import classifier_tokenizer
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.data.text.tokenizers import vocab_size_of
-from accel_train.metrics.answers import answer_scores
+from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks import classification

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.core.state import Choice
-from accel_train.engine.agreement import Agreement, StepSignals
+from accel_train.engine.agreement import Agreement, Wire
 from accel_train.engine.step import MicroBatch, forward_backward, seed_step
 from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule
@@ -54,7 +54,7 @@ def accelerator() -> Accelerator:
 
 def one_step(accelerator: Accelerator, module: nn.Module, micro_batches: list[MicroBatch]) -> tuple[Tensor, Agreement]:
     agreement = Agreement(accelerator)
-    agreement.begin(StepSignals(sum(count for _, count in micro_batches)), None)
+    agreement.begin(Wire(sum(count for _, count in micro_batches)), None)
     strategy = Ddp(Parallel(), Choice(1, "one process"))
     strategy.attach(accelerator)
     strategy.module = module
@@ -269,12 +269,12 @@ def test_loss_scale_does_not_change_the_update(accelerator: Accelerator) -> None
 
 def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -> None:
     agreement = Agreement(accelerator)
-    agreement.begin(StepSignals(10), None)
+    agreement.begin(Wire(10), None)
     agreement.share_of_a_target()
     assert agreement.read_last() is None
     update = Update(torch.tensor(3.0), torch.tensor(0.0), torch.tensor(2.0))
     first = agreement.outcome(1, 0.5, Limits(1.0), torch.tensor(25.0), update)
-    agreement.begin(StepSignals(7, True), first)
+    agreement.begin(Wire(7, True), first)
     assert agreement.share_of_a_target().item() == pytest.approx(1 / 7)
     result = agreement.read_last()
     assert result is not None
@@ -282,7 +282,7 @@ def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -
     assert (result.grad_norm, result.skipped, result.loss_scale, result.stop_requested) == (3.0, False, 2.0, False)
     nan, inf, one = torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1.0)
     second = agreement.outcome(2, 0.5, Limits(1.0), nan, Update(inf, one, None))
-    settled = agreement.settle(StepSignals(0), second)
+    settled = agreement.settle(Wire(0), second)
     assert math.isnan(settled.loss)
     assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
 

@@ -15,7 +15,7 @@ from accel_train.cli.main import main
 from accel_train.core.state import StepResult
 from accel_train.experiments.find_lr import RangeTest, Recorder, prepare_test, rates_of_test, run_test, suggest
 from accel_train.recipe.loader import Recipe
-from accel_train.report.curves import local_lines
+from accel_train.report.charts import local_lines
 from tests.support import runs as runs
 from tests.support.runs import REPOSITORY
 

@@ -23,9 +23,8 @@ from accel_train.observe.incident_record import (
     summarise_incident,
 )
 from accel_train.observe.run_folder import RunFolder
-from accel_train.recovery.diagnosis import examine, find_rows
+from accel_train.recovery.diagnosis import DiagnosisRequest, Recomputation, SamplesOf, examine, find_rows
 from accel_train.recovery.module_watch import ModuleWatch
-from accel_train.recovery.recompute import DiagnosisRequest, Recomputation, SamplesOf
 from accel_train.report.report import write_report
 from tests.support.number_faults import plan_of
 from tests.support.programs.number_faults import train_with_faults

@@ -118,7 +118,8 @@ def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
     assert f"row {samples[0]} of nowhere" in text
     assert text.endswith("the run diverges: lower optimizer.learning_rate, or warm up for longer.")
     [again] = replay.micro_batches
-    first = next(call for call in again.calls if call.inputs_finite and not call.output_finite)
+    first = again.watch.first_not_finite()
+    assert first is not None
     assert (again.file, again.number, first.name) == ("batch-rank-1.safetensors", 1, "blocks.1.act")
     _, found = replayed(run, 13)
     assert_named(found, FAULTS[1], samples[1])

@@ -56,7 +56,7 @@ def test_loss_computed_again_is_that_of_the_step_to_the_bit_dropout_included(tmp
     [finding] = read_incident(folder)["processes"]
     assert finding["loss_sum"] == finding["loss_sum_then"] == replayed.outcome.loss
     assert replayed.outcome.not_finite == ["head.weight"]
-    assert all(call.output_finite for call in replayed.calls)
+    assert all(call.output_finite for call in replayed.watch.calls)
     assert "verdict: happens again" in format_replay(replay_incident(folder, "cpu"))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from accel_train.report.curves import Array
+from accel_train.report.charts import Array
 from accel_train.report.lr_chart import LEFT, SMOOTHED, SUGGESTED, WIDTH, draw_range_test
 
 RATES = np.geomspace(1e-6, 1.0, 40)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from accel_train.observe.run_folder import RunFolder
-from accel_train.report.charts import MOST_MARKS, describe_charts
-from accel_train.report.curves import part_means, short_number, thin
+from accel_train.report.charts import MOST_MARKS, describe_charts, part_means, short_number, thin
 from accel_train.report.html import MOST_EVENTS, compare_headlines, differ_in_evaluation_data
 from accel_train.report.report import render_page, write_report
 from accel_train.report.run import Run, load_run

@@ -222,7 +222,7 @@ def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
                 "loss_sum": each.outcome.loss,
                 "gradient_norm": each.outcome.total,
                 "not_finite": each.outcome.not_finite,
-                "first_module": None if each.first_bad is None else each.first_bad.name,
+                "first_module": first.name if (first := each.watch.first_not_finite()) is not None else None,
             }
             for each in replay.micro_batches
         ],

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from accel_train.metrics.answers import answer_scores, exact_match, f1, normalized
+from accel_train.metrics.texts import answer_scores, exact_match, f1, normalized
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The modules of `evaluate`: equal to scikit-learn and scipy, combined and in several processes, without network or files."""
 
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -149,9 +150,11 @@ def test_several_processes_score_together(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.arrow"))
 
 
-def test_every_name_loads_a_module_of_its_own_name(quiet_cache: dict[str, Any]) -> None:
+def test_every_name_loads_a_module_of_its_own_name_that_can_be_pickled(quiet_cache: dict[str, Any]) -> None:
     for name in METRICS:
-        assert name.startswith(load_metric(name, **quiet_cache).name)
+        metric = load_metric(name, **quiet_cache)
+        assert name.startswith(metric.name)
+        assert pickle.loads(pickle.dumps(metric)).name == metric.name  # noqa: S301
 
 
 def test_an_unknown_metric_is_refused_with_the_nearest_name() -> None:
