@@ -65,7 +65,7 @@ def check_claim(run_folder: Path) -> None:
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    """Return whether a run's checkpoints lie there: a copy of a run folder may lack the marker, whose name is hidden."""
+    """Return whether a folder has a run's checkpoints. A copy of a run folder may lack the hidden marker file."""
     return any((path.parent / "trainer.json").is_file() for path in folder.glob("checkpoints/step-*/manifest.json"))
 
 

@@ -68,7 +68,7 @@ def _secrets_of(value: Any, name: str) -> set[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {str(value)} if is_number and is_secret(name) else set()
     inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
-    # Anyone who knows a webhook's address can write to it. A text that is refused as a target may hold credentials, too.
+    # Anyone who knows a webhook's address can write to it. A refused target may hold credentials too.
     if name.rpartition(".")[2] == "notify" and not value.startswith("$") and value != REDACTED:
         inside.add(value)
     # A path only shows where the secret lies, and messages need it.

@@ -87,9 +87,8 @@ def keep_whole(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]
     share it.
     """
     for weight in weights:
-        optimizer.state[weight] = {
-            "step": 0, "state1": torch.zeros_like(weight, dtype=torch.float32), "state2": torch.zeros_like(weight, dtype=torch.float32)
-        }  # fmt: skip
+        moments = {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("state1", "state2")}
+        optimizer.state[weight] = {"step": 0, **moments}
 
 
 def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

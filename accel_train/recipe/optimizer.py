@@ -50,14 +50,21 @@ OPTIMIZERS = {
         "custom:build_custom", ("options",), moments=0, state="rows_and_columns", of_class="torch.optim:Adafactor"
     ),
     "adamw_8bit": OptimizerKind(
-        "custom:build_adamw_8bit", ("betas", "eps"), state="8_bits", of_class="bitsandbytes.optim:AdamW8bit",
-        package="bitsandbytes", note="moments in 8 bits, but for embeddings and tensors of fewer than 4,096 numbers",
+        "custom:build_adamw_8bit",
+        ("betas", "eps"),
+        state="8_bits",
+        of_class="bitsandbytes.optim:AdamW8bit",
+        package="bitsandbytes",
+        note="moments in 8 bits, but for embeddings and tensors of fewer than 4,096 numbers",
     ),
     SCHEDULE_FREE: OptimizerKind(
-        "custom:build_custom", ("betas", "eps", "options"), of_class="accel_train.optim.schedule_free:ScheduleFreeAdamW",
-        package="schedulefree", note="an average of the weights is evaluated, and what model/ will hold",
+        "custom:build_custom",
+        ("betas", "eps", "options"),
+        of_class="accel_train.optim.schedule_free:ScheduleFreeAdamW",
+        package="schedulefree",
+        note="an average of the weights is evaluated, and what model/ will hold",
     ),
-}  # fmt: skip
+}
 """`optimizer.name` -> what the package knows about it."""
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The `schedule` section of a recipe: its length, its warmup, and the curve of the learning rate.
 
-A curve is a function of (t, span, schedule) that returns the multiplier of the peak learning rate. To add one, write the
-function and add its line to `CURVES`. In the formulas, W is `warmup_steps`, D = `max_steps` - W is the number of steps
-after the warmup, t = step - W (0-based), and m = `min_lr_ratio`.
+A curve is a function of (t, span, schedule) that returns the multiplier of the peak learning rate. To add one, write
+the function and add its line to `CURVES`. In the formulas, W is `warmup_steps`, D = `max_steps` - W is the number of
+steps after the warmup, t = step - W (0-based), and m = `min_lr_ratio`.
 """
 
 import math

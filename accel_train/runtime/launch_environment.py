@@ -33,13 +33,15 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         (),
         "ACCELERATE_USE_MEGATRON_LM",
         FALSE,
-        "Megatron-LM is not supported; launch with launch/fsdp2.yaml, launch/hsdp.yaml or launch/tp.yaml for a model that one GPU does not hold, launch/sp.yaml for long sequences, or else launch/ddp.yaml",
+        "Megatron-LM is not supported; launch with launch/fsdp2.yaml, launch/hsdp.yaml or launch/tp.yaml for a model "
+        "that one GPU does not hold, launch/sp.yaml for long sequences, or else launch/ddp.yaml",
     ),
     (
         (SIZES,),
         "PARALLELISM_CONFIG_CP_SIZE",
         ("1",),
-        "context parallelism is not supported; split sequences with parallel.sp_size, and leave cp_size at 1 in the launch's parallelism_config",
+        "context parallelism is not supported; split sequences with parallel.sp_size, and leave cp_size at 1 in the "
+        "launch's parallelism_config",
     ),
     (
         (SIZES, ZERO),
@@ -51,19 +53,22 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         (SIZES, SP_SIZE),
         "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
         ("sdpa", "none"),
-        "sequences that are split attend by SDPA, whose kernels torch chooses; leave it out of the launch's parallelism_config",
+        "sequences that are split attend by SDPA, whose kernels torch chooses; leave it out of the launch's "
+        "parallelism_config",
     ),
     (
         (ZERO,),
         "ACCELERATE_DEEPSPEED_CONFIG_FILE",
         (),
-        f"how to train is for the recipe to say: a configuration of DeepSpeed's own; write zero_stage, leave deepspeed_config_file {_LEAVE_OUT}",
+        "how to train is for the recipe to say: a configuration of DeepSpeed's own; write zero_stage, leave "
+        f"deepspeed_config_file {_LEAVE_OUT}",
     ),
     (
         (ZERO,),
         "ACCELERATE_GRADIENT_CLIPPING",
         (),
-        f"how to train is for the recipe to say: optimizer.max_grad_norm of the recipe; leave gradient_clipping {_LEAVE_OUT}",
+        "how to train is for the recipe to say: optimizer.max_grad_norm of the recipe; leave gradient_clipping "
+        f"{_LEAVE_OUT}",
     ),
     (
         (ZERO,),

@@ -84,7 +84,9 @@ FINETUNE = Command(
     {
         "path": {
             "metavar": "PATH",
-            "help": "a table (csv, tsv, jsonl, parquet), text files, chats, or a folder of images by class or with masks",
+            "help": (
+                "a table (csv, tsv, jsonl, parquet), text files, chats, or a folder of images by class or with masks"
+            ),
         },
         "--model": {
             "metavar": "NAME",
@@ -94,7 +96,10 @@ FINETUNE = Command(
         "--label": {"metavar": "COL", "help": "label column"},
         "--task": {
             "metavar": "TASK",
-            "help": "text-classification, causal-lm, image-classification, or semantic-segmentation; default: found from the data",
+            "help": (
+                "text-classification, causal-lm, image-classification, or semantic-segmentation; default: found from "
+                "the data"
+            ),
         },
         "--output_dir": {"metavar": "DIR", "help": "run folder; default: runs/NAME, named after the data"},
         "--recipe": {"metavar": "FILE", "help": "recipe file to write; default: DIR.yaml"},
