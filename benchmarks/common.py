@@ -1,4 +1,5 @@
-"""What all benchmarks use: their arguments, fresh processes, token files, tables, and results with machine, versions and date.
+"""What all benchmarks use: their arguments, fresh processes, token files, tables, and results with machine, versions
+and date.
 
 Importing this imports no torch, so that a parent process stays light beside the children it times.
 """
@@ -31,7 +32,9 @@ RESULT_MARK = "BENCHMARK_RESULT "
 TURN_SECONDS = 0.4
 """Long beside the caches that a process finds cold, short beside what changes on a machine."""
 KEEP_FREED_BYTES = str(4_000_000_000)
-"""For glibc: by default it hands memory back after every step, which costs thousands of page faults and all comparability."""
+"""For glibc: by default it hands memory back after every step, which costs thousands of page faults and all
+comparability.
+"""
 
 
 def child_environment(threads: int) -> dict[str, str]:
@@ -83,7 +86,8 @@ def run_child(
 def run_children_in_turns(
     module: str, argument_lists: Sequence[Sequence[str]], *, environment: Mapping[str, str], timeout_seconds: float
 ) -> list[ChildRun]:
-    """Run several processes at once, of which one at a time may compute: each has its turn, again and again (SIGSTOP, SIGCONT).
+    """Run several processes at once, of which one at a time may compute: each has its turn, again and again (SIGSTOP,
+    SIGCONT).
 
     So what the machine does beside, from one second to the next, meets all of them alike.
 
@@ -185,7 +189,8 @@ def common_time(stamps: Sequence[Mapping[str, Sequence[int]]]) -> tuple[int, int
 def step_times(stamps: Mapping[str, Sequence[int]], between: tuple[int, int]) -> dict[str, float]:
     """A step in microseconds within a time: its median, its mean, and the quickest tenth of all steps.
 
-    A run too short to have steps in that time is taken whole. The mean counts the steps that log as well. The quickest tenth is what interruptions by others reach least.
+    A run too short to have steps in that time is taken whole. The mean counts the steps that log as well. The quickest
+    tenth is what interruptions by others reach least.
     """
     wall_ns, cpu_ns = np.array(stamps["wall_ns"]), np.array(stamps["cpu_ns"])
     inside = (wall_ns >= between[0]) & (wall_ns <= between[1])
@@ -203,7 +208,9 @@ def step_times(stamps: Mapping[str, Sequence[int]], between: tuple[int, int]) ->
 
 
 def write_tokens(path: Path, *, num_tokens: int, vocab_size: int, seed: int) -> None:
-    """A file of uint16 tokens with something to learn: each token follows from the one before, one time in four by chance."""
+    """A file of uint16 tokens with something to learn: each token follows from the one before, one time in four by
+    chance.
+    """
     rng = np.random.default_rng(seed)
     successor = rng.permutation(vocab_size).astype(np.uint16)
     tokens = rng.integers(0, vocab_size, num_tokens, dtype=np.uint16)

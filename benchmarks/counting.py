@@ -17,7 +17,9 @@ METHODS = {
 }
 """Of a process group: the kind of collective, and which argument is the whole tensor."""
 OF_TENSORS_IN_PARTS = {"all_reduce": "all-reduce", "all_gather_single": "all-gather"}
-"""Those of torch.distributed._functional_collectives that DTensor calls (torch 2.13): they reach a group without Python."""
+"""Those of torch.distributed._functional_collectives that DTensor calls (torch 2.13): they reach a group without
+Python.
+"""
 
 
 def count_collectives() -> Counter[str]:

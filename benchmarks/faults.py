@@ -3,13 +3,17 @@
     python -m benchmarks.faults --save
     python -m benchmarks.faults --faults nan sigterm --systems accel_train hf_trainer
 
-Every cell is what came out when the fault was made: real processes, real signals, real files, one process each on a CPU.
-All train the same small GPT-2 on the same 24 samples and save every 6 of 24 steps: with their defaults wherever a fault is at
-stake, and the two peers again with the flags that help most (`, flags`). A cell marked * did less than the row requires.
+Every cell is what came out when the fault was made: real processes, real signals, real files, one process each on a
+CPU.
+All train the same small GPT-2 on the same 24 samples and save every 6 of 24 steps: with their defaults wherever a fault
+is at
+stake, and the two peers again with the flags that help most (`, flags`). A cell marked * did less than the row
+requires.
 
 nan          one sample of one step brings a NaN
 lr           a learning rate of -1
-resume       SIGKILL after a checkpoint in the middle of an epoch, then the documented resume: which samples are trained on
+resume       SIGKILL after a checkpoint in the middle of an epoch, then the documented resume: which samples are trained
+on
 dropout      the same with dropout: are losses and weights those of the run that was never killed, bit by bit
 mid_save     SIGKILL while a checkpoint is being written, then the resume
 bit          one bit of the newest checkpoint's weights flips, then the resume
@@ -180,7 +184,9 @@ def bad_learning_rate(place: Place) -> Cell:
 
 
 def killed(place: Place, num_checkpoints: int = 1) -> Place:
-    """The place after a run that was killed at step 9, when its checkpoints were on the disk; the steps are slow for that."""
+    """The place after a run that was killed at step 9, when its checkpoints were on the disk; the steps are slow for
+    that.
+    """
     assert place.with_(kill_at=9, step_seconds=0.4).run().code == -signal.SIGKILL, "it ended before it could be killed"
     assert len(place.checkpoints()) >= num_checkpoints, "it was killed before its checkpoints were written"
     return place
@@ -401,7 +407,8 @@ def main() -> None:
         "",
         table(found, arguments.systems),
         "",
-        f"hf_trainer, flags: {shown(HF_FLAGS)}. accelerate, flags: DataLoaderConfiguration({shown(ACCELERATE_FLAGS)}), set_epoch.",
+        f"hf_trainer, flags: {shown(HF_FLAGS)}. accelerate, flags: "
+        f"DataLoaderConfiguration({shown(ACCELERATE_FLAGS)}), set_epoch.",
         f"* did less than `python -m benchmarks.faults --help` requires. Measured in {seconds:.0f} s.",
     ]
     cells = {fault: {system: asdict(cell) for system, cell in row.items()} for fault, row in found.items()}

@@ -1,9 +1,12 @@
-"""One training run of faults.py in one process: accel_train, transformers.Trainer or an Accelerate loop, with injected faults.
+"""One training run of faults.py in one process: accel_train, transformers.Trainer or an Accelerate loop, with injected
+faults.
 
     python -m benchmarks.faults_loops SYSTEM '{"folder": ..., "tokens": ..., ...}'
 
-The two peers are set up as their documentation shows it: once with their defaults, and once with the flags that help most
-against these faults (HF_FLAGS, ACCELERATE_FLAGS). All train the same GPT-2 on the same token file, in which the first token
+The two peers are set up as their documentation shows it: once with their defaults, and once with the flags that help
+most
+against these faults (HF_FLAGS, ACCELERATE_FLAGS). All train the same GPT-2 on the same token file, in which the first
+token
 of a sample is its number: so each forward can record which samples it saw.
 """
 
@@ -150,7 +153,9 @@ def train_hf_trainer(job: Job, **flags: Any) -> Mapping[str, Any]:
 
 
 def train_accelerate(job: Job, **flags: Any) -> Mapping[str, Any]:
-    """Train with the loop of Accelerate's documentation and example `checkpointing.py`: save_state, load_state, skip_first_batches."""
+    """Train with the loop of Accelerate's documentation and example `checkpointing.py`: save_state, load_state,
+    skip_first_batches.
+    """
     import torch
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed

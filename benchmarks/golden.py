@@ -3,10 +3,14 @@
     python -m benchmarks.golden --before main~5              the working tree's HEAD against main~5
     python -m benchmarks.golden --before main~5 --only seq2seq --only inputs
 
-Run this before and after a refactoring. Each revision is unpacked below build/golden and driven by its command line alone:
-every recipe for 30 steps in one process, on two DDP and two FSDP2 processes, each command on the finished run, `finetune --dry-run`
-on data of many shapes, and the exit codes of bad inputs. Times, paths, and sentences are left out, so wording may change;
-floats are compared to the last bit. Prints each path that differs and how many records it differs in; exit code 1 if any does.
+Run this before and after a refactoring. Each revision is unpacked below build/golden and driven by its command line
+alone:
+every recipe for 30 steps in one process, on two DDP and two FSDP2 processes, each command on the finished run,
+`finetune --dry-run`
+on data of many shapes, and the exit codes of bad inputs. Times, paths, and sentences are left out, so wording may
+change;
+floats are compared to the last bit. Prints each path that differs and how many records it differs in; exit code 1 if
+any does.
 Records are kept per commit and reused: `--again` makes them anew. A full revision takes about 40 CPU minutes.
 """
 
@@ -53,8 +57,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama_1b": {
         **TEXT,
         "batch.per_device_batch_size": 4,
-        "model.config": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
-        " num_key_value_heads: 2, max_position_embeddings: 64}",
+        "model.config": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+        "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64}",
     },
     "continue_pretraining": {
         "model.pretrained": "work/gpt_tiny-one/model",

@@ -1,4 +1,6 @@
-"""Measures a training run on a GPU from outside: torch's hook after every optimizer step switches the parts on and off."""
+"""Measures a training run on a GPU from outside: torch's hook after every optimizer step switches
+the parts on and off.
+"""
 
 import json
 import statistics
@@ -101,7 +103,9 @@ class StepWatch:
 
 
 def gpu_idle(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, float]:
-    """Idle share and kernels per step, from the events of a chrome trace: kernels may overlap, so intervals are merged."""
+    """Idle share and kernels per step, from the events of a chrome trace: kernels may overlap, so
+    intervals are merged.
+    """
     on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
     spans = sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in on_gpu)
     assert spans, "the profiler saw no kernel"

@@ -95,7 +95,9 @@ def train_raw(run: Run, clock: FetchClock) -> list[Any]:
 
 
 def train_raw_gc_off(run: Run, clock: FetchClock) -> list[Any]:
-    """The reference, when its expert also knows that collecting garbage costs a loop some percent of its Python time."""
+    """The reference, when its expert also knows that collecting garbage costs a loop some percent
+    of its Python time.
+    """
     import gc
 
     gc.collect()
@@ -271,7 +273,8 @@ def _gpt2(run: Run) -> Any:
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=kwargs.get("scaling"))
         return mixed.transpose(1, 2), None
 
-    # transformers' own `sdpa` reads a tensor on the host in every forward to look for packed documents. An expert's loop
+    # transformers' own `sdpa` reads a tensor on the host in every forward to look for packed documents. An expert's
+    # loop
     # does not pay that, and neither should Accelerate or Trainer be blamed for it: the same attention for all.
     AttentionInterface.register("benchmark_causal", causal)
     torch.manual_seed(run.seed)
@@ -305,7 +308,9 @@ def _stamped_dataset(run: Run, clock: FetchClock) -> Any:
 
 
 def _collate(rows: Any) -> dict[str, Any]:
-    """`shift_labels` are targets that the model does not shift again, so that all T positions count in every variant."""
+    """`shift_labels` are targets that the model does not shift again, so that all T positions count
+    in every variant.
+    """
     import torch
 
     tokens = torch.from_numpy(rows)

@@ -2,9 +2,12 @@
 
     python -m benchmarks.model_path --save
 
-One fresh process per family, on one thread. All variants have the same weights and batches, and take turns of a few steps, so
-that what else the machine does affects all of them alike; ratios are of CPU time in one round: median (least to most). No
-loop is around the model: forward, loss, backward and fused AdamW. Compiled means the repeated blocks, as `precision.compile`.
+One fresh process per family, on one thread. All variants have the same weights and batches, and take turns of a few
+steps, so
+that what else the machine does affects all of them alike; ratios are of CPU time in one round: median (least to most).
+No
+loop is around the model: forward, loss, backward and fused AdamW. Compiled means the repeated blocks, as
+`precision.compile`.
 """
 
 import json
@@ -104,7 +107,9 @@ def step_of(model: Any, ids: Any) -> Callable[[], None]:
 
 
 def measure(family: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return CPU milliseconds a step by variant and round, and how far the eager outputs are apart at the same weights."""
+    """Return CPU milliseconds a step by variant and round, and how far the eager outputs are apart
+    at the same weights.
+    """
     import torch
 
     from accel_train.model.kernels.activations import describe_activations

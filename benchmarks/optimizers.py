@@ -1,13 +1,19 @@
-"""Muon reaches AdamW's final loss in fewer steps and less time: the demo's model and data with each of them, several seeds.
+"""Muon reaches AdamW's final loss in fewer steps and less time: the demo's model and data with each of them, several
+seeds.
 
     python -m benchmarks.optimizers --save
     python -m benchmarks.optimizers --seeds 1 --steps 300
 
-AdamW trains the model of `recipes/gpt_tiny.yaml` with a schedule over all its steps, and is evaluated at its end. Muon trains with
-a schedule over `--share` of these steps, and is evaluated as it goes: the first evaluation that is no higher than AdamW's last one
-says how many steps and how much training time (evaluation and checkpoints left out) it needed. Each run is a process of its own with
-one thread, the two of a seed side by side: what else the machine does meets both. (AdamW's last steps have it to themselves, to
-Muon's disadvantage.) CPU time is the steps times the median of what one took. After each seed all that is known is printed, and saved.
+AdamW trains the model of `recipes/gpt_tiny.yaml` with a schedule over all its steps, and is evaluated at its end. Muon
+trains with
+a schedule over `--share` of these steps, and is evaluated as it goes: the first evaluation that is no higher than
+AdamW's last one
+says how many steps and how much training time (evaluation and checkpoints left out) it needed. Each run is a process of
+its own with
+one thread, the two of a seed side by side: what else the machine does meets both. (AdamW's last steps have it to
+themselves, to
+Muon's disadvantage.) CPU time is the steps times the median of what one took. After each seed all that is known is
+printed, and saved.
 
 Bars: at most 55 % of AdamW's steps and 75 % of its time, for the median seed.
 """
@@ -80,10 +86,17 @@ def train(folder: Path, name: str, seed: int, steps: int, every: int, flags: Seq
     """Train the recipe with one optimizer, and read what it left; `every` is the steps between evaluations of Muon."""
     output = folder / f"{name}-{seed}-{steps}"
     settings = {
-        "output_dir": output, "seed": seed, "optimizer.name": name, "schedule.max_steps": steps,
-        "evaluate.every_steps": every if name == "muon" else 0, "evaluate.max_samples": "null", "evaluate.sample_tokens": 1,
-        "log.every_steps": every, "log.progress": "false", "checkpoint.every_steps": 0,
-    }  # fmt: skip
+        "output_dir": output,
+        "seed": seed,
+        "optimizer.name": name,
+        "schedule.max_steps": steps,
+        "evaluate.every_steps": every if name == "muon" else 0,
+        "evaluate.max_samples": "null",
+        "evaluate.sample_tokens": 1,
+        "log.every_steps": every,
+        "log.progress": "false",
+        "checkpoint.every_steps": 0,
+    }
     given = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     took = folder / f"{output.name}.json"
     command = [sys.executable, "-m", "benchmarks.optimizers", "--child", str(took), "run", str(RECIPE), *given, *flags]
@@ -95,7 +108,9 @@ def train(folder: Path, name: str, seed: int, steps: int, every: int, flags: Seq
 
 
 def run_and_time(took: Path, words: Sequence[str]) -> int:
-    """Run `accel-train WORDS`, and write the CPU seconds of one step: the median, as some have an evaluation between them."""
+    """Run `accel-train WORDS`, and write the CPU seconds of one step: the median, as some have an evaluation between
+    them.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from accel_train.cli.main import main as accel_train
@@ -133,7 +148,9 @@ def compare(adamw: Trained, muon: Trained) -> Comparison:
 
 
 def verdict(values: Sequence[float | None], most: float) -> str:
-    """The median and range of shares, and whether the median meets its bar; a run that did not get there counts as the worst."""
+    """The median and range of shares, and whether the median meets its bar; a run that did not get there counts as the
+    worst.
+    """
     reached = [value for value in values if value is not None]
     if 2 * len(reached) <= len(values):
         return f"not reached, bar {most:.0%} MISSED"
@@ -211,10 +228,16 @@ def main() -> None:
         for seed in range(1, arguments.seeds + 1):
             runs = [
                 threads.submit(
-                    train, folder, name, seed, length, every, ["--optimizer.learning_rate", f"{rate:g}", *arguments.settings.split()]
+                    train,
+                    folder,
+                    name,
+                    seed,
+                    length,
+                    every,
+                    ["--optimizer.learning_rate", f"{rate:g}", *arguments.settings.split()],
                 )
                 for name, rate, length in pair
-            ]  # fmt: skip
+            ]
             found.append(compare(*(each.result() for each in runs)))
             busy, own = busy_seconds() - busy_before, own_seconds() - own_before
             others = max((busy - own) / (time.perf_counter() - start), 0.0)

@@ -11,8 +11,10 @@ and on request raw_gc_off, the raw loop without Python's garbage collector (acce
 nanogpt, the model and loop of nanogpt_style.py (another model code, so not a measure of a loop).
 
 All read the same token file, train the same architecture with the same AdamW groups and clip in fp32, and log every 50
-steps. Each round starts a fresh process for each, and lets them compute in turns of 0.4 s, one at a time; a ratio compares
-two processes of one round, over the steps that were done while all of them trained. A step is the time between two reads of
+steps. Each round starts a fresh process for each, and lets them compute in turns of 0.4 s, one at a time; a ratio
+compares
+two processes of one round, over the steps that were done while all of them trained. A step is the time between two
+reads of
 a batch, seen from the data set, so no loop is touched. `micro` is so small that a step is nearly all Python; `tiny` is
 nanoGPT's CPU example.
 """

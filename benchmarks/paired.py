@@ -2,9 +2,12 @@
 
     python -m benchmarks.paired --preset micro --save
 
-`benchmarks.overhead` compares whole processes, as a user meets them; two processes of the same program differ by several
-per cent here, through memory layout alone. In one process both loops share the layout, the libraries and the moment, so a
-few microseconds can be told apart. The hand-written loop has the same model code, attention, optimizer and first weights.
+`benchmarks.overhead` compares whole processes, as a user meets them; two processes of the same program differ by
+several
+per cent here, through memory layout alone. In one process both loops share the layout, the libraries and the moment, so
+a
+few microseconds can be told apart. The hand-written loop has the same model code, attention, optimizer and first
+weights.
 """
 
 import math
@@ -52,7 +55,9 @@ def hand_written_step(config: Any, tokens: NDArray[np.uint16], preset: Preset) -
 
 
 def measure(name: str, blocks: int, folder: Path) -> Pairs:
-    """CPU seconds a step of (accel_train, the hand-written loop), a pair for each turn; logging is on, every 50 steps."""
+    """CPU seconds a step of (accel_train, the hand-written loop), a pair for each turn; logging is
+    on, every 50 steps.
+    """
     preset, block_steps = PRESETS[name], BLOCK_STEPS[name]
     num_steps = block_steps * blocks + 1
     run = small_run(name, num_steps, folder, log_every_steps=50)

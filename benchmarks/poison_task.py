@@ -1,6 +1,7 @@
 """Language modelling on text that is poisoned on purpose: the task that poison.py trains.
 
-`options.poison` names the poison and where it sits. Poison of the data belongs to samples, so it comes again whenever they
+`options.poison` names the poison and where it sits. Poison of the data belongs to samples, so it comes again whenever
+they
 do; poison of the moment (a learning rate, a bit of a gradient) happens once, and is gone when the step is done again.
 """
 
@@ -81,7 +82,9 @@ class PoisonedText(CausalLM):
         return super().loss_sum(model, inputs) + batch["noise"].sum().float()
 
     def count_updates(self) -> None:
-        """Know which step is under way, by the updates that were tried; where the learning rate is the poison, raise it."""
+        """Know which step is under way, by the updates that were tried; where the learning rate is the poison, raise
+        it.
+        """
         self.step = 1
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -96,7 +99,9 @@ class PoisonedText(CausalLM):
         register_optimizer_step_post_hook(after)
 
     def flip_bits(self, model: nn.Module) -> None:
-        """From now on a bit of one gradient flips once in each of the steps that are named, as a faulty chip would do it."""
+        """From now on a bit of one gradient flips once in each of the steps that are named, as a faulty chip would do
+        it.
+        """
         draw = random.Random(0)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         targets = {

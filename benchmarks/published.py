@@ -1,4 +1,6 @@
-"""Throughput that others have published for FSDP alone on several numbers of GPUs: what a model of a step is held against."""
+"""Throughput that others have published for FSDP alone on several numbers of GPUs: what a model of a step is held
+against.
+"""
 
 from dataclasses import dataclass
 
@@ -55,7 +57,9 @@ class Series:
     compute_bytes: int
     reduce_bytes: int
     rows: tuple[tuple[int, float, int, int], ...]
-    """GPUs, tokens a second of each, tokens of a micro-batch on each, micro-batches; the first row is what the rest follows from."""
+    """GPUs, tokens a second of each, tokens of a micro-batch on each, micro-batches; the first row is what the rest
+    follows from.
+    """
     source: str
     remark: str = ""
 
@@ -64,17 +68,137 @@ TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 MOSAIC = "llm-foundry, scripts/train/benchmarking/README.md"
 UNSTATED = "the network is not stated there: infiniband-ndr is assumed"
 SERIES = (
-    Series("Llama 3.1 8B, eager", LLAMA_8B, "H100", "roce-400", 2, 4, ((8, 5762, 16_384, 1), (128, 5605, 16_384, 1)), TITAN),
-    Series("Llama 3.1 8B, compiled", LLAMA_8B, "H100", "roce-400", 2, 4, ((8, 6667, 16_384, 1), (128, 6514, 16_384, 1)), TITAN),
-    Series("Llama 3.1 8B, compiled, fp8", LLAMA_8B, "H200", "infiniband-ndr", 1, 4, ((32, 10938, 16_384, 1), (64, 10753, 16_384, 1)), "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"),
-    Series("MPT 1B", mpt(24, 2048), "H100", "infiniband-ndr", 2, 4, ((8, 45455, 28_672, 1), (16, 46037, 40_960, 1), (32, 45130, 40_960, 1), (64, 44402, 40_960, 1)), MOSAIC, UNSTATED),
-    Series("MPT 3B", mpt(32, 2560), "H100", "infiniband-ndr", 2, 4, ((16, 24142, 20_480, 3), (32, 23021, 12_288, 3), (64, 22525, 12_288, 3)), MOSAIC, UNSTATED),
-    Series("MPT 13B", mpt(40, 5120), "H100", "infiniband-ndr", 2, 4, ((8, 4792, 4096, 1), (16, 4767, 4096, 1), (32, 4811, 4096, 1), (64, 4800, 4096, 1)), MOSAIC, UNSTATED),
-    Series("MPT 125M", mpt(12, 768), "A100 40GB", "roce-200", 2, 2, ((8, 136334, 53_248, 3), (16, 130535, 53_248, 1), (32, 127122, 53_248, 1), (64, 125234, 53_248, 1), (128, 123936, 53_248, 1)), MOSAIC),
-    Series("MPT 1B", mpt(24, 2048), "A100 40GB", "roce-200", 2, 2, ((8, 19271, 16_384, 8), (16, 19085, 16_384, 1), (32, 15555, 20_480, 1), (64, 19001, 20_480, 1), (128, 18647, 20_480, 1)), MOSAIC, "the row of 32 GPUs is far below its neighbours there"),
-    Series("MPT 3B", mpt(32, 2560), "A100 40GB", "roce-200", 2, 2, ((8, 10065, 10_240, 8), (16, 9750, 10_240, 1), (32, 9914, 12_288, 1), (64, 9736, 12_288, 1), (128, 9538, 12_288, 1)), MOSAIC),
-    Series("MPT 7B, checkpointed", mpt(32, 4096), "A100 40GB", "roce-200", 2, 2, ((8, 3679, 24_576, 4), (16, 3645, 32_768, 1), (32, 3725, 36_864, 1), (64, 3665, 36_864, 1), (128, 3623, 36_864, 1)), MOSAIC),
-    Series("MPT 13B, checkpointed", mpt(40, 5120), "A100 40GB", "roce-200", 2, 2, ((16, 1993, 20_480, 1), (32, 1998, 28_672, 1), (64, 1976, 32_768, 1), (128, 1972, 32_768, 1)), MOSAIC),
-)  # fmt: skip
+    Series(
+        "Llama 3.1 8B, eager", LLAMA_8B, "H100", "roce-400", 2, 4, ((8, 5762, 16_384, 1), (128, 5605, 16_384, 1)), TITAN
+    ),
+    Series(
+        "Llama 3.1 8B, compiled",
+        LLAMA_8B,
+        "H100",
+        "roce-400",
+        2,
+        4,
+        ((8, 6667, 16_384, 1), (128, 6514, 16_384, 1)),
+        TITAN,
+    ),
+    Series(
+        "Llama 3.1 8B, compiled, fp8",
+        LLAMA_8B,
+        "H200",
+        "infiniband-ndr",
+        1,
+        4,
+        ((32, 10938, 16_384, 1), (64, 10753, 16_384, 1)),
+        "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
+    ),
+    Series(
+        "MPT 1B",
+        mpt(24, 2048),
+        "H100",
+        "infiniband-ndr",
+        2,
+        4,
+        ((8, 45455, 28_672, 1), (16, 46037, 40_960, 1), (32, 45130, 40_960, 1), (64, 44402, 40_960, 1)),
+        MOSAIC,
+        UNSTATED,
+    ),
+    Series(
+        "MPT 3B",
+        mpt(32, 2560),
+        "H100",
+        "infiniband-ndr",
+        2,
+        4,
+        ((16, 24142, 20_480, 3), (32, 23021, 12_288, 3), (64, 22525, 12_288, 3)),
+        MOSAIC,
+        UNSTATED,
+    ),
+    Series(
+        "MPT 13B",
+        mpt(40, 5120),
+        "H100",
+        "infiniband-ndr",
+        2,
+        4,
+        ((8, 4792, 4096, 1), (16, 4767, 4096, 1), (32, 4811, 4096, 1), (64, 4800, 4096, 1)),
+        MOSAIC,
+        UNSTATED,
+    ),
+    Series(
+        "MPT 125M",
+        mpt(12, 768),
+        "A100 40GB",
+        "roce-200",
+        2,
+        2,
+        (
+            (8, 136334, 53_248, 3),
+            (16, 130535, 53_248, 1),
+            (32, 127122, 53_248, 1),
+            (64, 125234, 53_248, 1),
+            (128, 123936, 53_248, 1),
+        ),
+        MOSAIC,
+    ),
+    Series(
+        "MPT 1B",
+        mpt(24, 2048),
+        "A100 40GB",
+        "roce-200",
+        2,
+        2,
+        (
+            (8, 19271, 16_384, 8),
+            (16, 19085, 16_384, 1),
+            (32, 15555, 20_480, 1),
+            (64, 19001, 20_480, 1),
+            (128, 18647, 20_480, 1),
+        ),
+        MOSAIC,
+        "the row of 32 GPUs is far below its neighbours there",
+    ),
+    Series(
+        "MPT 3B",
+        mpt(32, 2560),
+        "A100 40GB",
+        "roce-200",
+        2,
+        2,
+        (
+            (8, 10065, 10_240, 8),
+            (16, 9750, 10_240, 1),
+            (32, 9914, 12_288, 1),
+            (64, 9736, 12_288, 1),
+            (128, 9538, 12_288, 1),
+        ),
+        MOSAIC,
+    ),
+    Series(
+        "MPT 7B, checkpointed",
+        mpt(32, 4096),
+        "A100 40GB",
+        "roce-200",
+        2,
+        2,
+        (
+            (8, 3679, 24_576, 4),
+            (16, 3645, 32_768, 1),
+            (32, 3725, 36_864, 1),
+            (64, 3665, 36_864, 1),
+            (128, 3623, 36_864, 1),
+        ),
+        MOSAIC,
+    ),
+    Series(
+        "MPT 13B, checkpointed",
+        mpt(40, 5120),
+        "A100 40GB",
+        "roce-200",
+        2,
+        2,
+        ((16, 1993, 20_480, 1), (32, 1998, 28_672, 1), (64, 1976, 32_768, 1), (128, 1972, 32_768, 1)),
+        MOSAIC,
+    ),
+)
 NUM_PARAMETERS = {"MPT 125M": 125_311_488, "MPT 1B": 1_315_950_592, "MPT 3B": 2_651_837_440, "MPT 13B": 12_853_954_560}
 """As the tables print them."""

@@ -1,12 +1,17 @@
-"""Several processes against one, bytes counted on the way; and the model behind `plan` against published figures, to 1,024 GPUs.
+"""Several processes against one, bytes counted on the way; and the model behind `plan` against published figures, to
+1,024 GPUs.
 
     python -m benchmarks.scaling --save
     python -m benchmarks.scaling --rounds 5 --save
 
-Measured: a GPT-2 of 7 million parameters on this CPU, one thread a process, the same batch for each process (weak scaling).
-`ddp` reduces gradients while the backward pass goes on, `ddp, after` holds all of them back until it is over, `fsdp2` spreads
-the model. A step is the time between two optimizer steps; bytes are what the processes hand to collectives, counted at the
-calls (DDP: at its communication hook), beside what `plan` says. More processes than cores share cores: the efficiency that
+Measured: a GPT-2 of 7 million parameters on this CPU, one thread a process, the same batch for each process (weak
+scaling).
+`ddp` reduces gradients while the backward pass goes on, `ddp, after` holds all of them back until it is over, `fsdp2`
+spreads
+the model. A step is the time between two optimizer steps; bytes are what the processes hand to collectives, counted at
+the
+calls (DDP: at its communication hook), beside what `plan` says. More processes than cores share cores: the efficiency
+that
 is left for those is cores / processes, and the table has a column for it.
 
 Modelled: no process is started. `--only model` and `--only measured` do one of the two.
@@ -239,14 +244,24 @@ def measured_text(rows: Sequence[Mapping[str, Any]], others_cores: float) -> str
         ]
         for row in rows
     ]
-    headers = ["variant", "processes", "ms/step", "efficiency", "at most, by cores", "bytes a process and step, counted", "as planned"]  # fmt: skip
+    headers = [
+        "variant",
+        "processes",
+        "ms/step",
+        "efficiency",
+        "at most, by cores",
+        "bytes a process and step, counted",
+        "as planned",
+    ]
     return "\n".join(
         [
-            f"## Measured: GPT-2, 8 layers of 256, fp32, {PER_DEVICE} x {BLOCK} tokens a process, {len(rows[0]['step_seconds'])} round(s)",
+            f"## Measured: GPT-2, 8 layers of 256, fp32, {PER_DEVICE} x {BLOCK} tokens a process, "
+            f"{len(rows[0]['step_seconds'])} round(s)",
             "",
             markdown_table(headers, cells, text=("variant", headers[5], "as planned")),
             "",
-            "Efficiency: the step of one process alone over this one; processes and gloo's threads share the cores. `ddp, after`: gradients",
+            "Efficiency: the step of one process alone over this one; processes and gloo's threads share the cores. "
+            "`ddp, after`: gradients",
             f"are reduced when the backward pass is over. Other processes used {others_cores:.2f} cores meanwhile"
             + (": NOT a quiet machine, so the times say little." if others_cores > 0.1 else "."),
         ]

@@ -34,7 +34,9 @@ class Predicted:
 
 
 def predict(series: Series) -> Iterator[Predicted]:
-    """Rows of a series: the first gives the seconds that a token takes to compute, the others follow from that alone."""
+    """Rows of a series: the first gives the seconds that a token takes to compute, the others
+    follow from that alone.
+    """
     weights = series.shape.weights()
     first, *_ = series.rows
     per_token = computing_per_token(series, weights, first)
@@ -92,10 +94,16 @@ def simulate() -> list[Simulated]:
     gpt2 = 1 / 468_000  # llm.c: 140 ms a step of 524,288 tokens on 8 H100
     cases: Sequence[tuple[str, Parallel, ModelWeights, float, int]] = (
         ("Llama 3.1 8B, fsdp2 over all", Parallel(strategy="fsdp2"), LLAMA_8B.weights(), llama, 16_384),
-        ("Llama 3.1 8B, HSDP, 8 to a copy", Parallel(strategy="fsdp2", dp_shard_size=8), LLAMA_8B.weights(), llama, 16_384),
+        (
+            "Llama 3.1 8B, HSDP, 8 to a copy",
+            Parallel(strategy="fsdp2", dp_shard_size=8),
+            LLAMA_8B.weights(),
+            llama,
+            16_384,
+        ),
         ("GPT-2 124M, ddp, 64 x 1024 a GPU", Parallel(), GPT2_124M.weights(), gpt2, 65_536),
         ("GPT-2 124M, ddp, 4 x 1024 a GPU", Parallel(), GPT2_124M.weights(), gpt2, 4096),
-    )  # fmt: skip
+    )
     found = []
     for name, section, weights, per_token, tokens in cases:
         for num_gpus in WORLD_SIZES:
@@ -125,10 +133,26 @@ def model_text() -> tuple[str, list[dict[str, Any]]]:
     ]
     headers = ["model", "GPU and network", "GPUs", "published tokens/s/GPU", "modelled", "error"]
     simulated = [
-        [x.name, f"{x.layout.world_size:,}", f"{1e3 * x.step.seconds:,.1f}", f"{1e3 * x.step.communication_seconds:.1f}", f"{1e3 * x.step.exposed_seconds:.2f}", f"{x.step.efficiency:.3f}", f"{x.tokens_per_second:,.0f}"]
+        [
+            x.name,
+            f"{x.layout.world_size:,}",
+            f"{1e3 * x.step.seconds:,.1f}",
+            f"{1e3 * x.step.communication_seconds:.1f}",
+            f"{1e3 * x.step.exposed_seconds:.2f}",
+            f"{x.step.efficiency:.3f}",
+            f"{x.tokens_per_second:,.0f}",
+        ]
         for x in sizes
-    ]  # fmt: skip
-    simulated_headers = ["run", "GPUs", "ms/step", "communication ms", "of it waited for ms", "efficiency", "tokens/s/GPU"]  # fmt: skip
+    ]
+    simulated_headers = [
+        "run",
+        "GPUs",
+        "ms/step",
+        "communication ms",
+        "of it waited for ms",
+        "efficiency",
+        "tokens/s/GPU",
+    ]
     sources = sorted({row.series.source for row in checks})
     remarks = sorted({f"{s.name}, {s.gpu}: {s.remark}" for s in first if s.remark})
     text = "\n".join(
@@ -137,10 +161,13 @@ def model_text() -> tuple[str, list[dict[str, Any]]]:
             "",
             markdown_table(headers, rows, text=(headers[0], headers[1])),
             "",
-            f"Errors of {len(free)} rows that nothing was taken from: median {statistics.median(errors):+.1%}, {min(errors):+.1%} to {max(errors):+.1%}. "
+            f"Errors of {len(free)} rows that nothing was taken from: median {statistics.median(errors):+.1%}, "
+            f"{min(errors):+.1%} to {max(errors):+.1%}. "
             "The first row of a series gives",
-            "the seconds that a token takes to compute, the others follow. The model is too fast on many GPUs: it knows no stragglers, and no computing",
-            "that is slower beside communication or at a smaller micro-batch. No figures for FSDP alone beyond 128 GPUs were found: what follows there is unchecked.",
+            "the seconds that a token takes to compute, the others follow. The model is too fast on many GPUs: it "
+            "knows no stragglers, and no computing",
+            "that is slower beside communication or at a smaller micro-batch. No figures for FSDP alone beyond 128 "
+            "GPUs were found: what follows there is unchecked.",
             *(f"{remark}." for remark in remarks),
             f"Sources: {'; '.join(sources)}.",
             "",
@@ -148,11 +175,23 @@ def model_text() -> tuple[str, list[dict[str, Any]]]:
             "",
             markdown_table(simulated_headers, simulated, text=("run",)),
             "",
-            "Computing: Llama as on torchtitan's 8 GPUs, compiled; GPT-2 at 468,000 tokens/s/GPU (llm.c: 140 ms a step on 8 H100), at any micro-batch.",
+            "Computing: Llama as on torchtitan's 8 GPUs, compiled; GPT-2 at 468,000 tokens/s/GPU (llm.c: 140 ms a "
+            "step on 8 H100), at any micro-batch.",
         ]
     )
     figures: list[dict[str, Any]] = [
-        {"model": x.series.name, "gpu": x.series.gpu, "gpus": x.num_gpus, "published": x.published, "modelled": x.predicted, "error": x.error, "source": x.series.source}
+        {
+            "model": x.series.name,
+            "gpu": x.series.gpu,
+            "gpus": x.num_gpus,
+            "published": x.published,
+            "modelled": x.predicted,
+            "error": x.error,
+            "source": x.series.source,
+        }
         for x in checks
-    ] + [{"run": x.name, "gpus": x.layout.world_size, "step_seconds": x.step.seconds, "efficiency": x.step.efficiency} for x in sizes]  # fmt: skip
+    ] + [
+        {"run": x.name, "gpus": x.layout.world_size, "step_seconds": x.step.seconds, "efficiency": x.step.efficiency}
+        for x in sizes
+    ]
     return text, figures

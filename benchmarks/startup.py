@@ -1,14 +1,19 @@
-"""From the shell to the end of the first two steps: a bare script, `accel-train run`, and the same run resumed, in turns.
+"""From the shell to the end of the first two steps: a bare script, `accel-train run`, and the same run resumed, in
+turns.
 
-The bare script has torch, Accelerate and transformers' GPT-2, the demo's model and one batch of random tokens: what every
-trainer of this kind has to import. The data of the demo are tokenised before, as at any second start. CPU seconds are the
+The bare script has torch, Accelerate and transformers' GPT-2, the demo's model and one batch of random tokens: what
+every
+trainer of this kind has to import. The data of the demo are tokenised before, as at any second start. CPU seconds are
+the
 figure (both on one thread): wall time counts what else the machine does. A last start with `-X importtime` shows which
 packages the imports spend their time in.
 
-With `--trainer`: what accel_train.Trainer costs beside transformers.Trainer, made and trained for 20 steps of a tiny model with
+With `--trainer`: what accel_train.Trainer costs beside transformers.Trainer, made and trained for 20 steps of a tiny
+model with
 the same arguments (their default saves at the end), twice in a fresh process each, in turns.
 
-With `--commands`: for every command of accel-train how long its help takes, the error about a flag that it does not know, and
+With `--commands`: for every command of accel-train how long its help takes, the error about a flag that it does not
+know, and
 its first line when it has something to do; and the CPU time of a plan.
 """
 
@@ -167,7 +172,9 @@ def measure(rounds: int, layers: int, folder: Path) -> dict[str, list[Times]]:
 
 
 def stage_table(found: Mapping[str, list[Times]]) -> str:
-    """Medians by stage; the ratio is the median of the rounds' ratios to the bare script, with the least and the most."""
+    """Medians by stage; the ratio is the median of the rounds' ratios to the bare script, with the
+    least and the most.
+    """
     rows = []
     for variant, runs in found.items():
         for stage in runs[0]:
@@ -185,14 +192,21 @@ def stage_table(found: Mapping[str, list[Times]]) -> str:
 
 
 def measure_trainers(rounds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Return the CPU seconds of the first and the second call in a process, and of all up to the first's end, by trainer and round."""
+    """Return the CPU seconds of the first and the second call in a process, and of all up to the first's end, by
+    trainer and round.
+    """
     found: dict[str, list[dict[str, float]]] = {trainer: [] for trainer in TRAINERS}
     for number in range(rounds):
         for trainer, package in list(TRAINERS.items())[:: -1 if number % 2 else 1]:
             words = ["-c", TRAINER.format(package=package), str(folder / f"{package}-{number}-")]
             done = subprocess.run(
-                [sys.executable, *words], env=child_environment(1), cwd=REPOSITORY, capture_output=True, text=True, check=True
-            )  # fmt: skip
+                [sys.executable, *words],
+                env=child_environment(1),
+                cwd=REPOSITORY,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
             calls = re.findall(r"^(first|second|imports too) ([0-9.]+)$", done.stdout, re.MULTILINE)
             found[trainer].append({call: float(seconds) for call, seconds in calls})
     return found
@@ -236,8 +250,12 @@ def whole(words: Sequence[str], folder: Path, exit_code: int) -> tuple[float, fl
     """
     since, before = time.perf_counter(), os.times()
     done = subprocess.run(
-        [sys.executable, "-m", "accel_train", *words], cwd=folder, env=child_environment(1), capture_output=True, text=True
-    )  # fmt: skip
+        [sys.executable, "-m", "accel_train", *words],
+        cwd=folder,
+        env=child_environment(1),
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != exit_code:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
     after = os.times()
@@ -246,7 +264,9 @@ def whole(words: Sequence[str], folder: Path, exit_code: int) -> tuple[float, fl
 
 
 def measure_commands(rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return wall seconds of each command by what was asked of it, and the CPU seconds of `plan`, an entry for each round."""
+    """Return wall seconds of each command by what was asked of it, and the CPU seconds of `plan`, an entry for each
+    round.
+    """
     (folder / "own.csv").write_text("text,label\n" + "".join(f"text {row},{'ab'[row % 2]}\n" for row in range(40)))
     command = demo(folder / "run", folder / "cache", 2, 1)
     subprocess.run([*command, "--evaluate.sample_prompt", ""], cwd=REPOSITORY, check=True, capture_output=True)

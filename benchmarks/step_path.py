@@ -3,7 +3,8 @@
     python -m benchmarks.step_path            print the list
     python -m benchmarks.step_path --write    replace the list in docs/architecture.md
 
-Trains 12 steps of gpt_tiny in one process. Step 7 is steady: nothing is logged, saved, or evaluated in it. The list has the functions
+Trains 12 steps of gpt_tiny in one process. Step 7 is steady: nothing is logged, saved, or evaluated in it. The list has
+the functions
 that each module runs in that step and the first sentence of the module's docstring.
 """
 
@@ -24,7 +25,9 @@ STEADY_STEP = 7
 
 
 def trace(folder: Path) -> dict[str, Any]:
-    """Train into FOLDER; return the functions that the steady step enters, by module and in order, and the modules before step 0."""
+    """Train into FOLDER; return the functions that the steady step enters, by module and in order, and the modules
+    before step 0.
+    """
     import accel_train
 
     root = str(Path(accel_train.__file__).parent) + "/"
@@ -87,10 +90,14 @@ def listing(entered: dict[str, list[str]]) -> str:
     """Return the list as Markdown."""
     functions = sum(map(len, entered.values()))
     rows = [
-        f"{number}. `{module}` ({', '.join(f'`{name}`' for name in names[:3])}{', ...' if len(names) > 3 else ''}): {first_sentence(module)}."
+        f"{number}. `{module}` ({', '.join(f'`{name}`' for name in names[:3])}{', ...' if len(names) > 3 else ''}): "
+        f"{first_sentence(module)}."
         for number, (module, names) in enumerate(entered.items(), 1)
     ]
-    head = f"One step of `recipes/gpt_tiny.yaml` in one process enters {len(entered)} modules and {functions} functions, in this order:\n\n"
+    head = (
+        f"One step of `recipes/gpt_tiny.yaml` in one process enters {len(entered)} modules and {functions} functions, "
+        "in this order:\n\n"
+    )
     return head + "\n".join(rows) + "\n"
 
 

@@ -1,13 +1,16 @@
-"""How long a small GPT-2 takes to a validation loss: accel_train and a plain loop with nanoGPT's model, whole processes in turns.
+"""How long a small GPT-2 takes to a validation loss: accel_train and a plain loop with nanoGPT's model, whole processes
+in turns.
 
     python -m benchmarks.time_to_loss --save
     python -m benchmarks.time_to_loss --steps 400 --rounds 1
 
-nanoGPT's recipe for a CPU: 4 layers, 128 wide, batch 12 x 64, bytes of the Python standard library's source. The plain loop
+nanoGPT's recipe for a CPU: 4 layers, 128 wide, batch 12 x 64, bytes of the Python standard library's source. The plain
+loop
 trains `--steps` with AdamW and a cosine, and its loss on all validation windows is the one to reach. accel_train trains
 the same model with Muon for `--share` of these steps, with guard, checkpoints, evaluation and report as they come. Both
 read the same files and evaluate the same windows. Wall time is that of the whole process, start-up included; training
-is its loop alone, CPU time that of the whole process, which others disturb least. Rounds alternate between the two, and a round
+is its loop alone, CPU time that of the whole process, which others disturb least. Rounds alternate between the two, and
+a round
 compares two runs made one after the other. After each round all that is known is printed, and saved.
 
 Bars: the loss is reached in each round; training at most 1.00 x, wall time at most 1.05 x, for the median round.
@@ -63,7 +66,9 @@ class Run:
 
 
 def write_text(train: Path, validation: Path, windows: int) -> None:
-    """Write the standard library's source as uint16 tokens, files in an order of chance; the last windows are for validation."""
+    """Write the standard library's source as uint16 tokens, files in an order of chance; the last windows are for
+    validation.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path for path in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
     order = np.random.default_rng(0).permutation(len(paths))
@@ -130,7 +135,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[Run, 
     write_text(train, validation, arguments.windows)
     flags = ["--plain", str(train), str(validation), "--steps", str(arguments.steps)]
     flags += ["--plain-rate", str(arguments.plain_rate), "--threads", str(arguments.threads)]
-    # As accel_train sets it: threads that spin for each other, where others compute too, would cost the plain loop 10 times its time.
+    # As accel_train sets it: threads that spin for each other, where others compute too, would cost the plain loop 10
+    # times its time.
     environment = {**child_environment(arguments.threads), "GOMP_SPINCOUNT": "1000"}
     for number in range(arguments.rounds):
         own_before = own_seconds()
@@ -146,11 +152,23 @@ def compare(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[Run, 
 def report(found: Sequence[tuple[Run, Run]], arguments: argparse.Namespace, others_cores: float) -> list[str]:
     """Return the table of rounds so far, and what they say of the bars."""
     rows = [
-        [str(number), *(f"{value:.{digits}f}" for plain_value, ours_value, digits in (
-            (plain.loss, ours.loss, 4), (plain.training, ours.training, 1), (plain.wall, ours.wall, 1), (plain.cpu, ours.cpu, 1),
-        ) for value in (plain_value, ours_value)), f"{ours.training / plain.training:.2f}", f"{ours.wall / plain.wall:.2f}"]
+        [
+            str(number),
+            *(
+                f"{value:.{digits}f}"
+                for plain_value, ours_value, digits in (
+                    (plain.loss, ours.loss, 4),
+                    (plain.training, ours.training, 1),
+                    (plain.wall, ours.wall, 1),
+                    (plain.cpu, ours.cpu, 1),
+                )
+                for value in (plain_value, ours_value)
+            ),
+            f"{ours.training / plain.training:.2f}",
+            f"{ours.wall / plain.wall:.2f}",
+        ]
         for number, (plain, ours) in enumerate(found, 1)
-    ]  # fmt: skip
+    ]
     headers = [
         "round",
         "loss, plain",
@@ -173,7 +191,8 @@ def report(found: Sequence[tuple[Run, Run]], arguments: argparse.Namespace, othe
     so_far = "" if len(found) == arguments.rounds else f", {len(found)} of {arguments.rounds} rounds"
     return [
         f"## Time to the loss of a plain loop: {arguments.steps} steps of AdamW at {arguments.plain_rate:g} there, "
-        f"{round(arguments.share * arguments.steps)} of Muon at {arguments.rate:g} here, {arguments.threads} threads{so_far}",
+        f"{round(arguments.share * arguments.steps)} of Muon at {arguments.rate:g} here, {arguments.threads} "
+        f"threads{so_far}",
         "",
         markdown_table(headers, rows, text=()),
         "",

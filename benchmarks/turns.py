@@ -1,4 +1,6 @@
-"""Two ways of doing a step, in turns of a few steps each in one process: for `benchmarks.guard` and `benchmarks.paired`."""
+"""Two ways of doing a step, in turns of a few steps each in one process: for `benchmarks.guard` and
+`benchmarks.paired`.
+"""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +69,9 @@ def measure_preset(
     measure: Callable[[str, int, Path], Pairs],
     summary: Callable[[Pairs], Mapping[str, str]],
 ) -> None:
-    """Run the command: measure one preset, print a row about it, and save it as NAME-PRESET if asked; `turns` by preset."""
+    """Run the command: measure one preset, print a row about it, and save it as NAME-PRESET if asked; `turns` by
+    preset.
+    """
     parser = arguments_of(description)
     parser.add_argument("--preset", choices=sorted(BLOCK_STEPS), default="micro")
     defaults = ", ".join(f"{number} for {preset}" for preset, number in turns.items())

@@ -42,7 +42,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links at pages of the site, leave the text alone of those to other files of the repository, and draw no drawings."""
+    """Point links at pages of the site, leave the text alone of those to other files of the repository, and draw no
+    drawings.
+    """
     name = page.file.src_uri
     folder = os.path.dirname(OTHER_PAGES.get(name, f"docs/{name}"))
 
