@@ -18,7 +18,10 @@ __all__ = ["ModuleTask", "Recipe", "RunResult", "Seq2SeqTrainer", "Trainer", "fi
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, and torch or transformers with it, on first use: `--help` should not wait three seconds."""
+    """Import a public name on first use, because torch and transformers take three seconds.
+
+    `--help` needs neither.
+    """
     if name in ("train", "RunResult"):
         from accel_train.training import train as door
 

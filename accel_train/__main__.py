@@ -1,4 +1,4 @@
-"""`python -m accel_train` is the same program as `accel-train`."""
+"""Entry point of `python -m accel_train`, the same program as `accel-train`."""
 
 from accel_train.cli.main import program
 

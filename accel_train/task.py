@@ -1,7 +1,7 @@
-"""Tasks: data, model, loss and scores of what is trained; the loop knows no more of them than `Task`.
+"""Tasks: the data, model, loss, and scores of a training. The loop only uses the interface `Task`.
 
-A custom task is one file: a class derived from `Task` with three methods, and no registration
-(`task: my_module:MyTask` in the recipe), looked up on PYTHONPATH, and then in the current folder.
+A custom task is one file with a class derived from `Task` and three methods, without registration. The recipe names it
+by `task: my_module:MyTask`. It is looked up on PYTHONPATH, and then in the current folder.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ TASKS = {
     "question-answering": "accel_train.tasks.question_answering:QuestionAnswering",
     "multiple-choice": "accel_train.tasks.multiple_choice:MultipleChoice",
 }
-"""The package's own tasks by the name a recipe uses; imported only when chosen."""
+"""Built-in tasks by the name that a recipe uses, imported only when used."""
 TARGET_UNITS = {
     "causal-lm": "tokens",
     "text-classification": "samples",
@@ -48,92 +48,111 @@ TARGET_UNITS = {
     "question-answering": "samples",
     "multiple-choice": "samples",
 }
-"""The unit that a task's loss is divided by; `targets` for a custom task."""
+"""Unit that a task's loss is divided by; `targets` for a custom task."""
 
 
 def rate_name(targets: str) -> str:
-    """Return the name under which the rate of targets is logged: `tokens_per_second`; where a target is a whole sample, that of samples."""
+    """Return the name under which the rate of targets is logged, for example `tokens_per_second`.
+
+    If a target is a whole sample, it is the rate of samples.
+    """
     return "samples_per_second" if targets in ("samples", "images") else f"{targets}_per_second"
 
 
 def target_rate(record: Mapping[str, Any]) -> Any:
-    """Return the rate of targets in a line of metrics.jsonl or in a summary, whichever its name; None where there is none."""
-    names = map(rate_name, ("tokens", "pixels", "words", "targets", "samples"))  # older runs call every target a token
+    """Return the rate of targets in a line of metrics.jsonl or a summary, under any of its names; None if missing."""
+    names = map(rate_name, ("tokens", "pixels", "words", "targets", "samples"))
     return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The data of a task: map-style data sets, and how samples become a micro-batch."""
+    """The data of a task: map-style data sets, and a function that collates samples into a micro-batch."""
 
     train: "Dataset[Any]"
     eval: "Dataset[Any] | None"
     collate: Callable[[Sequence[Any]], dict[str, Any]]
-    """Samples -> tensors by name, with `num_targets`: the int that the loss sum is divided by (its count of targets)."""
+    """Function from samples to tensors by name, with `num_targets`: the int that divides the loss sum (its number of
+    targets).
+    """
     fingerprint: str
-    """Changes when the data changes; a checkpoint is resumed only with the same data."""
+    """Digest that changes when the data changes. A checkpoint resumes only with the same data."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Plain JSON values for the plan and the report."""
     reading_is_free: bool = False
-    """Reading a sample costs microseconds (memory-mapped tokens), so processes that read ahead would only cost."""
+    """Whether reading a sample takes only microseconds (memory-mapped tokens). Processes that read ahead would then
+    only cost.
+    """
     source: Any = None
-    """Anything else that the task keeps (a tokenizer, label names)."""
+    """Any other object that the task keeps (a tokenizer, label names)."""
     draw: "Callable[[int, np.random.Generator], Any] | None" = None
-    """Draws a training sample with its augmentation: (index, generator) -> a sample as `train[index]`, the default. The generator
-    is seeded by (seed, epoch, index), so neither workers nor the number of processes change what is drawn."""
+    """Function that draws a training sample with its augmentation: (index, generator) -> sample. Default:
+    `train[index]`. The generator is seeded by (seed, epoch, index), so the draw does not depend on workers or the
+    number of processes.
+    """
     seeds_reading: bool = False
-    """Samples or `collate` take random numbers from the process's generators, which are seeded before each micro-batch."""
+    """Whether samples or `collate` use the process's random generators. They are then seeded before each micro-batch.
+    """
     lengths: "NDArray[np.int64] | None" = None
-    """Tokens of each training sample, which `data.group_by_length` needs."""
+    """Number of tokens of each training sample, required by `data.group_by_length`."""
     lengths_vary: bool = False
-    """Micro-batches are of different lengths: `precision.compile` then compiles for any length from the start."""
+    """Whether micro-batches have different lengths. `precision.compile` then compiles for any length from the start."""
     step_batches: "Callable[[int], Iterator[list[tuple[dict[str, Any], int]]]] | None" = None
-    """For data with an order of its own (a stream, a loader of the user): from a 0-based step on, this process's micro-batches
-    of each step with their number of targets. `train` is then used for its length only; finding the place of a resume is up to it."""
+    """Function for data with a fixed order (a stream, a user's loader). From a 0-based step on, it yields this
+    process's micro-batches of each step with their number of targets. `train` is then used only for its length. The
+    function must find the position for a resume.
+    """
     where: "Callable[[int], str] | None" = None
-    """Names the source of a training sample: its file, or file and row."""
+    """Function that names the source of a training sample: its file, or file and row."""
     large_files: Mapping[Path, str] = field(default_factory=dict)
-    """SHA-256 by path of files too large to be verified beforehand: the loop verifies them while it trains."""
+    """SHA-256 by path of files that are too large to verify before training. The loop verifies them during training."""
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what else decides the result (code, structure), by name; a resume says which have changed."""
+    """Digests by name of other inputs that determine the result (code, structure). A resume reports which have changed.
+    """
 
     def add_notes(self, notes: Sequence[str]) -> None:
-        """Add sentences for the plan and the report to `facts["notes"]`, each once: a model may be built several times."""
+        """Add sentences for the plan and the report to `facts["notes"]`, without duplicates.
+
+        A model may be built several times.
+        """
         self.facts["notes"] = list(dict.fromkeys([*self.facts.get("notes", ()), *notes]))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The result of an evaluation, beside the mean loss."""
+    """The result of an evaluation, in addition to the mean loss."""
 
     metrics: dict[str, float]
-    """Names and numbers: for metrics.jsonl, progress, trackers, and `evaluate.metric_for_best_model`."""
+    """Numbers by name, for metrics.jsonl, progress, trackers, and `evaluate.metric_for_best_model`."""
     details: dict[str, Any] = field(default_factory=dict)
     """Plain JSON values for evaluation.json and report.html: a classification report, a confusion matrix."""
 
 
 class Task(ABC):
-    """Base of all tasks: `load_data`, `build_model` and `loss_sum` have to be written; the other methods have defaults.
+    """Base class of all tasks, with the methods that the loop, evaluation, and prediction call.
 
-    `load_data` is called first, once: it keeps in `self` what `loss_sum` needs of recipe and data. A class that is not
-    derived from this one is a task, too, if it has all of these methods.
+    Subclasses must define `load_data`, `build_model`, and `loss_sum`. The other methods have defaults. `load_data` is
+    called first, once. It stores in `self` the parts of recipe and data that `loss_sum` needs. A class that is not
+    derived from this one is also a task if it has all of these methods.
 
-    The class that defines `loss_sum` or `evaluate_batch` may set `loss_is_by_position = True`: what they sum up depends on each
-    position's logits and label alone. Then sequences may be split over processes (`parallel.sp_size`). A task may set
-    `metric_names = (...)`, the names that its `score` reports beside the loss; else a few samples are evaluated before the first
-    step, where `evaluate.metric_for_best_model` is not the loss.
+    The class that defines `loss_sum` or `evaluate_batch` may set `loss_is_by_position = True`. It declares that their
+    sums depend only on the logits and label of each position. Sequences may then be split over processes
+    (`parallel.sp_size`).
+
+    A task may set `metric_names = (...)`, the names that its `score` reports in addition to the loss. Without it, a few
+    samples are evaluated before the first step if `evaluate.metric_for_best_model` is not the loss.
     """
 
     @abstractmethod
     def load_data(self, recipe: "Recipe", *, progress: bool) -> TaskData:
-        """Read the data. Called on every process; a user's mistake is a ValueError."""
+        """Read the data on every process; return it. Raise ValueError for a mistake of the user."""
 
     @abstractmethod
     def build_model(self, recipe: "Recipe", data: TaskData) -> "torch.nn.Module":
         """Build the model on the CPU, in fp32, with the same weights on every process (the seed is set)."""
 
     def choices(self, recipe: "Recipe", model: "torch.nn.Module") -> "dict[str, Choice[Any]]":
-        """Return what the task chooses for the user once the model is there, by setting; by default nothing. A run and its plan print it."""
+        """Return the task's choices for a built model, by setting; by default none. A run and its plan print them."""
         return {}
 
     @abstractmethod
@@ -141,47 +160,51 @@ class Task(ABC):
         """Compute the loss of a micro-batch, summed (not averaged) over its targets, fp32, 0-dim."""
 
     def flops_per_target(self, recipe: "Recipe", model: "torch.nn.Module") -> float | None:
-        """Count floating-point operations of forward and backward per target; None, the default, where they are unknown."""
+        """Return the floating-point operations of forward and backward per target; None, the default, if unknown."""
         return None
 
     def evaluate_batch(
         self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]"
     ) -> "dict[str, torch.Tensor]":
-        """Count what an evaluation needs of a batch, on the device, by name: `loss_sum` (0-dim, the default) and whatever adds up.
+        """Compute the sums of a batch that an evaluation needs, on the device, by name; default: `loss_sum` (0-dim).
 
-        Tensors of one name are summed over batches and processes (counts as integers, so that sums are exact; floating-point
-        ones in fp64), and memory stays flat. A name that begins with `rows_` is kept instead, one row a sample, in the order
-        of the samples: that costs host memory, for figures that no sums can give (rank correlation).
+        Tensors with the same name are summed over batches and processes, so memory stays constant. Counts are summed as
+        integers, so sums are exact. Floating-point tensors are summed in fp64.
+
+        A name that begins with `rows_` is kept instead, one row per sample, in the order of the samples. This costs
+        host memory. It is for metrics that sums cannot give (rank correlation).
         """
         return {"loss_sum": self.loss_sum(model, batch)}
 
     def score(self, loss: float, totals: "Mapping[str, NDArray[Any]]", data: TaskData) -> Scores:
-        """Compute the metrics that follow from the mean evaluation loss and from what `evaluate_batch` counted; by default none."""
+        """Compute metrics from the mean evaluation loss and from the sums of `evaluate_batch`; by default none."""
         return Scores({})
 
     def predict_batch(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """Predict what `accel-train predict` writes for each sample of a batch, by column: tensors with a row a sample.
+        """Return the predictions for each sample of a batch, by column, as tensors with one row per sample.
 
-        `label` (an index into `data.source.label_names`, where there are such), `score`, `scores` (one for each class, in
-        their order) ...; empty, the default, for a task that predicts nothing for a sample.
+        `accel-train predict` writes them. Columns are `label` (an index into `data.source.label_names`, if these
+        exist), `score`, `scores` (one per class, in their order), and others. The default is empty, for a task without
+        predictions per sample.
         """
         return {}
 
     def prediction_columns(self, rows: "Mapping[str, NDArray[Any]]", data: TaskData) -> dict[str, list[Any]]:
-        """Return the table of predictions, without `id`, by column: plain values, one for each sample number in `rows["index"]`.
+        """Return the table of predictions by column, without `id`: one value per sample number in `rows["index"]`.
 
-        `rows` hold what `predict_batch` returned. Empty, the default, where its names (`label`, `score`, ...) say it all.
+        `rows` hold the results of `predict_batch`. Values are plain Python values. The default is empty, for names that
+        need no conversion (`label`, `score`, ...).
         """
         return {}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Compute figures that a trained model should beat, named as in `score` with a prefix; by default none."""
+        """Compute metrics that a trained model should beat, named as in `score` with a prefix; by default none."""
         return {}
 
     def save_description(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
-        """Write what loading the model needs beside its weights: it goes into each checkpoint.
+        """Write the files that loading the model needs in addition to its weights. Each checkpoint contains them.
 
-        By default the configuration of a transformers model; most tasks add a tokenizer or an image processor.
+        The default writes the configuration of a transformers model. Most tasks add a tokenizer or an image processor.
         """
         from transformers import PreTrainedModel
 
@@ -200,15 +223,15 @@ class Task(ABC):
         self.save_description(model, data, folder)
 
     def sample(self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData) -> dict[str, Any] | None:
-        """Make something to look at after training, as `prompt` and `text`; by default None."""
+        """Return a sample of the trained model's output, as `prompt` and `text`; by default None."""
         return None
 
 
 def load_task(name: str) -> Task:
-    """Return the task a recipe names: one of the package, or `module:Class`, looked up on PYTHONPATH and last in the current folder.
+    """Return the task that a recipe names: a built-in one, or `module:Class` from PYTHONPATH or the current folder.
 
     Raises:
-        ValueError: no such task, module or class, or one that lacks a method of `Task`.
+        ValueError: the task, module, or class does not exist, or lacks a method of `Task`.
     """
     target = TASKS.get(name, name)
     if ":" not in target:
@@ -220,7 +243,8 @@ def load_task(name: str) -> Task:
     missing = abstract or [method for method in methods if not callable(getattr(found, method, None))]
     if missing:
         raise ValueError(
-            f"task={name!r} lacks {', '.join(missing)}; see accel_train.task.Task, the base class with defaults for most methods"
+            f"task={name!r} lacks {', '.join(missing)}; see accel_train.task.Task, the base class with defaults "
+            "for most methods"
         )
     try:
         task: Task = found()
@@ -232,20 +256,23 @@ def load_task(name: str) -> Task:
 
 
 def load_class(setting: str, name: str, base: str) -> type[Any]:
-    """Return the class that a setting names as `module:Class`, looked up on PYTHONPATH and last in the current folder.
+    """Return the class that a setting names as `module:Class`, from PYTHONPATH or, last, the current folder.
 
     Raises:
-        ValueError: there is none; the text says what to derive one from, `base`.
+        ValueError: the class does not exist. The message names `base`, the class to derive from.
     """
     module_name, class_name = name.split(":", 1)
-    # Not for an installed module: its optional imports would be looked up in the current folder as well.
+    # Do this only for a module that is not installed. Optional imports of an installed one would also be looked up
+    # there.
     if not _places(module_name.partition(".")[0], sys.path):
         _see_current_folder()
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:  # of an empty name, a ValueError
+    # An empty name raises ValueError.
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{setting}={name!r} cannot be imported: {error}; it is looked up on PYTHONPATH and in the current folder as module:Class"
+            f"{setting}={name!r} cannot be imported: {error}; it is looked up on PYTHONPATH and in the current "
+            "folder as module:Class"
         ) from error
     if not isinstance(found, type):
         raise ValueError(
@@ -255,20 +282,20 @@ def load_class(setting: str, name: str, base: str) -> type[Any]:
 
 
 def prove_forward(task: Task, recipe: "Recipe") -> "dict[str, Choice[Any]]":
-    """Return what a task proves of its forward before data is read; nothing unless it has a method `prove`.
+    """Return the checks that a task makes of its forward before data is read; empty without a method `prove`.
 
     Raises:
-        ValueError: a setting changes what the model computes; the text names the setting and the fix.
+        ValueError: a setting changes the result of the model. The message names the setting and the fix.
     """
     prove = getattr(task, "prove", None)
     return {} if prove is None else prove(recipe)
 
 
 def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
-    """Return what the task's `load_data` reads.
+    """Return the data that the task's `load_data` reads.
 
     Raises:
-        ValueError: it is no TaskData with training samples; and whatever `load_data` itself raises.
+        ValueError: the result is not a TaskData with training samples. Errors of `load_data` pass through.
     """
     data: Any = task.load_data(recipe, progress=progress)
     wanted = "return an accel_train.task.TaskData with train, eval, collate and fingerprint"
@@ -277,8 +304,8 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
     for name, samples in (("train", data.train), ("eval", data.eval)):
         if not hasattr(samples, "__len__") and not (name == "eval" and samples is None):
             raise ValueError(
-                f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}, which has no length; {wanted}, whose "
-                "samples have __len__ and __getitem__"
+                f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}, which has no length; "
+                f"{wanted}, whose samples have __len__ and __getitem__"
             )
     return data
 
@@ -292,18 +319,19 @@ def _kind(found: Any) -> str:
 
 
 def _see_current_folder() -> None:
-    """Put the current folder on the path: the installed command does not have it there, `python -m` does."""
+    """Append the current folder to the path. `python -m` has it there, but the installed command does not."""
     if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.append(str(Path.cwd()))  # at the end, where it hides no package
+        # At the end of the path, it cannot hide a package.
+        sys.path.append(str(Path.cwd()))
 
 
 def refuse_code_of_a_run(setting: str, name: str, folder: Path) -> None:
-    """Refuse a class that a run's recipe names, unless its module is one that the reader has installed.
+    """Refuse a class that a run's recipe names, unless its module is installed by the reader of the run.
 
-    An installed module is found without the current folder: a package, or one on an absolute path of PYTHONPATH.
+    An installed module is found without the current folder: a package, or a module on an absolute path of PYTHONPATH.
 
     Raises:
-        ValueError: names the file to read, and the flag that allows it.
+        ValueError: the module is not installed. The message names the file to read, and the flag that allows it.
     """
     package = name.partition(":")[0].partition(".")[0]
     if ":" not in name or not package:
@@ -326,7 +354,8 @@ def _places(package: str, path: list[str]) -> list[Path]:
         spec = importlib.util.find_spec(package)
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     except (ImportError, ValueError):
-        return []  # load_class reports it
+        # load_class reports the error.
+        return []
     finally:
         sys.path = before
     return [Path(place).resolve() for place in places if place is not None]

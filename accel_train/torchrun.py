@@ -1,11 +1,17 @@
-"""`python -m accel_train.torchrun ...`: torchrun for clusters, with the same arguments and PET_* variables. Six things differ.
+"""`python -m accel_train.torchrun ...`: torchrun for clusters, with the same arguments and PET_* variables.
 
-It ends with the exit code of the run, where torchrun ends with 1: a scheduler that is to start a preempted run again must see 75.
-SIGUSR1, which SLURM sends before a time limit, stops the run; torchrun dies of it at once, and leaves its processes behind.
-Restarts (`--max-restarts`) are not spent on a recipe that is wrong or a model that does not fit, which no restart mends, nor on a
-run that was preempted on another machine, which torchrun then waits for. (A run that ran out of memory and continues with
-smaller micro-batches is restarted; it ends with 75, too.) Under `nohup`, a closed terminal does not end the run. A machine that
-was lost and is started again can join the others.
+It differs from torchrun in six ways:
+
+- It ends with the exit code of the run, where torchrun ends with 1. A scheduler that restarts preempted runs must see
+  75.
+- SIGUSR1 stops the run. SLURM sends it before a time limit. torchrun would die immediately and leave its processes
+  behind.
+- Restarts (`--max-restarts`) are not used for errors that a restart cannot fix: a wrong recipe, or a model that does
+  not fit.
+- Restarts are not used for a run that was preempted on another machine. torchrun would wait for that machine. (A run
+  that ran out of memory and continues with smaller micro-batches is restarted. It also ends with 75.)
+- Under `nohup`, a closed terminal does not end the run.
+- A machine that was lost and is started again can join the others.
 """
 
 import os
@@ -23,23 +29,25 @@ if TYPE_CHECKING:
 HANDLED = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SHUTDOWN_SECONDS = 600
-"""How long processes that were asked to stop may save; torchrun's own 30 s are short for a large model."""
+"""Seconds that processes may save after they were asked to stop. torchrun's default of 30 s is short for a large model.
+"""
 FINAL = (2, 3, 4, 6)
-"""Exit codes that the same command would end with again: bad recipe, stopped by the guard, checkpoint or disk, out of memory
-with the smallest micro-batches."""
+"""Exit codes with which the same command would end again: bad recipe, stopped by the guard, checkpoint or disk, out of
+memory with the smallest micro-batches.
+"""
 PREEMPTED, PEER, INTERRUPTED = 75, 5, 130
 
 
 def stops() -> list[signal.Signals]:
-    """Return the signals that ask to stop; without SIGHUP where it is ignored (`nohup`): torchrun's handler would end the run."""
+    """Return the signals that ask to stop, without an ignored SIGHUP. torchrun's handler would end a `nohup` run."""
     return [number for number in STOPS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def exit_code_of(codes: Collection[int]) -> int:
-    """Return the exit code of a job from those of its processes (-9 is a SIGKILL, as in `subprocess`): the one that says most.
+    """Return the most informative exit code of a job's processes (-9 is a SIGKILL, as in `subprocess`).
 
-    A process that failed by itself decides. Where none did, the others ended because one was killed, or were ended by torchrun:
-    a peer failed. The job is preempted where all were.
+    A process that failed determines the code. Without one, the others ended because one was killed or torchrun ended
+    them: a peer failed. The job is preempted if all processes were preempted.
     """
     failed = [code for code in codes if code > 0 and code not in (PREEMPTED, PEER)]
     if failed:
@@ -50,7 +58,7 @@ def exit_code_of(codes: Collection[int]) -> int:
 
 
 def exit_code_when_stopped(number: int, codes: Collection[int]) -> int:
-    """Return the exit code of a job that a signal has stopped: run it again, unless its processes were done or failed for good."""
+    """Return the exit code of a job that a signal has stopped: run it again, unless it is done or failed for good."""
     code = exit_code_of(codes)
     if codes and code in (0, *FINAL):
         return code
@@ -59,7 +67,7 @@ def exit_code_when_stopped(number: int, codes: Collection[int]) -> int:
 
 @contextmanager
 def stops_deferred() -> Iterator[None]:
-    """Handle a signal to stop that comes inside at the end: processes are stopped inside, and others may be started next."""
+    """Delay stop signals until the end of the context. Processes are stopped inside, and others may start next."""
     received: list[int] = []
     handlers = {number: signal.signal(number, lambda each, _: received.append(each)) for number in stops()}
     try:
@@ -72,7 +80,7 @@ def stops_deferred() -> Iterator[None]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Start the processes as torchrun would, and wait for them; returns the exit code of the run."""
+    """Start the processes as torchrun does, and wait for them; return the exit code of the run."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -88,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
             result: RunResult = super()._monitor_workers(worker_group)
             failures = result.failures.values()
             code = exit_code_of([failure.exitcode for failure in failures])
-            # Preempted: another machine was asked to stop, and would be waited for.
+            # If another machine was asked to stop, the job is preempted, and a restart would wait for that machine.
             if code in FINAL or (code == PREEMPTED and not any(map(_may_restart, failures))):
                 self._remaining_restarts = 0
             return result
@@ -98,7 +106,8 @@ def run(arguments: Sequence[str]) -> int:
                 super()._shutdown()
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-            for number in stops():  # asked once is enough: they are saving
+            # The processes are already saving, so further stop signals are ignored.
+            for number in stops():
                 with suppress(ValueError):
                     signal.signal(number, signal.SIG_IGN)
             super()._shutdown(death_sig, timeout)
@@ -110,7 +119,8 @@ def run(arguments: Sequence[str]) -> int:
     handled = f"{HANDLED},SIGHUP" if signal.SIGHUP in stops() else HANDLED
     arguments = [f"--signals-to-handle={handled}", f"--shutdown-timeout={SHUTDOWN_SECONDS}", *arguments]
     if torchrun.parse_args(arguments).rdzv_backend == "c10d":
-        # Else a machine that is started again waits for ever: the others keep the store of the first time (torch 2.13).
+        # Otherwise a restarted machine waits forever, because the others keep the store of the first start (torch
+        # 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun.main(arguments)
@@ -119,7 +129,8 @@ def run(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return exit_code_when_stopped(error.sigval, ended)
     except RendezvousError as error:
-        # The store went with the machine that holds it, which may have been preempted: these processes know more.
+        # The store was lost with its machine, which may have been preempted. The exit codes of these processes are more
+        # reliable.
         if (code := exit_code_of(ended)) not in (0, PEER):
             return code
         print(f"error: the machines of this run do not meet: {error}", file=sys.stderr)
@@ -128,13 +139,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _may_restart(failure: "ProcessFailure") -> bool:
-    """Return whether a process that ended with 75 ran out of memory, and was not preempted (`launcher.allow_restart`)."""
+    """Return whether a process with exit code 75 ran out of memory and may restart (`launcher.allow_restart`).
+
+    Preempted processes also end with 75.
+    """
     message = failure.error_file_data.get("message")
     return isinstance(message, dict) and MAY_RESTART in message.get("extraInfo", {})
 
 
 def main() -> None:
-    """The command; a signal before there are any processes ends it as it would end them."""
+    """Run the command. A signal before any process has started ends it with the exit code of a preemption."""
     for number in stops():
         signal.signal(number, lambda *_: os._exit(PREEMPTED))
     sys.exit(run(sys.argv[1:]))

@@ -1,3 +1,4 @@
-"""Checkpoints: their files, how they are written, verified, found, kept and removed, and which run they belong to.
+"""Checkpoints: how files are written, verified, found, kept and removed, and to which run they belong.
 
-When a run saves is decided in `engine` and `training`."""
+`engine` and `training` decide when a run saves.
+"""

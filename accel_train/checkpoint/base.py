@@ -1,5 +1,7 @@
-"""The base of a run: pretrained weights that the recipe freezes. Checkpoints leave them out and keep their digests, and a resume
-checks that it trains on the same ones."""
+"""Frozen base weights: pretrained weights that checkpoints leave out.
+
+A checkpoint keeps their digests. A resume checks that it trains on the same weights.
+"""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -10,17 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.store import read_trainer
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import HASHING_THREADS
 
 BASE = "base"
-"""The entry of trainer.json that names the weights which the checkpoint leaves out; a checkpoint of all weights has none."""
+"""Entry of trainer.json that names the weights left out. Missing in a checkpoint with all weights."""
 
 
 def digests_of_base(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Return the SHA-256 of these weights by name, as they were loaded: type, shape and bytes. 0.5 to 2 GB/s on each of 4 threads."""
+    """Return the SHA-256 of these weights by name, as loaded: type, shape and bytes.
+
+    Four threads hash 0.5 to 2 GB/s each.
+    """
     weights = {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
     with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hashing") as pool:
         return dict(zip(weights, pool.map(_digest, weights.values()), strict=True))
@@ -34,16 +38,16 @@ def _digest(tensor: Tensor) -> str:
 
 
 def base_record(pretrained: str | None, digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return what trainer.json says of a base: where it came from, one digest over all its weights, and one of each."""
+    """Return the record of frozen base weights for trainer.json: origin, total digest, and digest of each weight."""
     total = hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
     return {BASE: {"pretrained": pretrained, "sha256": total, "tensors": dict(digests)}} if digests else {}
 
 
 def left_out(folder: Path) -> dict[str, str]:
-    """Return the digests of the weights that a checkpoint leaves out, by name; empty where it holds all.
+    """Return the digests of the weights that a checkpoint leaves out, by name. Empty if it holds all weights.
 
     Raises:
-        CheckpointError: trainer.json is not what a run writes.
+        CheckpointError: trainer.json does not have the expected content.
     """
     base = read_trainer(folder).get(BASE)
     try:
@@ -53,26 +57,24 @@ def left_out(folder: Path) -> dict[str, str]:
 
 
 def base_problem(folder: Path, digests: Mapping[str, str]) -> str:
-    """Return why a model on a base with these digests cannot take the weights of a checkpoint; empty if it can, or if it holds all."""
+    """Return why a checkpoint does not fit frozen base weights with these digests, or an empty string.
+
+    A checkpoint with all weights always fits.
+    """
     was = left_out(folder)
     if not was:
         return ""
     if wrong := sorted(name for name in was.keys() & digests.keys() if was[name] != digests[name]):
         name, pretrained = wrong[0], read_trainer(folder)[BASE].get("pretrained")
         return (
-            f"{folder} was trained on another base, model.pretrained={pretrained} as it was: {name} has SHA-256 {digests[name][:12]} now, "
-            f"and had {was[name][:12]} ({len(wrong)} of {len(was)} frozen weights differ); put those weights back, or start anew: "
-            "--checkpoint.resume never"
+            f"{folder} was trained on another base, model.pretrained={pretrained} as it was: {name} has SHA-256 "
+            f"{digests[name][:12]} now, and had {was[name][:12]} ({len(wrong)} of {len(was)} frozen weights differ); "
+            "put those weights back, or start anew: --checkpoint.resume never"
         )
     if other := sorted(was.keys() ^ digests.keys()):
         return (
-            f"{folder} leaves out the frozen weights, and now others are frozen: {other[0]} (of {len(other)}). Set model.freeze, "
-            "model.freeze_batch_norm and model.lora as they were, or start anew: --checkpoint.resume never"
+            f"{folder} leaves out the frozen weights, and now others are frozen: {other[0]} (of {len(other)}). Set "
+            "model.freeze, model.freeze_batch_norm and model.lora as they were, or start anew: --checkpoint.resume "
+            "never"
         )
     return ""
-
-
-def holds_base(folder: Path, digests: Mapping[str, str]) -> bool:
-    """Return whether a checkpoint of all weights holds this very base, a tensor at a time."""
-    stored = CheckpointReader(folder, "model")
-    return all(name in stored.shapes and _digest(stored.read(name)) == digests[name] for name in digests)

@@ -1,6 +1,7 @@
-"""The files of a checkpoint, by name, and reading them back into a model and its optimizer.
+"""The files of a checkpoint by name, and how to read them back into a model and its optimizer.
 
-Random numbers are not among them: those of a step are a function of (seed, step, process), see `engine.step.seed_step`.
+Random number states are not stored. The numbers of a step are a function of (seed, step, process); see
+`engine.step.seed_step`.
 """
 
 import json
@@ -24,15 +25,15 @@ from accel_train.task import Task, TaskData
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 NUMBER = "#number"
-"""Marks an entry of an optimizer's state that is a Python number."""
+"""Suffix of an entry of optimizer state that is a Python number."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-"""State of torch's optimizers that has its weight's shape."""
+"""State of torch's optimizers with the shape of its weight."""
 
 
 def tensor_writers(
     weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], average: Average | None
 ) -> dict[str, Writer]:
-    """Return writers for the files of whole tensors, by name; `weights` and `moments` are copies already."""
+    """Return writers for the files of whole tensors, by name. `weights` and `moments` must already be copies."""
     writers: dict[str, Writer] = {
         MODEL: lambda path: save_file(dict(weights), path, metadata={"format": "pt"}),
         OPTIMIZER: lambda path: save_file(dict(moments), path),
@@ -44,14 +45,14 @@ def tensor_writers(
 
 
 def trainer_writers(trainer: Mapping[str, Any], description: Mapping[str, bytes]) -> dict[str, Writer]:
-    """Return writers for `trainer.json` and for the files that `from_pretrained` needs next to the weights, by name."""
+    """Return writers for `trainer.json` and the files that `from_pretrained` needs in addition to weights, by name."""
     text = json.dumps(trainer, indent=1, allow_nan=False)
     files = {TRAINER: text.encode(), **description}
     return {name: partial(Path.write_bytes, data=content) for name, content in files.items()}
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory, complete when this returns."""
+    """Return copies in host memory. The copies are complete on return."""
     copies = {
         name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for name, tensor in tensors.items()
     }
@@ -63,15 +64,17 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model_tensors(model: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the model's state by name, contiguous, but for the weights `without`; a tensor with several names (tied weights) is there
-    once, under its first."""
+    """Return the model's contiguous state by name, except the weights `without`.
+
+    Tied weights appear once, under their first name.
+    """
     return {name: tensor.contiguous() for name, tensor in _state(model).items() if name not in without}
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     first_name: dict[int, str] = {}
-    # Beside a weight of 4 bits its scales are in the state, which the base in `model.pretrained` gives as well.
+    # Next to a 4-bit weight, the state has its scales. The base in `model.pretrained` provides them too.
     packed = tuple(f"{name}." for name, each in model.named_parameters() if is_quantised(each))
     state = {name: tensor for name, tensor in state.items() if not name.startswith(packed)}
     for name, tensor in state.items():
@@ -80,10 +83,10 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], may_lack: Collection[str] = ()) -> None:
-    """Put saved weights back, tied ones included; those that are lacking keep their values.
+    """Load saved weights into a model, including tied weights. Missing weights in `may_lack` keep their values.
 
     Raises:
-        ValueError: a tensor is missing that may not be, unknown, or of another shape.
+        ValueError: a required tensor is missing, or a tensor is unknown or has another shape.
     """
     expected = model_tensors(model, [name for name in may_lack if name not in tensors])
     check_fit(*({name: tensor.shape for name, tensor in each.items()} for each in (expected, tensors)))
@@ -91,10 +94,10 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], may_lack
 
 
 def check_fit(expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
-    """Refuse saved weights of another model: names and shapes must be the same.
+    """Check that saved weights have the names and shapes that a model expects.
 
     Raises:
-        ValueError: names the first that differ.
+        ValueError: they differ; the message names the first differences.
     """
     wrong = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
     if wrong:
@@ -104,9 +107,9 @@ def check_fit(expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Siz
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state as `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`, ...: one tensor per entry and parameter.
+    """Return the optimizer's state as `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`, ...
 
-    A Python number is `ENTRY#number.NAME`, of the type int64, float64 or bool.
+    Each entry of each parameter is a tensor. A Python number is `ENTRY#number.NAME`, with type int64, float64 or bool.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):
@@ -118,24 +121,24 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                 if not isinstance(value, Tensor):
                     kind = type(value).__name__
                     raise CheckpointError(
-                        f"this optimizer keeps {key} for {name} as a {kind}, and a checkpoint holds tensors and numbers only; "
-                        "use another one"
+                        f"this optimizer keeps {key} for {name} as a {kind}, and a checkpoint holds tensors and "
+                        "numbers only; use another one"
                     )
                 tensors[f"{key}.{name}"] = value.detach().contiguous()
     return tensors
 
 
 def number_tensor(value: float, device: torch.device) -> Tensor:
-    """Return a Python number as a 0-dim tensor that holds all of it."""
+    """Return a Python number as a 0-dim tensor without loss of precision."""
     dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     return torch.tensor(value, dtype=dtype, device=device)
 
 
 def check_known(keys: Iterable[str], parameters: Collection[str]) -> None:
-    """Refuse saved optimizer state of other parameters.
+    """Check that saved optimizer state only has entries of these parameters.
 
     Raises:
-        ValueError: names the first.
+        ValueError: an entry is unknown; the message names the first.
     """
     unknown = [key for key in keys if key.partition(".")[2] not in parameters]
     if unknown:
@@ -153,18 +156,19 @@ def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Pa
 
 
 def restore_weights(folder: Path, model: nn.Module, average: Average | None) -> None:
-    """Read the weights of a checkpoint into a model, and their average where one is kept: each process what it holds of them.
+    """Load the weights of a checkpoint into a model, and the averaged weights if the run keeps an average.
 
-    What the checkpoint leaves out (its base) stays as it is: `base.base_problem` tells whether that is the same base.
+    Each process reads only its part. Frozen base weights that the checkpoint leaves out stay unchanged. To check that
+    they are the same, use `base.base_problem`.
 
     Raises:
-        ValueError: it was made for another model.
-        CheckpointError: a file in it is no safetensors file.
+        ValueError: the checkpoint was made for another model.
+        CheckpointError: a file is not a safetensors file.
     """
     stored, base = CheckpointReader(folder, "model"), left_out(folder)
     is_whole = not base and all(local_part(each) is each for each in model.parameters())
     if is_whole and type(model).load_state_dict is not nn.Module.load_state_dict:
-        # Its own may make room first, for a buffer that grows.
+        # A model with a custom load_state_dict may first resize a buffer.
         model.load_state_dict({name: stored.read(name) for name in stored.shapes}, strict=False)
     weights = {name: tensor for name, tensor in _state(model).items() if name not in base}
     check_fit({name: tensor.shape for name, tensor in weights.items()}, stored.shapes)
@@ -173,10 +177,12 @@ def restore_weights(folder: Path, model: nn.Module, average: Average | None) -> 
 
 
 def restore_average(folder: Path, average: Average | None) -> None:
-    """Read the averaged weights of a checkpoint into a run that keeps an average, which begins with the weights if it has none.
+    """Load the averaged weights of a checkpoint if the run keeps an average.
+
+    If the checkpoint has no average, the average restarts from the current weights.
 
     Raises:
-        ValueError: they are of other parameters.
+        ValueError: the averaged weights belong to other parameters.
     """
     stored = CheckpointReader(folder, "average")
     if average is None:
@@ -190,10 +196,12 @@ def restore_average(folder: Path, average: Average | None) -> None:
 
 
 def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Read moments and step counters into an optimizer, on the devices of their parameters: each process what it holds of them.
+    """Load moments and step counters into an optimizer, on the devices of their parameters.
+
+    Each process reads only its part.
 
     Raises:
-        ValueError: the saved state is of other parameters.
+        ValueError: the saved state belongs to other parameters.
     """
     parameters, stored = dict(_named_parameters(optimizer)), CheckpointReader(folder, "optimizer")
     check_known(stored.shapes, parameters)
@@ -215,11 +223,12 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse stored weights of another type (but frozen ones, which are kept as `model.frozen_dtype` says) and moments of another
-    shape, before anything is changed.
+    """Check types of stored weights and shapes of stored moments before anything is changed.
+
+    The type of frozen weights may differ, because `model.frozen_dtype` sets it.
 
     Raises:
-        CheckpointError: names the first that has not.
+        CheckpointError: a type or shape differs; the message names the first.
     """
     stored, moments = (CheckpointReader(folder, kind) for kind in ("model", "optimizer"))
     parameters = dict(_named_parameters(optimizer))
@@ -238,7 +247,7 @@ def check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:
-    """Return the files that `from_pretrained` needs besides the weights (configuration, tokenizer), by name."""
+    """Return the files that `from_pretrained` needs in addition to weights (configuration, tokenizer), by name."""
     with TemporaryDirectory() as folder:
         task.save_description(model, data, Path(folder))
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

@@ -1,4 +1,7 @@
-"""The fingerprint of a run (what makes it the same run after a resume), what else its training depends on, and what of both has changed."""
+"""The fingerprint of a run, its other training settings, and how both changed since a checkpoint.
+
+The fingerprint (`identity`) determines whether a resume continues the same run.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +25,13 @@ FOLLOWS_FROM = {
     "schedule.max_steps": ("schedule.num_epochs",),
     "schedule.warmup_steps": ("schedule.warmup_ratio",),
 }
-"""Settings that make a value where the recipe does not say it outright."""
+"""Settings that determine a value that the recipe does not set directly."""
 NOT_SET = object()
 IDENTITY = (
     *("task", "seed", "optimizer.name", "optimizer.ema_decay", "optimizer.layer_decay"),
     *("data.sequence_length", "data.mask_documents", "data.shuffle", "data.last_batch", "data.group_by_length"),
 )
-"""Settings of the recipe that are the same, as they are written, in every launch of a run."""
+"""Settings that must stay the same, as written, in every launch of a run."""
 SETTINGS = (
     *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
     *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
@@ -38,22 +41,22 @@ SETTINGS = (
     *("guard.on_nonfinite", "guard.on_spike", "guard.spike_threshold", "guard.spike_window_steps"),
 )
 NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "accept_new_tokenizer", "frozen_dtype"}
-"""Settings of `model` that a resume may change: kernels differ by rounding alone; `frozen_dtype` is one of SETTINGS."""
+"""Settings of `model` that a resume may change. Kernels only differ in rounding. `frozen_dtype` is in SETTINGS."""
 OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
-"""Settings that make two values of the best metric comparable."""
+"""Settings that must match for two values of the best metric to be comparable."""
 
 
 INPUTS = "inputs."
-"""Begins the names of digests of code and data (`TaskData.inputs`)."""
+"""Prefix of the names of digests of code and data (`TaskData.inputs`)."""
 
 
 class Change(NamedTuple):
-    """One value of a run that is not what it was when the checkpoint was written."""
+    """One value of a run that differs from the value in the checkpoint."""
 
     name: str
     was: Any
     was_set_by: str
-    """Empty where the checkpoint does not say it."""
+    """Origin of the old value. Empty if the checkpoint does not record it."""
     now: Any
     now_set_by: str
 
@@ -64,29 +67,31 @@ class Change(NamedTuple):
 
 
 def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
-    """Return what makes two launches the same run, as plain JSON values: a checkpoint resumes only where they are equal."""
+    """Return the fingerprint of a run as plain JSON values. A checkpoint resumes only if fingerprints are equal."""
     identity = {
         **{name: value_of(recipe, name) for name in IDENTITY},
         "model": recipe.model.model_dump(exclude=NOT_OF_MODEL),
         "data.fingerprint": data.fingerprint,
         "data.augment": recipe.data.augment.model_dump(),
-        "loss": recipe.loss.model_dump(exclude={"chunked"}),  # rounding alone
+        # chunked only changes rounding.
+        "loss": recipe.loss.model_dump(exclude={"chunked"}),
         "batch.global_batch_size": sizes.global_batch_size,
         "optimizer.groups": recipe.optimizer.model_dump()["groups"],
         "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),
         "schedule.max_steps": steps.max_steps,
         "schedule.warmup_steps": steps.warmup_steps,
     }
-    # NaN as text: it is not JSON, nor equal to itself.
+    # NaN becomes text, because NaN is not JSON and not equal to itself.
     normal: dict[str, Any] = json.loads(json.dumps(identity), parse_constant=str)
     return normal
 
 
 class Settings(NamedTuple):
-    """Settings that a resume may change, and the training depends on: values by dotted name, and who set each of them.
+    """Settings that affect training and may change on a resume: values and their origins, by dotted name.
 
-    Learning rate, weight decay, betas, clipping, precision, the guard's rules and what "best" means. Left out is what changes
-    a result by rounding alone: parallel layout, micro-batches, compile, gradient checkpointing, the kernels of attention and activations.
+    Contains learning rate, weight decay, betas, clipping, precision, the guard's rules and the best-metric settings.
+    Settings that only change rounding are left out. Examples are the parallel layout, micro-batches, compile, gradient
+    checkpointing, and the kernels of attention and activations.
     """
 
     values: dict[str, Any]
@@ -99,9 +104,9 @@ def training_settings(
     inputs: Mapping[str, str],
     own_groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> Settings:
-    """Return the settings of this start as they were resolved; those of `own_groups` where a program brings the optimizer.
+    """Return the resolved settings of this launch, or of `own_groups` if a program provides the optimizer.
 
-    `choices` holds `state.Choice`s by dotted name: the scaled learning rate, the precision that auto chose.
+    `choices` holds `state.Choice`s by dotted name: the scaled learning rate, and the precision chosen by auto.
     """
     read = optimizer_kind(recipe.optimizer.name).settings
     unread = {f"optimizer.{name}" for name in ("betas", "eps", "momentum") if name not in read}
@@ -111,7 +116,7 @@ def training_settings(
         if name not in unread
     }
     values["optimizer.lr_scaling"] = recipe.optimizer.lr_scaling.model_dump()
-    # The Trainer's arguments are settings of the recipe, and compared as these.
+    # The Trainer's arguments are settings of the recipe and are compared as such.
     values["options"] = redact({name: value for name, value in recipe.options.items() if name != "training_arguments"})
     values |= {INPUTS + name: digest for name, digest in inputs.items()}
     origins = {}
@@ -130,22 +135,22 @@ def training_settings(
 
 
 def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Change]:
-    """Return how the settings differ from those in a checkpoint's trainer.json; an older one has none, and no changes."""
-    saved = trainer.get("settings", {})
+    """Return how the settings differ from those in a checkpoint's trainer.json."""
+    saved = trainer["settings"]
     common = saved.keys() & settings.values.keys()
     was, now = ({name: each[name] for name in common} for each in (saved, settings.values))
-    return identity_changes(was, trainer.get("origins", {}), now, settings.origins)
+    return identity_changes(was, trainer["origins"], now, settings.origins)
 
 
 def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:
-    """Return who set each value of an identity, by dotted name; kept in the checkpoint with the identity."""
+    """Return the origin of each value of a fingerprint, by dotted name. The checkpoint stores both."""
     return {name: _origin(recipe, name) for name in _names(identity, "")}
 
 
 def identity_changes(
     saved: Mapping[str, Any], saved_origins: Mapping[str, str], identity: Mapping[str, Any], origins: Mapping[str, str]
 ) -> list[Change]:
-    """Return the differences between the run that wrote a checkpoint and this one; empty for the same run."""
+    """Return the differences between the fingerprints of a checkpoint and this run. Empty for the same run."""
     return [
         Change(name, was, saved_origins.get(name, ""), now, origins.get(name, ""))
         for name, was, now in _differences(saved, identity, "")
@@ -188,5 +193,6 @@ def _origin(recipe: Recipe, name: str) -> str:
 def _told(value: Any, set_by: str) -> str:
     shown = "not set" if value is NOT_SET else show(value)
     if len(shown) == 64 and all(letter in "0123456789abcdef" for letter in shown):
-        shown = shown[:12]  # of a digest, that is enough to tell two apart
+        # Enough to tell two digests apart.
+        shown = shown[:12]
     return f"{shown} ({set_by})" if set_by else shown

@@ -1,4 +1,4 @@
-"""The health of checkpoints: healthy are those that so many clean steps in a row have followed. A run rolls back to these alone."""
+"""Known-good checkpoints: checkpoints followed by enough consecutive clean steps. Rollbacks only use these."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,9 +11,10 @@ TAGS = "healthy.json"
 
 
 class Health:
-    """Tags checkpoints of one run, on the process that writes them; elsewhere (`root` is none) it does nothing.
+    """A tracker that tags known-good checkpoints of one run. It does nothing if `root` is None.
 
-    A tag is no part of the checkpoint, whose files never change. One that is lost costs a rollback some steps, no more.
+    `root` is None on processes that write no checkpoints. A tag is not part of the checkpoint, whose files never
+    change. A lost tag only costs a rollback some steps.
     """
 
     def __init__(self, root: Path | None, after_steps: int, last_bad_step: int | None) -> None:
@@ -21,15 +22,15 @@ class Health:
         self._last_bad = last_bad_step or 0
         self._counting = [] if root is None else sorted(set(steps_of(root)) - healthy_steps(root))
         self._ripe_to = -1
-        """Checkpoints up to this step have been followed by enough clean steps."""
+        """Last step whose checkpoints have been followed by enough clean steps."""
 
     def begun(self, step: int) -> None:
-        """Count the steps after a checkpoint from now on, while it is still being written."""
+        """Start counting the steps after a checkpoint, while it is still being written."""
         if self._root is not None and step not in self._counting:
             self._counting.append(step)
 
     def note(self, step: int, *, clean: bool) -> None:
-        """Note a step that was done, and tag the checkpoints that enough clean steps have followed."""
+        """Record a finished step, and tag the checkpoints that enough clean steps have followed."""
         if not clean:
             self._last_bad = step
         if step - self._last_bad >= self._after_steps:
@@ -37,35 +38,36 @@ class Health:
         self.tag()
 
     def tag(self) -> None:
-        """Tag the checkpoints that have become healthy and are on the disk by now."""
+        """Tag the known-good checkpoints that are on disk."""
         ripe = [step for step in self._counting if step <= self._ripe_to]
         if not ripe:
             return
         assert self._root is not None, "elsewhere nothing is counted"
         published = [step for step in ripe if folder_of(self._root, step).exists()]
         if published and add_tags(self._root, published):
-            # One that is older and not there was never written, or is rotated away.
+            # An older checkpoint that does not exist was never written, or was rotated away.
             self._counting = [step for step in self._counting if step > max(published)]
 
     def go_back(self, to_step: int) -> None:
-        """Forget what was saved and noted after this step, from whose checkpoint the run continues."""
+        """Forget everything after this step. The run continues from its checkpoint."""
         self._counting = [saved for saved in self._counting if saved <= to_step]
         self._ripe_to = min(self._ripe_to, to_step)
         self._last_bad = min(self._last_bad, to_step)
 
 
 def healthy_steps(root: Path) -> set[int]:
-    """Return the steps of the checkpoints that are there and tagged.
+    """Return the steps of the existing checkpoints with a tag.
 
-    A tag names the manifest it was given for, so another checkpoint of the same step does not inherit it.
+    A tag holds the digest of the checkpoint's manifest, so another checkpoint of the same step does not inherit it.
     """
     return {step for step, digest in _read_tags(root).items() if digest == _digest(root, step)}
 
 
 def protected_steps(root: Path) -> set[int]:
-    """Return what rotation keeps for a rollback: the newest healthy checkpoint, and the oldest after it, which is next to be.
+    """Return the steps that rotation keeps for a rollback: the newest known-good checkpoint and the oldest after it.
 
-    Without that one, a run that saves often would remove each checkpoint before enough steps have followed it.
+    The oldest after it becomes known-good next. If rotation removed it, a run that saves often would never have a new
+    known-good checkpoint.
     """
     newest = max(healthy_steps(root), default=-1)
     later = [step for step in steps_of(root) if step > newest]
@@ -73,11 +75,12 @@ def protected_steps(root: Path) -> set[int]:
 
 
 def add_tags(root: Path, steps: Collection[int]) -> bool:
-    """Tag checkpoints as healthy; False where that could not be written (a full disk costs the tags, not the run)."""
+    """Tag checkpoints as known-good. Return False if the tags could not be written (for example, disk full)."""
     tagged = sorted({*healthy_steps(root), *steps})
     tags = {str(step): digest for step in tagged if (digest := _digest(root, step)) is not None}
     try:
-        write_plain_json(root / TAGS, {"steps": tags}, durable=False)  # the loop does not wait for a disk
+        # Not durable, so that the loop does not wait for a disk.
+        write_plain_json(root / TAGS, {"steps": tags}, durable=False)
     except OSError:
         return False
     return True

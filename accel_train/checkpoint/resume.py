@@ -1,4 +1,4 @@
-"""Resuming a run: which checkpoint, whether it is of this very run, and the same answer on every process."""
+"""Resume a run: find the checkpoint, check that it belongs to the run, and agree on it across processes."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from accel_train.checkpoint.store import (
 from accel_train.checkpoint.trainer_state import read_state
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
-from accel_train.core.ownership import RESOLVED_RECIPE, is_resolved_recipe
+from accel_train.core.ownership import RUN_NAMES
 from accel_train.core.state import Rollback
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import who_lacks
@@ -42,34 +42,34 @@ from accel_train.runtime.process_group import on_main
 from accel_train.runtime.signals import StopRequest
 
 BY_ITSELF = ("auto", "unchanged")
-"""Values of `checkpoint.resume` with which a run looks for its newest checkpoint."""
+"""Values of `checkpoint.resume` with which a run finds its newest checkpoint."""
 _FINISHED = ("summary.json", "model")
-"""Files that only the end of a run leaves."""
+"""Files that only a finished run leaves."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run resumes from (none: it starts), and newer ones that are damaged."""
+    """The checkpoint to resume from (None: start a new run), and newer damaged checkpoints."""
 
     path: Path | None
     broken: tuple[CheckpointStatus, ...] = ()
     rollbacks: tuple[Rollback, ...] = ()
     """Rollbacks of earlier launches."""
     changes: tuple[Change, ...] = ()
-    """Accepted differences from the checkpoint's recipe; without a checkpoint, the cause of the new run."""
+    """Accepted differences from the checkpoint's recipe. Without a checkpoint, the reason for a new run."""
     changed: tuple[str, ...] = ()
-    """Files of the checkpoint that were changed since it was saved, and that a resume does without."""
+    """Changed files of the checkpoint that a resume does not need."""
     previous: Path | None = None
-    """The folder to which newer files were moved that this launch does not resume from."""
+    """Folder with newer files, moved because this launch does not resume from them."""
 
 
 def agree_on_checkpoint(
     recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any], settings: Settings
 ) -> ResumePoint:
-    """Return the checkpoint to resume from: the main process finds it, and each process hashes a share of its files.
+    """Return the checkpoint to resume from. The main process finds it, and each process hashes a share of its files.
 
     Raises:
-        ValueError: the checkpoint is of another run, or a process does not see it.
+        ValueError: the checkpoint belongs to another run, or a process does not see it.
         CheckpointError: no checkpoint is valid.
     """
     is_alone = accelerator.num_processes == 1
@@ -82,7 +82,8 @@ def agree_on_checkpoint(
         finally:
             if not is_alone:
                 with StopRequest.held():
-                    broadcast_object_list([None, None])  # nothing is left to hash
+                    # Nothing is left to hash.
+                    broadcast_object_list([None, None])
 
     if not accelerator.is_main_process:
         _help(recipe)
@@ -105,17 +106,17 @@ def _path_here(recipe: Recipe, path: Path) -> Path:
 
 
 def _digests_together(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
-    """Return `digests_of` the files, on process 0: each process reads a share of them."""
+    """Return `digests_of` the files, on process 0. Each process reads a share."""
     shares = shares_of({name: (folder / name).stat().st_size for name in names}, dist.get_world_size())
     with StopRequest.held():
         broadcast_object_list([folder, shares])
         found = _digest_share(folder, shares)
-    # What another process could not read is for this one to judge, as the others' disks are not the checkpoint's.
+    # Process 0 decides on files that another process could not read. Only its own view of the checkpoint counts.
     return found | digests_of(folder, [name for name in names if isinstance(found[name], OSError)])
 
 
 def _help(recipe: Recipe) -> None:
-    """On the others: hash the files that process 0 gives to this one, until nothing is left."""
+    """Hash the files that process 0 assigns, until nothing is left. Runs on all other processes."""
     while True:
         folder, shares = broadcast_object_list([None, None])
         if folder is None:
@@ -130,7 +131,7 @@ def _digest_share(folder: Path, shares: Sequence[Sequence[str]]) -> dict[str, st
 
 
 def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
-    """Return the names of files in shares of about the same number of bytes: the largest first, each to the smallest share."""
+    """Return file names in shares of about equal bytes. Largest files first, each goes to the smallest share."""
     shares: list[list[str]] = [[] for _ in range(num_shares)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         min(shares, key=lambda share: sum(sizes[each] for each in share)).append(name)
@@ -140,9 +141,9 @@ def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
 def find_checkpoint(
     recipe: Recipe, identity: Mapping[str, Any], digests: Digests = digests_of, settings: Settings | None = None
 ) -> ResumePoint:
-    """Return the newest valid checkpoint of this run, or the one that the recipe names.
+    """Return the newest valid checkpoint of this run, or the checkpoint that the recipe names.
 
-    `never` archives those of an old run; so does `unchanged`, where the identity or the settings differ.
+    `never` archives the checkpoints of an old run. `unchanged` does so if the fingerprint or the settings differ.
     """
     folder, resume = Path(recipe.output_dir), recipe.checkpoint.resume
     root = folder / "checkpoints"
@@ -168,9 +169,10 @@ def find_checkpoint(
                 f"checkpoint.resume={resume}: {status.problem}; `accel-train verify RUN` lists what is valid"
             )
     trainer = read_trainer(path)
-    read_state(path)  # before anything is built
+    # Checked before anything is built.
+    read_state(path)
     origins = identity_origins(recipe, identity)
-    changes = identity_changes(trainer["identity"], trainer.get("origins", {}), identity, origins)
+    changes = identity_changes(trainer["identity"], trainer["origins"], identity, origins)
     if resume == "unchanged" and not recipe.checkpoint.accept_changes:
         changes += [] if settings is None else setting_changes(trainer, settings)
         # A folder of another task was probably given by mistake.
@@ -191,7 +193,10 @@ def find_checkpoint(
 
 
 def _prove_writable(root: Path) -> None:
-    """Refuse a folder that cannot be written before a model is built, not when the first checkpoint is due."""
+    """Check that the checkpoint folder is writable, before a model is built.
+
+    Otherwise, the error would appear only at the first checkpoint.
+    """
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root} is no folder, and checkpoints are to be written there; move it away")
     try:
@@ -202,17 +207,17 @@ def _prove_writable(root: Path) -> None:
 
 
 def _refuse_finished(folder: Path) -> None:
-    """Refuse the folder of a finished run whose checkpoints were removed: a new run would replace its model."""
+    """Refuse the folder of a finished run without checkpoints, because a new run would replace its model."""
     left = [name for name in _FINISHED if (folder / name).exists()]
     if left:
         raise ValueError(
-            f"output_dir={folder} holds {left[0]} of an earlier run, and its checkpoints are gone; give another output_dir; or "
-            "--checkpoint.resume never, to start anew and keep the old run in previous-N"
+            f"output_dir={folder} holds {left[0]} of an earlier run, and its checkpoints are gone; give another "
+            "output_dir; or --checkpoint.resume never, to start anew and keep the old run in previous-N"
         )
 
 
 def refusal(path: Path, changes: Sequence[Change]) -> str:
-    """Return why a run does not resume from a checkpoint: what has changed and who set it, a line each, and what to do."""
+    """Return why a run cannot resume from a checkpoint: changes with their origins, one per line, and the fix."""
     return "\n".join(
         (
             f"{path} is of another run; since it was written, this has changed:",
@@ -224,17 +229,9 @@ def refusal(path: Path, changes: Sequence[Change]) -> str:
 
 
 def set_aside(run_folder: Path) -> Path | None:
-    """Move what an earlier run left into `previous-N/`, so that starting anew loses nothing; returns that folder."""
-    names = (
-        *("metrics.jsonl", "events.jsonl", "launches.jsonl", "evaluation.json", "adapter", "report.html"),
-        *(RESOLVED_RECIPE, "examples.json", "trackers.json", "incidents", "profile", *_FINISHED, ROLLBACKS),
-        "checkpoints",  # last: while they are there, a start after a kill sets aside what is left
-    )
+    """Move the files of an earlier run into `previous-N/`, and return that folder or None."""
+    # Checkpoints come last: if a kill interrupts the moves, the next start finds them and moves the rest.
+    names = ["profile", *(name for name in RUN_NAMES if not name.startswith("."))]
     if not any((run_folder / name).exists() for name in (*_FINISHED, ROLLBACKS, "checkpoints")):
         return None
-    left = [*run_folder.glob("report-*.png"), *(run_folder / name for name in names if (run_folder / name).exists())]
-    if not (run_folder / RESOLVED_RECIPE).exists() and is_resolved_recipe(
-        run_folder / "recipe.yaml"
-    ):  # an older version's
-        left.insert(0, run_folder / "recipe.yaml")
-    return move_to_previous(run_folder, left)
+    return move_to_previous(run_folder, [run_folder / name for name in names if (run_folder / name).exists()])

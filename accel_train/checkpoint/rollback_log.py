@@ -1,4 +1,4 @@
-"""The rollbacks of a run, kept in its folder, so that no resume continues a branch that was given up."""
+"""The rollbacks of a run, stored in its folder, so that no resume continues an abandoned branch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +13,10 @@ ROLLBACKS = "rollbacks.json"
 
 
 def write_rollbacks(run_folder: Path, rollbacks: Sequence[Rollback]) -> None:
-    """Replace the record: written before anything else is changed, so that a kill at any point resumes on the new branch."""
+    """Replace the record of rollbacks.
+
+    Write it before any other change. A kill at any later point then resumes on the new branch.
+    """
     write_plain_json(run_folder / ROLLBACKS, [asdict(each) for each in rollbacks])
 
 
@@ -21,7 +24,7 @@ def read_rollbacks(run_folder: Path) -> list[Rollback]:
     """Return the rollbacks of a run, oldest first.
 
     Raises:
-        CheckpointError: the record cannot be read: without it, steps that were given up could come back.
+        CheckpointError: the record cannot be read. Without it, abandoned steps could come back.
     """
     path = run_folder / ROLLBACKS
     if not path.exists():
@@ -38,16 +41,16 @@ def rollbacks_of(folder: Path) -> list[Rollback]:
     """Return the rollbacks that a run had made when it wrote a checkpoint.
 
     Raises:
-        CheckpointError: it is not what a run writes.
+        CheckpointError: the checkpoint does not have the expected content.
     """
     try:
-        return [Rollback(**each) for each in read_trainer(folder)["state"].get("rollbacks", ())]
-    except TypeError as error:
+        return [Rollback(**each) for each in read_trainer(folder)["state"]["rollbacks"]]
+    except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: its rollbacks cannot be read ({error})") from error
 
 
 def abandoned(root: Path, rollbacks: Sequence[Rollback]) -> list[Path]:
-    """Return the checkpoints of branches that were given up: made before a rollback, and after the step it returned to."""
+    """Return the checkpoints of abandoned branches: written before a rollback, and after the step it returned to."""
     if not rollbacks:
         return []
     return [
@@ -58,13 +61,13 @@ def abandoned(root: Path, rollbacks: Sequence[Rollback]) -> list[Path]:
 
 
 def remove_abandoned(root: Path, rollbacks: Sequence[Rollback]) -> None:
-    """Remove what was given up, the newest first: where this is cut short, the rest is found again."""
+    """Remove the abandoned checkpoints, newest first. If this is interrupted, the next start finds the rest."""
     for folder in reversed(abandoned(root, rollbacks)):
         remove(folder)
 
 
 def _known_to(folder: Path, rollbacks: Sequence[Rollback]) -> int:
-    """Return how many rollbacks the run had made when it wrote a checkpoint; one that cannot be read is broken, and stays."""
+    """Return the number of rollbacks before a checkpoint was written. A broken checkpoint counts all and is kept."""
     try:
         return len(rollbacks_of(folder))
     except CheckpointError:
@@ -72,7 +75,7 @@ def _known_to(folder: Path, rollbacks: Sequence[Rollback]) -> int:
 
 
 def apply_rollbacks(state: TrainState, rollbacks: Sequence[Rollback]) -> None:
-    """Add the rollbacks that came after them to restored counters: the same right after one, and on a resume after a kill."""
+    """Add later rollbacks to restored counters, after a rollback and on a resume after a kill."""
     if len(rollbacks) > len(state.rollbacks):
         state.last_incident = rollbacks[-1].at_step
         state.num_skipped_steps = rollbacks[-1].num_skipped_steps

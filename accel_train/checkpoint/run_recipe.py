@@ -1,33 +1,32 @@
-"""Read the recipe of a run folder that somebody else may have written."""
+"""Read the recipe of an untrusted run folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_train.core.ownership import recipe_of_run
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.loader import load_recipe, split_flags
 from accel_train.recipe.schema import Recipe
 from accel_train.task import refuse_code_of_a_run
 
 SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
-"""Sections of a recipe that matter to a model that is already trained."""
+"""Sections of a recipe that affect a trained model."""
 _SETTINGS_OF_MODEL = ("model.attn_implementation", "model.fused_kernels", "model.trust_remote_code")
 CONSENT = ("task", "optimizer.name")
-"""Settings that change nothing, and allow the code that the recipe names under them."""
+"""Settings that change nothing here, but allow the code that the recipe names in them."""
 _DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
 _WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
-"""A run folder may be somebody else's: what its recipe says of foreign code counts for nothing until the reader says it."""
+"""Flags that cancel the recipe's own consent to foreign code. The run folder may come from another person."""
 _NOT_NOTIFIED = ("--log.notify", "[]")
-"""Webhooks are for training: their variables need not be set."""
+"""Webhooks are for training. The folder keeps no URL: each one there is redacted, or the name of a variable."""
 
 
 def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a run folder that somebody else may have written: foreign code runs only where `settings` allow it.
+    """Return the recipe of an untrusted run folder. Foreign code runs only if `settings` allow it.
 
-    `--task` and `--optimizer.name` change nothing: naming the recipe's own class allows its code to run.
+    `--task` and `--optimizer.name` change nothing. They allow the recipe's own class if they name it.
 
     Raises:
-        ValueError: the recipe is bad, or names code that is neither installed nor allowed.
+        ValueError: the recipe is invalid, or names code that is neither installed nor allowed.
     """
     recipe = read_recipe_only(folder, other_than_consent(settings))
     consent = {name: value for _, name, value in split_flags(settings) if name in CONSENT}
@@ -42,12 +41,12 @@ def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe_only(folder: Path, settings: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a run folder for its settings alone: it may name code that must not run.
+    """Return the recipe of a run folder for its settings only. It may name code that must not run.
 
     Raises:
-        ValueError: the recipe is bad.
+        ValueError: the recipe is invalid.
     """
-    return load_recipe(recipe_of_run(folder) or folder / RECIPE_FILE, arguments=reader_settings(settings))
+    return load_recipe(folder / RECIPE_FILE, arguments=reader_settings(settings))
 
 
 def other_than_consent(settings: Sequence[str]) -> tuple[str, ...]:
@@ -59,26 +58,26 @@ def check_run_folder(folder: Path) -> Path:
     """Return the recipe file of a run folder.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: the folder is not a run folder.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
-    recipe = recipe_of_run(folder)
-    if recipe is None:
+    recipe = folder / RECIPE_FILE
+    if not recipe.is_file():
         raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
     return recipe
 
 
 def reader_settings(settings: Sequence[str]) -> tuple[str, ...]:
-    """Flags for the recipe of a run folder: the recipe's own consent to foreign code is off unless these `settings` give it."""
+    """Return flags for reading an untrusted recipe. Only `settings` can give consent to foreign code."""
     return (*_WITHOUT_CONSENT, *_NOT_NOTIFIED, *settings)
 
 
 def check_settings(settings: Sequence[str]) -> None:
-    """Refuse settings that belong to training, or that another argument gives.
+    """Check that no setting belongs to training or to another argument.
 
     Raises:
-        ValueError: names the first of them.
+        ValueError: a setting does; the message names the first.
     """
     for word in settings:
         name = word.partition("=")[0].removeprefix("--")

@@ -1,8 +1,8 @@
-"""A checkpoint that all processes write together, each its part (torch.distributed.checkpoint in safetensors files).
+"""Sharded checkpoints: each process writes its part (torch.distributed.checkpoint with safetensors files).
 
-Its parts lie in `shard-*.safetensors`, what no process has a part of alone (step counters, buffers) in `whole.safetensors`,
-under the names `model/NAME`, `optimizer/ENTRY.NAME` and `average/NAME`. It is read for any other number of processes, and a
-checkpoint of one file is read into parts: every process reads the bytes that it will hold, and no others.
+Parts are in `shard-*.safetensors`. Tensors that all processes hold alike (step counters, buffers) are in
+`whole.safetensors`. Names are `model/NAME`, `optimizer/ENTRY.NAME` and `average/NAME`. Any number of processes can read
+the checkpoint. An unsharded checkpoint can be read into parts. Each process reads only the bytes that it holds.
 """
 
 import warnings
@@ -48,19 +48,19 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By safetensors' names."""
+"""torch types by their safetensors names."""
 
 
 @dataclass
 class KnownPlan:
-    """Tensors that this process writes, as all processes agreed at an earlier save of this layout."""
+    """The tensors that this process writes, as agreed at an earlier save with the same layout."""
 
     layout: object = None
     plan: SavePlan | None = None
 
 
 class _Planner(DefaultSavePlanner):
-    """Repeats a known plan, or makes one with the other processes."""
+    """A planner that repeats a known plan, or makes a plan with the other processes."""
 
     def __init__(self, known: SavePlan | None) -> None:
         super().__init__()
@@ -79,14 +79,17 @@ class _Planner(DefaultSavePlanner):
 
 
 class _KnownPlanWriter(HuggingFaceStorageWriter):
-    """Keeps the file number of a known plan, which one process alone would number from 1."""
+    """A writer that keeps the file number of a known plan. A process on its own would number files from 1."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
 
 
 class ShardWriter:
-    """Copies, in host memory, of what this process holds of some tensors; all processes make one at once, and write it at once."""
+    """Copies in host memory of this process's parts of tensors.
+
+    All processes create and write it at the same time.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, known: KnownPlan) -> None:
         self._group, self._known = group, known
@@ -98,11 +101,11 @@ class ShardWriter:
         self._knows_where = False
 
     def publish(self, root: Path, step: int, writers: Mapping[str, Writer], given_up: Callable[[], bool]) -> None:
-        """Publish a checkpoint that all processes write; the main one writes the files of `writers` as well.
+        """Publish a checkpoint that all processes write. The main process also writes the files of `writers`.
 
         Raises:
-            CheckpointError: some process could not write its part; raised on all, and nothing is published.
-            GivenUp: the main process gave it up.
+            CheckpointError: a process could not write its part. Raised on all processes; nothing is published.
+            GivenUp: the main process gave up the save.
         """
         if dist.get_rank() != 0:
             self._help(root)
@@ -120,25 +123,27 @@ class ShardWriter:
             raise error
 
     def _help(self, root: Path) -> None:
-        """On the others: write where the main process says, and raise its error."""
+        """Write to the folder named by the main process, and raise its error. Runs on all other processes."""
         name = self._broadcast(None)
         if name is not None:
-            with suppress(CheckpointError):  # the main process knows of it, and says so
+            # The main process receives and reports the error.
+            with suppress(CheckpointError):
                 self._write_part(root / name)
         error = self._broadcast(None)
         if error is not None:
             raise error
 
     def _broadcast(self, value: Any) -> Any:
-        """Return the main process's value on all."""
+        """Return the main process's value on all processes."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def _write_together(self, folder: Path) -> dict[str, FileFacts]:
-        """On the main process: let all write; returns the files, their sizes and digests."""
+        """Let all processes write. Return the files with sizes and digests. Runs on the main process."""
         self._knows_where = True
-        self._broadcast(folder.name)  # the root may have another path on another machine
+        # The root may have another path on another machine.
+        self._broadcast(folder.name)
         return self._write_part(folder)
 
     def _write_part(self, folder: Path) -> dict[str, FileFacts]:
@@ -155,14 +160,14 @@ class ShardWriter:
                 error = f"process {dist.get_rank()}: {problem}"
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object((facts, error), gathered, dst=0, group=self._group)
-        # The main process alone needs the facts of all files, and broadcasts what failed.
+        # Only the main process needs the facts of all files. It broadcasts any failure.
         errors = [said for _, said in gathered or [(None, error)] if said is not None]
         if errors:
             raise CheckpointError(errors[0])
         return {name: each for found, _ in gathered or () for name, each in found.items()}
 
     def _save_spread(self, folder: Path) -> None:
-        """Write this process's parts; plans are exchanged only at the first save of tensors of this layout."""
+        """Write this process's parts. Processes exchange plans only at the first save of a layout."""
         known = self._known
         layout = [(name, each.shape, each.dtype, each.placements) for name, each in self._spread.items()]
         is_known = torch.tensor(int(layout == known.layout))
@@ -170,7 +175,7 @@ class ShardWriter:
         planner = _Planner(known.plan if is_known else None)
         writer = (_KnownPlanWriter if is_known else HuggingFaceStorageWriter)(str(folder), save_distributed=True)
         with warnings.catch_warnings():
-            # What is known is written without a word to the others.
+            # A known plan is written without communication.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 self._spread,
@@ -183,10 +188,10 @@ class ShardWriter:
 
 
 class CheckpointReader:
-    """The tensors of one kind (`model`, `optimizer`, `average`) in a checkpoint, whichever way it was written.
+    """Reader for the tensors of one kind (`model`, `optimizer`, `average`) in a sharded or unsharded checkpoint.
 
     Raises:
-        CheckpointError: a file in it is no safetensors file.
+        CheckpointError: a file is not a safetensors file.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -201,15 +206,15 @@ class CheckpointReader:
                     shapes.setdefault(name, each.size)  # type: ignore[union-attr]
                     dtypes[name] = each.properties.dtype  # type: ignore[union-attr]
         self.shapes = self._of_kind(shapes)
-        """By name; empty where there are none of this kind."""
+        """Shapes by name. Empty if the checkpoint has no tensors of this kind."""
         self.dtypes = self._of_kind(dtypes)
-        """By name, where the file says it."""
+        """Types by name, if known."""
 
     def _of_kind(self, facts: Mapping[str, T]) -> dict[str, T]:
         return {name.removeprefix(self._prefix): each for name, each in facts.items() if name.startswith(self._prefix)}
 
     def read(self, name: str) -> Tensor:
-        """Return one full tensor, in host memory."""
+        """Return one full tensor in host memory."""
         if self._prefix + name in self._in_file:
             with _readable(self._folder), safe_open(self._file, "pt") as opened:
                 tensor: Tensor = opened.get_tensor(self._prefix + name)
@@ -219,10 +224,10 @@ class CheckpointReader:
         return target
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors by name, spread or not: only what this process holds of them is read.
+        """Fill tensors by name, sharded or not. Reads only the parts that this process holds.
 
         Raises:
-            ValueError: one of them is not there, or of another shape.
+            ValueError: a tensor is missing or has another shape.
         """
         wrong = [name for name, target in targets.items() if self.shapes.get(name) != target.shape]
         if wrong:
@@ -233,7 +238,8 @@ class CheckpointReader:
             _read(self._file, {name: target for name, target in named.items() if name in self._in_file})
             if rest:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+                    # no_dist is intended.
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                     load(rest, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
 
 
@@ -243,12 +249,13 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
-    except CheckpointException as error:  # no Exception: it would pass every handler there is
+    # CheckpointException is not an Exception subclass and would bypass all handlers.
+    except CheckpointException as error:
         raise CheckpointError(f"{path} cannot be read ({next(iter(error.failures.values()))[0]})") from None
 
 
 def _described(file: Path) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
-    """Return the shapes and types of the tensors in a file by name; of other types than `DTYPES` the shapes alone."""
+    """Return shapes and types of the tensors in a file, by name. A type that is not in `DTYPES` is left out."""
     if not file.exists():
         return {}, {}
     with safe_open(file, "pt") as opened:

@@ -1,7 +1,7 @@
-"""Checkpoint folders: written aside, synced, published by one rename, proved by digests, rotated last.
+"""Checkpoint folders: staged, synced, published in one rename, verified by digests, and rotated last.
 
-A folder `step-00000100` either is complete and matches its manifest, or is not used. Only safetensors and JSON are
-written or read, so opening a checkpoint runs no code. Order is by step number: clocks and file times play no part.
+A folder `step-00000100` is used only if it is complete and matches its manifest. Only safetensors and JSON are written
+and read, so opening a checkpoint runs no code. Checkpoints are ordered by step number, not by file times.
 """
 
 import json
@@ -21,37 +21,37 @@ from accel_train.core.json_io import read_plain_json, write_plain_json
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 STATE_FILES = (TRAINER, "trainer_state.json", "scheduler.json")
-"""Files that a resume reads, like every safetensors file. The others describe the model (config, tokenizer, README)."""
+"""Files that a resume reads, in addition to safetensors files. Others only describe the model."""
 FORMAT = 1
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-"""Endings of files that would run code when they are loaded."""
+"""Suffixes of files that could run code on loading."""
 _STEP_FOLDER = re.compile(r"step-(\d{8,20})")
 _LEFT_FOLDER = re.compile(r"\.(tmp|trash)-(step-\d{8}|model$|adapter$)")
 _LEFT_FILE = re.compile(
     r"\.(\.accel_train\.json|\.lock\.holder|\.probe[^.]*|(metrics|summary|evaluation[^.]*|rollbacks|healthy|trackers"
-    r"|recipe(\.resolved)?|report[^.]*|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
+    r"|recipe\.resolved|report|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
 )
-"""Temporary names that only this program gives: others in the run folder are the user's."""
+"""Temporary names that only this program uses. Other files in the run folder belong to the user."""
 
 Writer = Callable[[Path], object]
-"""Writes one file at the path it is given."""
+"""Function that writes one file to the given path."""
 FileFacts = dict[str, Any]
-"""A file as the manifest has it: bytes, sha256."""
+"""Facts about a file in the manifest: bytes, sha256."""
 Digests = Callable[[Path, Sequence[str]], Mapping[str, str | OSError]]
-"""The digests of files in a folder by name, or why one cannot be read; as `files.digests_of`."""
+"""Function like `files.digests_of`: digests of files in a folder by name, or the error for a file."""
 
 
 Files = dict[str, tuple[int, int, int]]
-"""The files below a folder by relative path: size, modification time, inode."""
+"""Files below a folder by relative path: size, modification time, inode."""
 
 
 class GivenUp(Exception):
-    """A save that nobody waits for any more; what was written of it is removed."""
+    """Raised when a save is no longer wanted. Its partial files are removed."""
 
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """The result of `check` for one folder; no problem means that a resume can use it."""
+    """The result of `check` for one folder. If `problem` is None, a resume can use it."""
 
     path: Path
     step: int
@@ -59,18 +59,18 @@ class CheckpointStatus:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is published."""
+    """Return the folder of a step's checkpoint."""
     return root / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in a checkpoint folder's name, None for any other name."""
+    """Return the step in a checkpoint folder's name, or None for any other name."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """Published checkpoints under `root`, oldest step first."""
+    """Return the published checkpoints under `root`, oldest step first."""
     if not root.is_dir():
         return []
     found = [(step, folder) for folder in root.iterdir() if (step := step_of(folder)) is not None and folder.is_dir()]
@@ -90,13 +90,14 @@ def publish(
     given_up: Callable[[], bool] = lambda: False,
     others: Callable[[Path], Mapping[str, FileFacts]] = lambda folder: {},
 ) -> Path:
-    """Write a checkpoint so that a kill, a full disk or a power cut leaves the old ones or the whole new one.
+    """Write a checkpoint atomically, and return its folder.
 
-    `others` writes and syncs further files into the folder that it is given, and says which.
+    A kill, a full disk or a power cut leaves the old checkpoints or the complete new one. `others` writes and syncs
+    more files into the given folder, and returns their facts.
 
     Raises:
-        CheckpointError: it could not be written; what was written of it is removed, older checkpoints are untouched.
-        GivenUp: `given_up`, which is asked before each file, said so.
+        CheckpointError: the checkpoint could not be written. Partial files are removed; older checkpoints stay.
+        GivenUp: `given_up` returned True. It is called before each file.
     """
     final = folder_of(root, step)
     try:
@@ -118,26 +119,28 @@ def publish(
             longer = _make_way(final)
     except GivenUp:
         raise
-    except Exception as error:  # safetensors and the file system raise their own kinds; each leaves the old checkpoints
+    # safetensors and the file system raise their own types. Each leaves the old checkpoints.
+    except Exception as error:
         raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {error}") from error
     if longer.exists():
-        with suppress(OSError):  # this one is published; rotation will come past the other
+        # The new checkpoint is published. Rotation will remove the other.
+        with suppress(OSError):
             remove(longer)
     return final
 
 
 def _check_written(folder: Path, files: Mapping[str, FileFacts]) -> None:
-    """Check that the files of other processes are seen here: older checkpoints are removed for this one."""
+    """Check that process 0 sees the files of other processes, before older checkpoints are removed."""
     for name, facts in files.items():
         if not is_seen(folder / name, facts["bytes"]):
             raise CheckpointError(
-                f"{name} of {facts['bytes']} bytes, which was written, is not seen there by process 0; output_dir must be one "
-                "folder for all machines"
+                f"{name} of {facts['bytes']} bytes, which was written, is not seen there by process 0; output_dir must "
+                "be one folder for all machines"
             )
 
 
 def facts_of(path: Path) -> FileFacts:
-    """Sync a file that was just written; returns its size and digest."""
+    """Sync a new file, and return its size and digest."""
     follow_umask(path)
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
@@ -149,7 +152,10 @@ def _go_on_unless(given_up: bool) -> None:
 
 
 def _make_way(final: Path) -> Path:
-    """Return a longer name of the same step, under which a checkpoint that is there stands until the new one is published."""
+    """Rename an existing checkpoint of this step to a longer name of the same step, and return that name.
+
+    The longer name stays valid until the new checkpoint is published.
+    """
     longer = final.with_name(f"step-{step_of(final):020d}")
     if final.exists():
         if longer.exists():
@@ -164,12 +170,12 @@ def rotate(
     spared_steps: Collection[int | None] = (),
     on_kept: Callable[[Path], object] = lambda folder: None,
 ) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints and the spared ones (the best, say); returns what was removed.
+    """Remove all checkpoints except the newest `keep` and the spared steps (such as the best). Return those removed.
 
-    `on_kept` gets each folder that `remove` leaves.
+    `on_kept` is called with each folder that `remove` leaves.
 
     Raises:
-        OSError: one could not be removed; the others are.
+        OSError: a checkpoint could not be removed; the others are removed.
     """
     doomed = [folder for folder in checkpoint_folders(root)[:-keep] if step_of(folder) not in spared_steps]
     failure: OSError | None = None
@@ -185,23 +191,23 @@ def rotate(
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run left half-written or half-removed; call it only while the run folder is locked."""
+    """Remove partial files of a killed run. Call this only while the run folder is locked."""
     if folder.is_dir():
         for entry in folder.iterdir():
             if _LEFT_FOLDER.match(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
-            elif _LEFT_FILE.fullmatch(entry.name):  # of files.write_atomically, agreement_check
+            elif _LEFT_FILE.fullmatch(entry.name):  # from files.write_atomically and agreement_check
                 with suppress(OSError):
                     entry.unlink()
 
 
 def set_broken_aside(folder: Path) -> Path:
-    """Rename a broken checkpoint: else it would count among those kept, and be verified each time."""
+    """Rename a broken checkpoint, so that it is neither counted by rotation nor verified again."""
     return folder.rename(free_path(folder.with_name(f"broken-{folder.name}")))
 
 
 def free_path(path: Path) -> Path:
-    """Return the path, with a number after its name where there is something already."""
+    """Return the path, with a number after its name if the path exists."""
     free, number = path, 1
     while free.exists():
         number += 1
@@ -210,7 +216,7 @@ def free_path(path: Path) -> Path:
 
 
 def check(folder: Path, digests: Digests = digests_of) -> CheckpointStatus:
-    """Check what a resume reads of a checkpoint against its manifest: names, sizes, SHA-256."""
+    """Check the files of a checkpoint that a resume reads against the manifest: names, sizes, SHA-256."""
     step = step_of(folder)
     try:
         problem = _problem(folder, step, digests)
@@ -268,12 +274,12 @@ def _is_json(path: Path) -> bool:
 
 
 def describes(name: str) -> bool:
-    """Return whether a resume does without a file of a checkpoint: it says how to load the weights elsewhere."""
+    """Return whether a resume does not need this file. Such a file describes how to load the weights elsewhere."""
     return not name.endswith((".safetensors", *PICKLES)) and name not in STATE_FILES
 
 
 def changed_descriptions(folder: Path) -> list[str]:
-    """Return what was changed, added or removed in a valid checkpoint since the save, and a resume does without."""
+    """Return the files of a valid checkpoint that were changed, added or removed, and that a resume does not need."""
     manifest = read_plain_json(folder / MANIFEST)
     files, added = manifest["files"], set(manifest.get("added", []))
     named = [name for name in files if describes(name)]
@@ -289,7 +295,7 @@ def changed_descriptions(folder: Path) -> list[str]:
 
 
 def files_below(folder: Path) -> Files:
-    """Return what lies in a folder and its subfolders; links are not followed."""
+    """Return the files in a folder and its subfolders, without following links."""
     found: Files = {}
     for where, folders, names in os.walk(folder):
         links = [name for name in folders if (Path(where) / name).is_symlink()]
@@ -300,10 +306,10 @@ def files_below(folder: Path) -> Files:
 
 
 def accept_changes(folder: Path, before: Files) -> list[str]:
-    """Note in the manifest what a callback wrote into a checkpoint since `before`, as part of the checkpoint.
+    """Accept the files that a callback changed in a checkpoint since `before`, and note them in the manifest.
 
     Returns:
-        Files of weights or state that it changed: their digests stay, so that a resume refuses the checkpoint.
+        Changed files of weights or state. Their digests stay, so that a resume refuses the checkpoint.
     """
     now = files_below(folder)
     touched = [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
@@ -326,10 +332,10 @@ def accept_changes(folder: Path, before: Files) -> list[str]:
 
 
 def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None, list[CheckpointStatus]]:
-    """Return the newest valid checkpoint, and the newer ones that are not.
+    """Return the newest valid checkpoint, and the newer invalid ones.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is valid.
+        CheckpointError: checkpoints exist, but all are invalid.
     """
     broken: list[CheckpointStatus] = []
     for folder in reversed(checkpoint_folders(root)):
@@ -347,9 +353,9 @@ def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None
 
 
 def remove(folder: Path) -> Path | None:
-    """Remove a checkpoint: what its manifest names. Return the folder where other files of it are kept, or None.
+    """Remove the files of a checkpoint that its manifest names. Return the folder with other files, or None.
 
-    It is renamed first: a kill half-way leaves rubbish under a name that is never read, not half a checkpoint.
+    The folder is renamed first, so that a kill leaves no partial checkpoint under a valid name.
     """
     try:
         manifest = read_plain_json(folder / MANIFEST)
@@ -370,18 +376,16 @@ def remove(folder: Path) -> Path | None:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Return the JSON part of a checkpoint: counters, loss scale, identity.
+    """Return the JSON part of a checkpoint: counters, loss scale, fingerprint.
 
     Raises:
-        CheckpointError: it is not what a run writes.
+        CheckpointError: the file does not have the expected content.
     """
     try:
         trainer = read_plain_json(folder / TRAINER)
-        if not isinstance(trainer["state"], dict) or not isinstance(trainer["identity"], dict):
-            raise TypeError("state and identity are no objects")
-        odd = [name for name in ("settings", "origins") if not isinstance(trainer.get(name, {}), dict)]
-        if odd:
-            raise TypeError(f"{odd[0]} must be an object")
+        for name in ("state", "identity", "settings", "origins"):
+            if not isinstance(trainer[name], dict):
+                raise TypeError(f"{name} must be an object")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / TRAINER} cannot be read ({type(error).__name__}: {error})") from error
     return trainer

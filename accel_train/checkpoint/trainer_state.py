@@ -1,4 +1,4 @@
-"""The counters of a run in a checkpoint: read, and refused where no run can have had them."""
+"""Read the counters of a run from a checkpoint, and refuse impossible values."""
 
 import json
 import math
@@ -18,25 +18,20 @@ _STATE = TypeAdapter(TrainState)
 
 
 def read_state(folder: Path) -> TrainState:
-    """Return the counters of a checkpoint, once it is sure that a run can have had them.
+    """Return the counters of a checkpoint after checking that a run can have had them.
 
     Raises:
-        CheckpointError: one is of another type or out of its range, or the step is not the one that was saved.
+        CheckpointError: a counter has the wrong type or range, or the step is not the saved step.
     """
     trainer = read_trainer(folder)
     try:
         saved_step = read_plain_json(folder / MANIFEST)["step"]
         state = _STATE.validate_json(json.dumps(trainer["state"]), strict=True)
         unknown = trainer["state"].keys() - {field.name for field in fields(TrainState)}
-        last = trainer["identity"].get("schedule.max_steps", state.step)
+        last = trainer["identity"]["schedule.max_steps"]
         problems = [f"{name} is unknown" for name in sorted(unknown)]
-        signed = (
-            "losses",
-            "grad_norms",
-            "best_metric",
-            "best_loss",
-            "last_loss",
-        )  # losses and logarithms; nothing else may be negative
+        # Only losses, metrics and logarithms may be negative.
+        signed = ("losses", "grad_norms", "best_metric", "best_loss", "last_loss")
         for name, value in _numbers(asdict(state)):
             if not math.isfinite(value) or (value < 0 and name not in signed):
                 problems.append(f"{name}={value} is out of range")
@@ -44,7 +39,7 @@ def read_state(folder: Path) -> TrainState:
             problems.append(f"step={state.step}, and the checkpoint is of step {saved_step}")
         if state.step > last:
             problems.append(f"step={state.step}, and the run has {last} steps")
-        scaler = trainer.get("scaler") or {}
+        scaler = trainer["scaler"] or {}
         for name, value in scaler.items():
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 problems.append(f"scaler.{name}={value!r} is out of range")

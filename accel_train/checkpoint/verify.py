@@ -1,4 +1,4 @@
-"""The report of `accel-train verify RUN`: each checkpoint compared with its digests, and which one a resume would use."""
+"""Implement `accel-train verify RUN`: compare each checkpoint with its digests, and name the one to resume from."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,29 +11,29 @@ from accel_train.checkpoint.store import CheckpointStatus, changed_descriptions,
 
 @dataclass(frozen=True)
 class Verified:
-    """The checkpoints of a run, verified."""
+    """The verified checkpoints of a run."""
 
     statuses: Sequence[CheckpointStatus]
-    """Oldest first."""
+    """Status of each checkpoint, oldest first."""
     healthy: Collection[int]
-    """Steps whose checkpoints a rollback would use."""
+    """Steps of known-good checkpoints, usable for a rollback."""
     changed: Mapping[Path, Sequence[str]]
-    """Files of the valid ones that were changed since the save, and that a resume does without."""
+    """Changed files of valid checkpoints that a resume does not need."""
     abandoned: Collection[Path]
-    """Checkpoints of a branch that a rollback gave up: the next start removes them."""
+    """Checkpoints of a branch abandoned by a rollback. The next start removes them."""
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint that a resume would use."""
+        """Return the checkpoint that a resume would use, or None."""
         usable = [each.path for each in self.statuses if each.problem is None and each.path not in self.abandoned]
         return usable[-1] if usable else None
 
 
 def verify(run_folder: Path) -> Verified:
-    """Read every file of every checkpoint.
+    """Verify every file of every checkpoint of a run.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: the folder is not a run folder.
         CheckpointError: the record of rollbacks cannot be read.
     """
     root = run_folder / "checkpoints"

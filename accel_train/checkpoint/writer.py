@@ -1,4 +1,4 @@
-"""Saving beside the training: the state is copied at once, and written by a thread while the next steps run."""
+"""Save in the background: copy the state at once, and write it in a thread during the next steps."""
 
 import threading
 import time
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from accel_train.checkpoint.sharded import ShardWriter
 
 GIVE_UP_SECONDS = 2.0
-"""How long a save that is abandoned may take to notice."""
+"""Seconds to wait for an abandoned save to stop."""
 STARTING_TRIES = 20
 
 
 class Saved(NamedTuple):
-    """The end of one save."""
+    """The result of one save."""
 
     step: int
     error: CheckpointError | None
-    """None: it is published."""
+    """Error of the save. None: the checkpoint is published."""
     left_undone: str | None = None
-    """It is published, and what was to be done then (removing older ones) failed for this reason."""
+    """Reason why a later task (removing older checkpoints) failed. The checkpoint itself is published."""
     kept: Sequence[Path] = ()
-    """Folders of removed checkpoints in which other files are kept."""
+    """Folders of removed checkpoints that still hold other files."""
     seconds: float = 0.0
-    """From the first write to the publication; what `save` copies before that does not count."""
+    """Seconds from the first write to publication, without the copies made before."""
 
 
 class Saver:
-    """Writes checkpoints below `root`, one at a time, in a thread of its own (or, not `in_background`, at once).
+    """A writer of checkpoints below `root`, one at a time, in a thread (or synchronously if not `in_background`).
 
-    A save that fails leaves the older checkpoints as they are, and is tried again when the next one is due; a second one
-    in a row means that the disk will not do, and `failed` says so.
+    A failed save leaves older checkpoints unchanged and is retried when the next one is due. After a second consecutive
+    failure, `failed` is True.
     """
 
     def __init__(self, root: Path, *, in_background: bool) -> None:
@@ -45,11 +45,11 @@ class Saver:
         self._ended: list[Saved] = []
         self._failures_in_a_row = 0
         self.last_error: CheckpointError | None = None
-        """Return why the newest save could not be written; None where it could."""
+        """Error of the newest save, or None if it succeeded."""
 
     @property
     def failed(self) -> bool:
-        """Return whether two saves in a row could not be written."""
+        """Return whether two consecutive saves failed."""
         return self._failures_in_a_row > 1
 
     def save(
@@ -59,10 +59,10 @@ class Saver:
         then: Callable[[], Sequence[Path]],
         parts: "ShardWriter | None" = None,
     ) -> None:
-        """Publish a checkpoint, and call `then`, which removes older ones; waits for one that is being written.
+        """Publish a checkpoint, then call `then` to remove older ones. Waits for a running save first.
 
-        With `parts` all processes save at once, each its own. Once `failed`, nothing more is written: the run is about to end,
-        and how it ends must not hang on whether it heard of the second failure before the third save was due.
+        With `parts`, all processes save at the same time, each its part. Once `failed`, nothing is written: the run is
+        about to end. Its outcome must not depend on when it learns of the second failure.
         """
         self.wait()
         if self.failed:
@@ -70,14 +70,14 @@ class Saver:
         if not self._in_background:
             self._write(step, writers, then, parts)
             return
-        # A daemon, so that a caller who gives up on it can leave; others wait (see `wait`).
+        # A daemon thread, so that a caller that gives up can exit. Other callers use `wait`.
         self._thread = threading.Thread(
             target=self._write, args=(step, writers, then, parts), name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self, timeout_seconds: float | None = None) -> float:
-        """Until nothing is being written, or the time is over; returns the seconds it took."""
+        """Wait until no save is running or the time is over. Return the seconds waited."""
         if self._thread is None:
             return 0.0
         began = time.monotonic()
@@ -85,26 +85,27 @@ class Saver:
             try:
                 self._thread.join(timeout_seconds)
                 break
-            except RuntimeError:  # a signal handler's error has broken `start` off, and it may yet begin
+            # The error of a signal handler interrupted `start`. The thread may still begin.
+            except RuntimeError:
                 time.sleep(0.05)
         if not self._thread.is_alive():
             self._thread = None
         return time.monotonic() - began
 
     def abandon(self) -> None:
-        """Give up what is being written: it is not published, and a write that hangs is not waited for."""
+        """Give up the running save: it is not published, and a hanging write is not waited for."""
         self._given_up.set()
         self.wait(GIVE_UP_SECONDS)
 
     def take_ended(self) -> list[Saved]:
-        """Return how saves ended since the last call."""
+        """Return the results of the saves that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def _write(
         self, step: int, writers: Mapping[str, Writer], then: Callable[[], Sequence[Path]], parts: "ShardWriter | None"
     ) -> None:
-        """Write in the thread; no exception leaves it, since nobody would see it."""
+        """Write in the thread. Catches all exceptions, because an exception in a thread would be lost."""
         began = time.monotonic()
         try:
             write = publish if parts is None else parts.publish
@@ -113,7 +114,7 @@ class Saver:
             return
         except Exception as error:
             self._failures_in_a_row += 1
-            # A new one: the caught one's frames hold the copies that were to be written.
+            # A new exception: the frames of the caught one hold the copies.
             self.last_error = CheckpointError(str(error) or type(error).__name__)
             self._ended.append(Saved(step, self.last_error))
             return

@@ -1,7 +1,7 @@
-"""The parts of weights and moments that a process holds under DeepSpeed's ZeRO, and the whole of them: gathered, and put back.
+"""Parts of weights and moments under DeepSpeed ZeRO: gather them, and load them back.
 
-DeepSpeed flattens the parameters of a group one after the other (in stage 3 each process's share of each of them), and the
-optimizer works on that flat tensor. A checkpoint knows nothing of it: it holds tensors by name, as under DDP.
+DeepSpeed concatenates the parameters of a group into a flat tensor (in stage 3, each process's share of each
+parameter). The optimizer works on the flat tensor. A checkpoint holds tensors by name, as under DDP.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -18,34 +18,37 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.model.tensors import unpacked_numel
 
 COUNTER = "step"
-"""The optimizer's entry that is one number for all elements."""
+"""Optimizer entry that is one number for all elements."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The shard of one parameter on this process: `numel` elements from `offset` of the whole, which are at `start` of `flat`."""
+    """One parameter's shard on this process.
+
+    It has `numel` elements: from `offset` in the full parameter, and from `start` in `flat`.
+    """
 
     name: str
     parameter: nn.Parameter
     shape: torch.Size
     """Shape of the full parameter."""
     flat: Tensor
-    """The tensor that the optimizer steps, and the key of its state; of a frozen weight, what is kept of it here."""
+    """Tensor that the optimizer steps, and the key of its state. For a frozen weight, the local share."""
     start: int
     offset: int
     numel: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """This part of the flat weights, or of moments that lie like them."""
+        """Return this part of the flat weights, or of moments with the same layout."""
         return flat.detach()[self.start : self.start + self.numel]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the same part of the whole tensor."""
+        """Return the same part of the full tensor."""
         return whole.flatten()[self.offset : self.offset + self.numel]
 
 
 class ZeroShards:
-    """All parts of a model and its optimizer; what gathers, every process calls at once."""
+    """All parts of a model and its optimizer. Every process must call the gathering methods together."""
 
     def __init__(
         self, zero: Any, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, device: torch.device
@@ -58,7 +61,8 @@ class ZeroShards:
     def _part_of_1_and_2(self, name: str, parameter: nn.Parameter) -> Part:
         zero = self._zero
         [(flat, begin)] = [
-            (flat, begin)  # of the group, all its parameters one after the other, each process has as much as `flat`
+            # Each process holds `flat.numel()` elements of the group's concatenated parameters.
+            (flat, begin)
             for flat, *group in zip(
                 zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
             )
@@ -73,7 +77,8 @@ class ZeroShards:
         return Part(name, parameter, parameter.shape, flat, first - here, first - begin, numel)
 
     def _part_of_3(self, name: str, parameter: Any) -> Part:
-        room = parameter.partition_numel()  # the last processes' shares are padded to it
+        # The last processes' shares are padded to this size.
+        room = parameter.partition_numel()
         offset = room * dist.get_rank()
         numel = max(min(offset + room, parameter.ds_numel) - offset, 0)
         if parameter.requires_grad:
@@ -81,11 +86,15 @@ class ZeroShards:
             flat = self._zero.fp32_partitioned_groups_flat[group]
         else:
             flat, start = parameter.ds_tensor, 0
-        flat.detach()[start + numel : start + room].zero_()  # DeepSpeed leaves there what lay in memory: a NaN as well
+        # DeepSpeed leaves this padding uninitialized, so it may contain NaN.
+        flat.detach()[start + numel : start + room].zero_()
         return Part(name, parameter, parameter.ds_shape, flat, start, offset, numel)
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Return this process's shards of weights and moments by name: the same names on all, a zero where it holds nothing."""
+        """Return this process's shards of weights and moments by name.
+
+        All processes have the same names. A process without elements has a single zero.
+        """
         found = {}
         for name, part in self._parts.items():
             for kind, flat in {"": part.flat, **self._optimizer.state.get(part.flat, {})}.items():
@@ -94,7 +103,7 @@ class ZeroShards:
         return found
 
     def _state(self) -> Iterator[tuple[str, Tensor, Part | None]]:
-        """Yield the model's state by name, tied tensors once, each with its part."""
+        """Yield (name, tensor, part) of the model's state. Tied tensors occur once."""
         parts, seen = {id(part.parameter): part for part in self._parts.values()}, set()
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
@@ -102,7 +111,7 @@ class ZeroShards:
                 yield name, tensor, parts.get(id(tensor))
 
     def weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return `contents.model_tensors` in host memory of the main process; nothing on the others."""
+        """Return `contents.model_tensors` in host memory on the main process, and an empty dict on the others."""
         found = {}
         for name, tensor, part in self._state():
             if name in without:
@@ -114,7 +123,7 @@ class ZeroShards:
         return found if dist.get_rank() == 0 else {}
 
     def moments(self) -> dict[str, Tensor]:
-        """Return `contents.optimizer_tensors` in host memory of the main process; nothing on the others."""
+        """Return `contents.optimizer_tensors` in host memory on the main process, and an empty dict on the others."""
         found = {}
         for name, part in self._parts.items():
             for key, value in self._optimizer.state.get(part.flat, {}).items():
@@ -124,7 +133,10 @@ class ZeroShards:
         return found if dist.get_rank() == 0 else {}
 
     def _gather(self, part: Part, flat: Tensor) -> Tensor:
-        """Return a full tensor on the main process: the parts do not overlap, and their sum as integers keeps every bit."""
+        """Return a full tensor on the main process.
+
+        The parts do not overlap, so a sum as integers keeps every bit.
+        """
         whole = torch.zeros(part.shape.numel(), dtype=flat.dtype, device=self.device)
         whole[part.offset : part.offset + part.numel] = part.of(flat)
         assert whole.element_size() == 4, "weights and moments are fp32"
@@ -132,15 +144,16 @@ class ZeroShards:
         return whole.reshape(part.shape).cpu() if dist.get_rank() == 0 else whole.new_empty(0)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the model's whole state by name."""
+        """Return the shapes of the model's full state by name."""
         return {name: tensor.shape if part is None else part.shape for name, tensor, part in self._state()}
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights of a checkpoint of any layout; its names and shapes are known to fit."""
+        """Load the weights of a checkpoint of any layout. Its names and shapes must fit."""
         stored = CheckpointReader(folder, "model")
         with torch.no_grad():
             for name, tensor, part in self._state():
-                if name not in stored.shapes:  # of the base, which the checkpoint leaves out
+                # A base weight that the checkpoint leaves out.
+                if name not in stored.shapes:
                     continue
                 whole = stored.read(name).to(self.device)
                 if part is None or self._stage != 3:
@@ -155,17 +168,20 @@ class ZeroShards:
         part.of(flat).copy_(part.cut(whole))
 
     def _put_in_3(self, part: Part, whole: Tensor) -> None:
-        """Write what a forward uses: this process's shard, and small weights in full, which stay gathered between steps."""
+        """Write the weights that a forward pass uses: this process's shard, and full small weights.
+
+        Small weights stay gathered between steps.
+        """
         parameter: Any = part.parameter
         parameter.ds_tensor.detach()[: part.numel].copy_(part.cut(whole))
         if parameter.data.shape == part.shape:
             parameter.data.copy_(whole)
 
     def load_moments(self, folder: Path) -> None:
-        """Put the optimizer's state of a checkpoint back.
+        """Load the optimizer's state of a checkpoint.
 
         Raises:
-            ValueError: it is of other parameters, or some of them have made other steps than the rest.
+            ValueError: the state belongs to other parameters, or parameters have different step counts.
         """
         stored = CheckpointReader(folder, "optimizer")
         check_known(stored.shapes, self._parts)
@@ -177,8 +193,8 @@ class ZeroShards:
             if entry == COUNTER:
                 if not torch.equal(state.setdefault(entry, whole), whole):
                     raise ValueError(
-                        f"{name} has made {whole.item():g} steps, others {state[entry].item():g}: ZeRO counts them together; "
-                        "use parallel.strategy fsdp2 or ddp"
+                        f"{name} has made {whole.item():g} steps, others {state[entry].item():g}: ZeRO counts them "
+                        "together; use parallel.strategy fsdp2 or ddp"
                     )
                 continue
             flat = state.setdefault(entry, torch.zeros_like(part.flat.detach()))
@@ -186,5 +202,8 @@ class ZeroShards:
 
 
 def whole_numel(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the elements of parameters, with those that ZeRO stage 3 keeps elsewhere, and those of 4 bits unpacked."""
+    """Return the number of elements of parameters, including other processes' ZeRO stage 3 shares.
+
+    4-bit weights count unpacked.
+    """
     return sum(int(getattr(parameter, "ds_numel", unpacked_numel(parameter))) for parameter in parameters)

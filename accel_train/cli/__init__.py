@@ -1,3 +1,4 @@
-"""The command line: flags, commands, and what they print.
+"""The command line: flags, commands, and their output.
 
-What a command does lives below; here it is read, called and shown."""
+The packages below implement the commands. The code here parses arguments, calls the commands, and prints results.
+"""

@@ -1,4 +1,4 @@
-"""One command of the command line, and what several commands share."""
+"""The type of a command, and helpers that several commands share."""
 
 import argparse
 import os
@@ -17,39 +17,45 @@ from accel_train.core.terminal import busy, width_of
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
 
-RECIPE = {"metavar": "RECIPE", "help": "a recipe file, or a name that `accel-train recipes` lists"}
-RUN = {"metavar": "RUN", "help": "the output_dir of a finished run"}
+RECIPE = {"metavar": "RECIPE", "help": "recipe file, or a name from `accel-train recipes`"}
+RUN = {"metavar": "RUN", "help": "output_dir of a finished run"}
 DATA = {
-    "data": {"metavar": "DATA", "nargs": "?", "help": "a file, folder or data set; default: what the run held out"},
-    "--data": {"metavar": "DATA", "dest": "named_data", "help": "the same"},
+    "data": {
+        "metavar": "DATA",
+        "nargs": "?",
+        "help": "file, folder, or data set; default: the held-out data of the run",
+    },
+    "--data": {"metavar": "DATA", "dest": "named_data", "help": "same as DATA"},
 }
 
 
 class Outcome(NamedTuple):
-    """The outcome of a command: what `--json` prints as its `result`, and how it ends."""
+    """The outcome of a command: its result, printed by `--json`, its exit code, and its error."""
 
     result: Mapping[str, Any] | None = None
-    """One of `cli.results`, by the command; None where there is none, and on processes that print nothing."""
+    """Result of the command's type in `cli.results`; None for a command without a result, and on processes that print
+    nothing.
+    """
     exit_code: int = 0
     error: BaseException | None = None
-    """Where the command has a result and fails all the same: what is reported, and has the exit code."""
+    """Error to report when a command returns a result but still fails; sets the exit code."""
 
 
 class Command(NamedTuple):
     """One command: its function, its line in `--help`, and its arguments by name, as `add_argument` takes them."""
 
     run: Callable[[argparse.Namespace, Sequence[str]], Outcome]
-    """Gets its parsed arguments and the recipe settings; prints what is for people."""
+    """Function that gets the parsed arguments and the recipe settings. It prints the output for people."""
     about: str
     arguments: dict[str, dict[str, Any]]
     takes_settings: bool = True
-    """Whether `--section.field VALUE` overrides a setting of its recipe."""
+    """Whether `--section.field VALUE` overrides a setting of the command's recipe."""
     processes: Literal["all", "rank 0", "one"] = "rank 0"
-    """Which processes of a launch work on it; `one` refuses a launch of several."""
+    """Processes of a launch that run the command; `one` refuses a launch of several processes."""
 
 
 def whole_number(text: str) -> int:
-    """Return an integer argument; ArgumentTypeError for one that no count of this program can be."""
+    """Return an integer argument; raise ArgumentTypeError if it is larger than any count of this program."""
     number = int(text)
     if abs(number) > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text:.30} is too large; give at most {LARGEST_COUNT:,}")
@@ -57,7 +63,7 @@ def whole_number(text: str) -> int:
 
 
 def seed_number(text: str) -> int:
-    """Return a seed argument; ArgumentTypeError outside of the range of torch.manual_seed."""
+    """Return a seed argument; raise ArgumentTypeError outside of the range of torch.manual_seed."""
     number = int(text)
     if not 0 <= number < 2**64:
         raise argparse.ArgumentTypeError(f"{text:.30} is not a seed; give a number from 0 to 2**64 - 1")
@@ -65,7 +71,7 @@ def seed_number(text: str) -> int:
 
 
 def finite_number(text: str) -> float:
-    """Return a number argument; ArgumentTypeError for NaN, infinity, and numbers of more than 10 digits."""
+    """Return a number argument; raise ArgumentTypeError for NaN, infinity, and numbers of more than 10 digits."""
     number = float(text)
     if not abs(number) <= LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text:.30} is not a number up to {LARGEST_COUNT:,}")
@@ -74,7 +80,10 @@ def finite_number(text: str) -> float:
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Report a ValueError inside as the user's: of recipe, data, arguments or launch. Elsewhere it is a defect of ours."""
+    """Report a ValueError inside the context as a mistake of the user: in recipe, data, arguments, or launch.
+
+    Outside of it, a ValueError is a defect of this program.
+    """
     try:
         yield
     except ValueError as error:
@@ -89,12 +98,12 @@ def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe
 
 
 def out_of(arguments: argparse.Namespace) -> Path | None:
-    """Return the path of `--out`, None where it is not given."""
+    """Return the path of `--out`; None if it is not given."""
     return None if arguments.out is None else output_path(arguments.out)
 
 
 def data_of(arguments: argparse.Namespace) -> str | None:
-    """Return the data that are named as the second argument or by `--data`, None for the run's own.
+    """Return the data named by the second argument or by `--data`; None for the run's held-out data.
 
     Raises:
         UserError: both are given, and differ.
@@ -107,9 +116,10 @@ def data_of(arguments: argparse.Namespace) -> str | None:
 
 @contextmanager
 def importing(name: str, task: str | None = None) -> Iterator[None]:
-    """Say what a command begins with, and that torch is imported, which takes seconds; and a task of the package too.
+    """Show that a command has started and is importing torch (seconds). Import a built-in task as well.
 
-    Inside imports and nothing else: a task of the package brings transformers, another one may print what it likes.
+    The body must contain only imports. A built-in task imports transformers. A custom task is not imported here,
+    because it may print.
     """
     from accel_train.task import TASKS, load_task
 
@@ -121,10 +131,10 @@ def importing(name: str, task: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def importing_for(run: Path, settings: Sequence[str]) -> Iterator[None]:
-    """Do as `importing` does, for a run; `settings` may allow its code to run.
+    """Import for a run as `importing` does. `settings` may allow the run's code to be executed.
 
     Raises:
-        ValueError: the folder holds no run, or its recipe names code that is not allowed.
+        ValueError: the folder does not hold a run, or its recipe names code that is not allowed.
     """
     from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe
 
@@ -134,12 +144,12 @@ def importing_for(run: Path, settings: Sequence[str]) -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Print an answer on stdout; a terminal's width breaks its lines between words."""
+    """Print an answer on stdout, with lines broken between words at the terminal's width."""
     width = width_of(sys.stdout)
     print("\n".join(wrap(line, width) for line in text.split("\n")))
 
 
 def say(text: str) -> None:
-    """Print what is done now on stderr, on rank 0."""
+    """Print the current activity on stderr, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(redact_text(text), file=sys.stderr, flush=True)

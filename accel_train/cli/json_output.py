@@ -1,4 +1,4 @@
-"""`--json`: one JSON object on standard output, and nothing else there."""
+"""`--json`: print one JSON object on standard output, and everything else on standard error."""
 
 import json
 import os
@@ -14,25 +14,25 @@ from accel_train.runtime.watchdog import Watchdog
 
 SCHEMA_VERSION = 1
 FLAG = "--json"
-FLAG_HELP = "print one JSON object on standard output, and all words on standard error"
+FLAG_HELP = "print one JSON object on stdout, and all text on stderr"
 
 
 def asks_for_json(words: Sequence[str]) -> bool:
-    """Return whether the words of a command line ask for JSON; help and version are text."""
+    """Return whether the words of a command line ask for JSON. Help and version are always text."""
     return FLAG in words and not set(words) & {"-h", "--help", "--version"}
 
 
 class JsonOutput:
-    """Keeps standard output for one JSON object, which is printed when this closes: `with JsonOutput("plan") as output:`.
+    """Reserves standard output for one JSON object, printed on closing: `with JsonOutput("plan") as output:`.
 
-    Inside, all that goes to standard output goes to standard error: what Python prints, and what libraries and child processes write.
-    The main process of a launch prints the object; the others print nothing.
+    Inside the context, standard output is redirected to standard error. This includes Python, libraries, and child
+    processes. The main process of a launch prints the object. The others print nothing.
     """
 
     def __init__(self, command: str | None) -> None:
         self._command = command
         self.outcome = Outcome()
-        """Set by the caller before this closes; an error that leaves the block takes its place."""
+        """Outcome that the caller sets before this closes. An error that leaves the block replaces it."""
 
     def __enter__(self) -> Self:
         sys.stdout.flush()
@@ -55,7 +55,7 @@ class JsonOutput:
             print(self._line(outcome.exit_code, outcome.result, reported), flush=True)
 
     def _print_at_once(self, kind: str, message: str, exit_code: int) -> None:
-        """Print why the watchdog ends this process, which does not come back from where it is."""
+        """Print why the watchdog ends this process. The process does not return to its caller."""
         if _is_main():
             line = self._line(exit_code, None, {"type": kind, "message": message})
             os.write(self._kept, f"{line}\n".encode())
@@ -70,7 +70,8 @@ class JsonOutput:
             "error": error,
         }
         text = json.dumps(to_json(record), allow_nan=False, ensure_ascii=False)
-        return text.encode(errors="backslashreplace").decode()  # a file name that is not UTF-8: JSON's own escape
+        # If a file name is not UTF-8, use the escape of JSON.
+        return text.encode(errors="backslashreplace").decode()
 
 
 def _is_main() -> bool:

@@ -1,9 +1,19 @@
 """The command line: `accel-train COMMAND ...`, the same program as `python -m accel_train COMMAND ...`.
 
-Exit codes: 0 done; 1 unforeseen, or a task exited; 2 bad recipe, data or arguments; 3 stopped by the guard, or the trained
-model is not finite; 4 checkpoint or disk; 5 a peer process failed or hung; 6 out of memory; 75 preempted, run again to resume;
-130 interrupted. A mistake of the user is one line, `error: ...`; ACCEL_TRAIN_DEBUG=1 shows where it was found. Anything
-unforeseen keeps its traceback.
+Exit codes:
+
+    0    done
+    1    unexpected error, or a task exited
+    2    bad recipe, data, or arguments
+    3    stopped by the guard, or the trained model is not finite
+    4    checkpoint or disk
+    5    a peer process failed or hung
+    6    out of memory
+    75   preempted; run the command again to resume
+    130  interrupted
+
+A mistake of the user is reported as one line, `error: ...`. ACCEL_TRAIN_DEBUG=1 adds its traceback. An unexpected error
+keeps its traceback.
 """
 
 import argparse
@@ -38,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """Run the installed command, and end the process."""
-    # Python looks for garbage after every 700 new objects: a fifth of the time that imports take (torch makes a million).
+    # By default, Python collects garbage after every 700 new objects. This takes a fifth of the import time (torch
+    # makes a million objects).
     gc.set_threshold(100_000, 50, 100)
-    faulthandler.enable(2)  # a crash of native code (a driver, a kernel) leaves the Python line that led to it
+    # After a crash in native code (a driver, a kernel), this prints the Python line that led to it.
+    faulthandler.enable(2)
     stop_with_launcher()
     note_start()
     keep_secrets_out_of_tracebacks()
@@ -55,7 +67,8 @@ def program() -> NoReturn:
 
 
 def _main(argv: Sequence[str] | None = None) -> int:
-    # Where torchao is installed, transformers imports it, and it warns of compiled parts that nothing here uses.
+    # If torchao is installed, transformers imports it. It then warns about compiled parts that this program does not
+    # use.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -63,7 +76,8 @@ def _main(argv: Sequence[str] | None = None) -> int:
         if not asks_for_json(words):
             code = _outcome_of(words).exit_code
         else:
-            words = [*(word for word in words if word != FLAG), FLAG]  # it may stand anywhere, before the command, too
+            # The flag may stand anywhere, also before the command.
+            words = [*(word for word in words if word != FLAG), FLAG]
             with JsonOutput(_command_in(words)) as output:
                 output.outcome = _outcome_of(words)
             code = output.outcome.exit_code
@@ -72,12 +86,13 @@ def _main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not is_output_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer has nowhere to go
+        # The reader of the rest of the buffer is gone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OUTPUT_CLOSED
 
 
 def _outcome_of(words: list[str]) -> Outcome:
-    """Run one command; a failure that somebody foresaw is reported, and has its exit code."""
+    """Run one command. An expected failure is reported and sets the exit code."""
     with controls_kept_out():
         return _outcome_or_report(words)
 
@@ -90,7 +105,8 @@ def _outcome_or_report(words: list[str]) -> Outcome:
             return outcome
         result = outcome.result
         raise outcome.error
-    except SystemExit as error:  # --help and --version
+    # --help and --version raise SystemExit.
+    except SystemExit as error:
         return Outcome(exit_code=error.code if isinstance(error.code, int) else 0)
     except BaseException as error:
         code = exit_code(error)
@@ -101,7 +117,7 @@ def _outcome_or_report(words: list[str]) -> Outcome:
 
 
 def _command_in(words: Sequence[str]) -> str | None:
-    """Return the name of the command, None where there is no such."""
+    """Return the name of the command; None if it does not exist."""
     name = next((word for word in words if not word.startswith("-")), None)
     return name if name in COMMANDS else None
 
@@ -129,7 +145,8 @@ def _dispatch(words: list[str]) -> Outcome:
         from accel_train.recipe.loader import split_flags
 
         with users_mistakes():
-            split_flags(settings)  # before torch is imported: the command reads them again, with its recipe
+            # Check before torch is imported. The command reads the settings again, with its recipe.
+            split_flags(settings)
     with exits_are_errors():
         return command.run(arguments, settings)
 
@@ -140,14 +157,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | None = None) -> argparse.ArgumentParser:
-    """Return argparse's parser of all commands; `extend` gets each command's own, to add to it."""
+    """Return argparse's parser of all commands. `extend` may add arguments to the parser of each command."""
     parser = _Parser(
-        prog="accel-train", description="Train on any number of GPUs, guarded and resumable.", allow_abbrev=False
+        prog="accel-train",
+        description="Train on any number of GPUs, with guards, and resume after any kill.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"accel-train {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        epilog = "--section.field VALUE overrides any setting of the recipe" if command.takes_settings else None
+        epilog = "Override any recipe setting with --section.field VALUE." if command.takes_settings else None
         own = commands.add_parser(
             name, help=command.about, description=command.about, epilog=epilog, allow_abbrev=False
         )
@@ -162,13 +181,16 @@ def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | No
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the command's own arguments, and the recipe's `--section.field VALUE`, which argparse does not know.
+    """Split the words into the command's arguments and the recipe's `--section.field VALUE` settings.
+
+    argparse does not know the settings.
 
     Raises:
         UserError: a flag or value that the command does not take.
     """
     parser, rest = build_parser(), list(words)
-    parsed, unknown = parser.parse_known_args(rest)  # a setting's value may stand for the recipe here
+    # At this point, the value of a setting may be parsed as the recipe.
+    parsed, unknown = parser.parse_known_args(rest)
     command = COMMANDS[parsed.command]
     if not command.takes_settings:
         return parser.parse_args(rest), []

@@ -1,4 +1,4 @@
-"""The reference of settings, commands and recipes in Markdown: made from the schema, the parser and the recipes themselves."""
+"""The reference pages of settings, commands, and recipes in Markdown, generated from schema, parser, and recipes."""
 
 import os
 import re
@@ -12,17 +12,20 @@ from accel_train.recipe.names import recipe_names
 from accel_train.recipe.shipped import shipped_recipes
 
 _UNWRAPPED = 100_000
-"""A width that no line of `explain` reaches."""
+"""Width that lines of `explain` never reach."""
 
 
 def settings_page() -> str:
-    """Return a page with every setting of a recipe: what it takes, its default, its meaning and an example."""
+    """Return a page with every setting of a recipe: type, default, meaning, and an example."""
     return "\n".join(_settings_lines()) + "\n"
 
 
 def _settings_lines() -> Iterator[str]:
     yield "# Settings\n"
-    yield "Every setting of a recipe. `accel-train explain SETTING` prints the same in a terminal, and any setting can be given on the"
+    yield (
+        "Every setting of a recipe. `accel-train explain SETTING` prints the same in a terminal, and any setting can "
+        "be given on the"
+    )
     yield "command line: `--optimizer.learning_rate 1e-3`."
     sections = {name.partition(".")[0] for name in recipe_names() if "." in name}
     heading = ""
@@ -33,12 +36,13 @@ def _settings_lines() -> Iterator[str]:
             yield f"\n## {wanted}"
             heading = wanted
         said = _parts_of(explain(name, _UNWRAPPED).split("\n\n")[0])
-        if "takes" in said:  # a section has none: its settings follow
+        # A section has no type. Its settings follow.
+        if "takes" in said:
             yield from _lines_of_setting(name, said)
 
 
 def _parts_of(explanation: str) -> dict[str, str]:
-    """Return what an explanation says by the word at the beginning of its lines; `""` is the flag."""
+    """Return the parts of an explanation by the word at the start of their lines; `""` is the flag."""
     lines = explanation.splitlines()[1:]
     return {line[:10].strip(): line[10:] for line in lines if line.startswith("  ") and line[10:]}
 
@@ -56,13 +60,13 @@ def _lines_of_setting(name: str, said: dict[str, str]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which no character but those within backticks means anything to Markdown."""
+    """Return a text with Markdown's special characters escaped, except within backticks."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([*_<\[\]#|])", r"\\\1", part) for part in parts)
 
 
 def commands_page() -> str:
-    """Return a page with every command, its arguments and flags, as `accel-train COMMAND --help` prints them."""
+    """Return a page with every command and its help text, as `accel-train COMMAND --help` prints it."""
     texts: list[str] = []
     with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
         build_parser(extend=lambda own, command: texts.append(own.format_help().rstrip()))
@@ -78,7 +82,7 @@ def commands_page() -> str:
 
 
 def recipes_page() -> str:
-    """Return a page with every recipe that comes with the package, whole."""
+    """Return a page with the full text of every shipped recipe."""
     lines = [
         "# Recipes",
         "",

@@ -1,3 +1,4 @@
-"""Errors, records, files, JSON and formatting that everything else stands on.
+"""Shared basics: errors, records, files, JSON and formatting.
 
-Nothing here imports torch or another package of accel_train."""
+Modules here import neither torch nor other packages of accel_train.
+"""

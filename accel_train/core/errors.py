@@ -1,50 +1,56 @@
-"""The errors that end a run or a command, each with its exit code."""
+"""Errors that end a run or a command, each with its exit code."""
 
 
 class TrainingStopped(Exception):
-    """The guard stopped the run; its last checkpoint is good. The command exits with 3."""
+    """Raised when the guard stops the run. The last checkpoint is good. The command exits with 3."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written or read. The command exits with 4."""
+    """Raised when a checkpoint cannot be written or read. The command exits with 4."""
 
 
 class OutOfMemory(Exception):
-    """Memory ran out with the smallest micro-batches there are. The command exits with 6."""
+    """Raised when memory runs out with the smallest possible micro-batches. The command exits with 6."""
 
 
 OUT_OF_MEMORY_REMEDY = (
-    "lower batch.per_device_batch_size where it is above 1, set precision.gradient_checkpointing, or shard the model over more GPUs "
-    "(parallel.strategy: fsdp2)"
+    "lower batch.per_device_batch_size where it is above 1, set precision.gradient_checkpointing, or shard the model "
+    "over more GPUs (parallel.strategy: fsdp2)"
 )
 
 
 class RestartNeeded(Exception):
-    """Memory ran out, and a smaller micro-batch is saved for the next start; run it again. The command exits with 75."""
+    """Raised when memory runs out and a smaller micro-batch is saved for the next start. Run the command again.
+
+    The command exits with 75.
+    """
 
 
 class StepAgain(Exception):
-    """No process applied the step, and it has to be repeated; raised for the loop, on all processes at the same step."""
+    """Raised on all processes at the same step if no process applied the step. The loop repeats the step."""
 
 
 class DataError(ValueError):
-    """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
+    """Raised when a sample cannot be read. The message names file and row. The command exits with 2 at any point."""
 
 
 class RecipeError(ValueError):
-    """A setting that only turned out wrong once the run was under way. The command exits with 2."""
+    """Raised for a setting that turns out wrong only during the run. The command exits with 2."""
 
 
 class ExitedEarly(Exception):
-    """Code of a task called `sys.exit()` before the run was done; the text says where. The command exits with 1."""
+    """Raised when code of a task calls `sys.exit()` before the run is done. The message names the place.
+
+    The command exits with 1.
+    """
 
 
 class Preempted(Exception):
-    """The run was asked to stop and saved; run it again to resume. The command exits with 75."""
+    """Raised after the run was asked to stop and has saved. Run it again to resume. The command exits with 75."""
 
 
 class ProcessFailed(Exception):
-    """A run that a rehearsal started ended before it did what it was started for. The command exits with that run's code."""
+    """Raised when a run started by a rehearsal ends too early. The command exits with the run's code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -52,4 +58,4 @@ class ProcessFailed(Exception):
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: printed in one line, without a traceback."""
+    """Raised for a mistake in the user's input. Printed in one line without a traceback."""

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and survive a power cut; their digests."""
+"""Write files and folders atomically and durably, and compute their digests."""
 
 import errno
 import hashlib
@@ -16,18 +16,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SEEN_WITHIN_SECONDS = 10.0
-"""A network file system may answer from a cache for some seconds before it asks its server again."""
+"""Most seconds to wait for a file to appear. A network file system may answer from its cache for some seconds."""
 HASHING_THREADS = 4
-"""Threads of each process; SHA-256 runs without the interpreter's lock, at 0.5 to 2 GB/s a core."""
+"""Hashing threads per process. SHA-256 releases the GIL and runs at 0.5 to 2 GB/s per core."""
 REPORT_AFTER_SECONDS = 3.0
-"""Hashing that takes longer is announced on the terminal."""
+"""Seconds of hashing after which a message is printed."""
 
 
 def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Path:
-    """Replace a file in one move, so that a reader or a kill finds the old one or the new one; its mode follows the umask.
+    """Replace a file atomically: a reader or a kill finds the old or the new content. The mode follows the umask.
 
-    A link stays: what it points to is replaced. A device or a pipe is written into. `durable`: a power cut finds one of them,
-    too, which takes a wait for the disk; without it the file may then be empty.
+    A link stays, and its target is replaced. A device or pipe is written to directly. With `durable`, a power cut also
+    leaves old or new content, at the cost of a wait for the disk. Without `durable`, a power cut may leave an empty
+    file.
     """
     if is_written_into(path):
         with path.open("wb") as file:
@@ -50,11 +51,13 @@ def write_atomically(path: Path, content: bytes, *, durable: bool = True) -> Pat
 
 @contextmanager
 def publish_folder(final: Path, staging: Path) -> Iterator[Path]:
-    """Yield a new folder, `staging`, that becomes `final` in one move when the block ends; an error removes it.
+    """Yield a new folder `staging` that becomes `final` in one rename when the block ends. An error removes it.
 
-    The names in it are on the disk before the move, and so is the move; the files are the caller's to sync.
+    The folder's entries are on disk before the rename, and the rename is on disk at the end. Syncing the files is up to
+    the caller.
     """
-    shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+    # Left by a killed process.
+    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
         yield staging
@@ -67,13 +70,13 @@ def publish_folder(final: Path, staging: Path) -> Iterator[Path]:
 
 
 def is_written_into(path: Path) -> bool:
-    """Return whether a path is a device, a pipe or a stream of this process, which cannot be replaced by a file."""
+    """Return whether a path is a device, a pipe or a standard stream. A file cannot replace these."""
     is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return path.exists() and not path.is_dir() and (is_stream or not path.is_file())
 
 
 def make_folders(path: Path) -> None:
-    """Create a folder and its missing parents, their names on the disk."""
+    """Create a folder and its missing parents, and sync their directory entries to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
@@ -81,12 +84,12 @@ def make_folders(path: Path) -> None:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file the mode that its folder got from the umask: some libraries write files for their owner alone."""
+    """Give a file the mode that its folder has from the umask. Some libraries write files only for their owner."""
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk (fsync(2))."""
+    """Wait until a file's content or a folder's entries are on disk (fsync(2))."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -98,7 +101,7 @@ def read_regular(path: Path) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device, which a reader would wait for.
+        OSError: the file cannot be read, or it is a pipe or device, on which a read could block.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -107,7 +110,10 @@ def read_regular(path: Path) -> bytes:
 
 
 def is_seen(path: Path, num_bytes: int | None = None) -> bool:
-    """Return whether this process sees a file that another one has written, of this size if given; waits for slow file systems."""
+    """Return whether this process sees a file that another process wrote, with the given size.
+
+    Waits up to `SEEN_WITHIN_SECONDS` for slow file systems.
+    """
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
     while True:
         with suppress(OSError):
@@ -116,12 +122,13 @@ def is_seen(path: Path, num_bytes: int | None = None) -> bool:
         if time.monotonic() > deadline:
             return False
         with suppress(OSError):
-            os.listdir(path.parent)  # makes a network file system ask for names that are new
+            # Makes a network file system look up new names.
+            os.listdir(path.parent)
         time.sleep(0.1)
 
 
 def files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
-    """Return every file below a folder, sorted by relative name, without hidden files and folders, and those `skipped`."""
+    """Return all files below a folder, sorted by relative name, without hidden and `skipped` names."""
     found: list[Path] = []
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in skipped and not name.startswith(".")]
@@ -130,10 +137,10 @@ def files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
 
 
 def refuse_link_loops(folder: Path) -> None:
-    """Refuse a folder in which a link leads to a folder above it: each file would be found dozens of times, or without end.
+    """Check that no link in a folder leads to a parent folder. Such a link would repeat each file many times.
 
     Raises:
-        ValueError: names the link.
+        ValueError: a link does; the message names it.
     """
     for root, folders, _ in os.walk(folder, followlinks=True):
         for path in (Path(root, name).absolute() for name in folders):
@@ -142,7 +149,7 @@ def refuse_link_loops(folder: Path) -> None:
 
 
 def sha256(path: Path, given_up: threading.Event | None = None) -> str:
-    """Return the digest of a file, in hexadecimal digits; that of the part read so far, once it is `given_up`."""
+    """Return the SHA-256 of a file in hex. Once `given_up` is set, the digest covers only the part read so far."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
         while (num_bytes := file.readinto(buffer)) and not (given_up is not None and given_up.is_set()):
@@ -151,12 +158,15 @@ def sha256(path: Path, given_up: threading.Event | None = None) -> str:
 
 
 def digest64(data: bytes, size: int = 0) -> int:
-    """Return 64 bits of BLAKE2b over some bytes, and a size in bytes: the same in every process and on every machine."""
+    """Return 64 bits of BLAKE2b over bytes and a size. The result is equal in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=size.to_bytes(16, "big")).digest(), "big")
 
 
 def digests_of(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
-    """Return the digests of files in a folder by name, the largest read first, several at once; an error for one that cannot be read."""
+    """Return the digest of each named file in a folder, or the error for a file that cannot be read.
+
+    Several files are read at once, the largest first.
+    """
     given_up = threading.Event()
 
     def digest(name: str) -> str | OSError:
@@ -179,24 +189,28 @@ def digests_of(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
             print(f"reading {what} to check them against their digests ...", file=sys.stderr, flush=True)
         return {name: future.result() for name, future in futures.items()}
     finally:
-        given_up.set()  # a signal: a thread that reads a large file would hold up the end of this process
+        # After a signal, a thread in a large file would delay the end of this process.
+        given_up.set()
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def path_problem(text: str) -> str | None:
-    """Return what is wrong with the name of a place to write to, as the end of a sentence; None where nothing is."""
+    """Return the problem of an output path as the end of a sentence, or None."""
     if not text.strip():
         return "is blank: give a path (is a shell variable not set?)"
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
-        return "is no path: only folders of this machine's file systems can be written to; mount the storage, or copy there later"
+        return (
+            "is no path: only folders of this machine's file systems can be written to; mount the storage, or copy "
+            "there later"
+        )
     return None
 
 
 def output_path(text: str) -> Path:
-    """Return the path that `--out` names.
+    """Return the path given by `--out`.
 
     Raises:
-        ValueError: it is blank, or not on a file system.
+        ValueError: the path is blank or not on a file system.
     """
     problem = path_problem(text)
     if problem is not None:
@@ -205,7 +219,7 @@ def output_path(text: str) -> Path:
 
 
 def move_to_previous(folder: Path, paths: Sequence[Path], below: str = "") -> Path:
-    """Move files and folders into a new `previous-N/` of a folder, and return it."""
+    """Move files and folders into a new `previous-N/` in a folder, and return that subfolder."""
     used = [entry.name.removeprefix("previous-") for entry in folder.glob("previous-*")]
     previous = folder / f"previous-{1 + max((int(number) for number in used if number.isdigit()), default=0)}"
     target = previous / below

@@ -1,4 +1,4 @@
-"""Text for people: memory, counts, durations, plurals, and the names that a mistyped word may mean."""
+"""Format text for users: memory, counts, durations, plurals, and suggestions for mistyped words."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from accel_train.core.terminal import paint
 
 LARGEST_COUNT = 2**31 - 1
-"""Upper bound of integers that a user sets, so that the product of two of them (steps and batch size) fits 64 bits."""
+"""Upper bound of integer settings. The product of two (such as steps and batch size) then fits 64 bits."""
 
 
 def did_you_mean(
@@ -21,7 +21,10 @@ def did_you_mean(
     least: float = 0.6,
     show: Callable[[str], str] = str,
 ) -> str:
-    """Return `did you mean NAME?` with the nearest names, or `otherwise` where none reaches a likeness of `least` (0 to 1)."""
+    """Return `did you mean NAME?` with the nearest names, or `otherwise` if no name is similar.
+
+    `least` is the lowest similarity that counts, from 0 to 1.
+    """
     near = get_close_matches(word, list(names), n=at_most, cutoff=least)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
@@ -33,7 +36,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(number: float, one: str = "", many: str = "") -> str:
-    """Return `1,234`; with a unit `1 run`, `1,234 runs`, for which `many` is given where it is not `one` with an s."""
+    """Return `1,234`, or with a unit `1 run`, `1,234 runs`. Give `many` if the plural is not `one` with an s."""
     count = f"{round(number):,}"
     return count if not one else f"{count} {one if number == 1 else many or f'{one}s'}"
 
@@ -50,7 +53,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def wrap(line: str, width: int) -> str:
-    """Return a line broken between words at `width` columns; the rest stands below its last column that begins in the first half."""
+    """Return a line wrapped between words at `width` columns.
+
+    Continuation lines are indented to the last table column that begins in the first half of the line.
+    """
     if not 20 < width < len(line):
         return line
     columns = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line) if found.end() <= width // 2]
@@ -61,7 +67,7 @@ def wrap(line: str, width: int) -> str:
 
 
 def format_blocks(blocks: Iterable[tuple[str, Sequence[tuple[str, str]]]], *, colour: bool) -> list[str]:
-    """Return the lines of titled blocks: rows of a name and a text, aligned; with `colour` the titles are bold."""
+    """Return the lines of titled blocks with aligned rows of name and text. With `colour`, titles are bold."""
     lines = []
     for title, rows in blocks:
         width = max((len(name) for name, _ in rows), default=0)

@@ -1,4 +1,4 @@
-"""GPUs and the networks between nodes, from the makers' sheets: peaks, memory and links, which MFU and `plan` divide by."""
+"""Peaks, memory and links of GPUs and networks between nodes, from vendor data sheets. MFU and `plan` use them."""
 
 import re
 from collections.abc import Mapping
@@ -12,29 +12,30 @@ from accel_train.core.state import Choice
 GB = 10**9
 
 LINK_EFFICIENCY = 0.8
-"""Share of a link's nominal rate that large collectives reach: assumed."""
+"""Share of a link's nominal rate that large collectives reach. Assumed, not measured."""
 MEMORY_EFFICIENCY = 0.8
-"""Share of the memory's nominal rate that the optimizer's kernels reach: assumed."""
+"""Share of the nominal memory rate that optimizer kernels reach. Assumed, not measured."""
 PEAK_DTYPES = ("bf16", "fp16", "tf32", "fp32")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as torch sees it (an MI250X is two). Memory and links are 0 where they are not known."""
+    """One GPU as torch sees it (an MI250X is two). Memory and links are 0 if unknown."""
 
     peak_tflops: tuple[float | None, float | None, float | None, float]
-    """Dense, for each of `PEAK_DTYPES`; None: the device has no such units."""
+    """Dense peak for each of `PEAK_DTYPES`, in TFLOP/s. None: the device does not support the type."""
     memory_gib: float = 0
-    """Rounded down, as torch reports it."""
+    """Memory in GiB, rounded down, as torch reports it."""
     memory_gb_per_second: float = 0
     link: str = ""
-    """Connects the GPUs of a node."""
+    """Link between the GPUs of a node."""
     link_gb_per_second: float = 0
-    """One direction, to all GPUs of the node together."""
+    """Rate in one direction, to all GPUs of the node together."""
 
 
-# By words of torch.cuda.get_device_name, from the makers' data sheets. Peaks are half the figure where a sheet counts 2:4
-# sparsity, and the rate with fp32 accumulation where a GeForce has two. NVLink is quoted in both directions; here it is one.
+# Keys are words of torch.cuda.get_device_name; values are from vendor data sheets. If a sheet counts 2:4 sparsity, the
+# peak is half its figure. If a GeForce has two rates, the rate with fp32 accumulation counts. Sheets quote NVLink in
+# both directions; these rates are for one direction.
 GPUS: Mapping[str, Gpu] = {
     "P100 PCIE": Gpu((None, 18.7, None, 9.3)),
     "P100 SXM2": Gpu((None, 21.2, None, 10.6)),
@@ -90,17 +91,18 @@ GPUS: Mapping[str, Gpu] = {
     "MI355X": Gpu((2516.6, 2516.6, None, 157.3), 287.9, 8000, "Infinity Fabric", 538),
 }
 FLOAT8_GPUS = (
-    *("L4", "L20", "L40", "L40S", "RTX 6000 Ada", "RTX 4080", "RTX 4090", "RTX 5080", "RTX 5090", "H100", "H100 PCIe", "H100 NVL"),
+    *("L4", "L20", "L40", "L40S", "RTX 6000 Ada", "RTX 4080", "RTX 4090", "RTX 5080", "RTX 5090", "H100", "H100 PCIe",
+      "H100 NVL"),
     *("H800", "H20", "H200", "H200 NVL", "GH200", "B200", "GB200", "B300", "GB300"),
 )  # fmt: skip
-"""Those that multiply float8 as torchao does: compute capability 8.9 and above."""
-# Another chip, or a part of one, under an otherwise equal name.
+"""GPUs that multiply float8 as torchao does: compute capability 8.9 and above."""
+# Words that mark a different chip, or a part of a chip, under an otherwise equal name.
 _VARIANT_WORDS = frozenset({"ti", "super", "laptop", "mobile", "max", "d", "mig"})
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Return the instruction sets of this machine's CPU by Linux's names (`avx512_bf16`); empty where Linux does not say."""
+    """Return the CPU's instruction sets by their Linux names (`avx512_bf16`). Empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -109,9 +111,10 @@ def cpu_flags() -> frozenset[str]:
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the GPU of `torch.cuda.get_device_name()`: the longest name in the table whose words all occur in it.
+    """Return the GPU for a `torch.cuda.get_device_name()`, or None if the table has no match.
 
-    A laptop, Ti, Super or MIG variant only matches itself; None where the table has no match.
+    The match is the longest table name whose words all occur in the name. A laptop, Ti, Super or MIG variant only
+    matches itself.
     """
     words = _words(name)
     matching = [
@@ -121,13 +124,13 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def has_float8(name: str) -> bool:
-    """Return whether the GPU of this name multiplies float8; False where it is not known."""
+    """Return whether the GPU with this name multiplies float8. False if unknown."""
     gpu = find_gpu(name)
     return any(gpu is GPUS[each] for each in FLOAT8_GPUS)
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """Return the dense peak of a GPU in floating-point operations per second; None where it is not known.
+    """Return the dense peak of a GPU in floating-point operations per second, or None if unknown.
 
     Raises:
         ValueError: `dtype` is not one of bf16, fp16, tf32, fp32.
@@ -150,9 +153,9 @@ class Interconnect:
 
     name: str
     gb_per_second: float
-    """One direction, of a GPU or of a whole node."""
+    """Rate in one direction, per GPU or per node."""
     per: str
-    """`GPU` (an adapter for each) or `node` (one adapter, which its GPUs share)."""
+    """Unit of the rate: `GPU` (one adapter each) or `node` (one adapter, shared by its GPUs)."""
 
 
 INTERCONNECTS: Mapping[str, Interconnect] = {
@@ -174,14 +177,14 @@ USUAL: Mapping[str, str] = {
     "NVLink 3": "infiniband-hdr",
     **dict.fromkeys(("NVLink 4", "NVLink 5", "Infinity Fabric"), "infiniband-ndr"),
 }
-"""The network that GPUs with such links mostly come with: for others nothing is known, and ethernet-100 is assumed."""
+"""Usual network of GPUs with these links. For other links, ethernet-100 is assumed."""
 
 
 def choose_interconnect(name: str | None, gpu: Gpu | None) -> Choice[Interconnect]:
-    """Return the network between nodes: the named one, or what GPUs like this one mostly come with.
+    """Return the named network between nodes, or the usual network for this GPU.
 
     Raises:
-        ValueError: there is none of that name in the table.
+        ValueError: the table has no network with this name.
     """
     if name is not None:
         if name not in INTERCONNECTS:

@@ -1,4 +1,7 @@
-"""JSON files: those for people and other programs, in which NaN and Infinity are strings, and plain ones of our own."""
+"""Read and write JSON files.
+
+Files for users and other programs store NaN and Infinity as strings. Plain files are internal and have no such values.
+"""
 
 import hashlib
 import json
@@ -15,40 +18,41 @@ from accel_train.core.files import read_regular, write_atomically
 from accel_train.core.redaction import redact_text
 from accel_train.core.state import JsonRecord
 
-# JSON has no NaN: these strings stand for the three floats it lacks, in both directions.
+# JSON has no NaN: these strings stand for the three missing floats, in both directions.
 NONFINITE_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 LARGEST_PLAIN_BYTES = 2**26
-"""A plain file is read whole: thousands of times what trainer.json holds."""
+"""Largest plain file in bytes. Plain files are read whole; trainer.json is thousands of times smaller."""
 _NUMBERS = re.compile(r"\[\s+-?\d[\d.e+-]*(?:,\s+-?\d[\d.e+-]*)*\s+\]")
 
 
 def write_json(path: Path, value: object) -> Path:
-    """Write `json_text` of a value to a file, whole or not at all."""
+    """Write a value to a file as `json_text`, atomically."""
     return write_atomically(path, json_text(value).encode())
 
 
 def read_json(path: Path) -> JsonRecord:
-    """Return what `write_json` wrote, NaN and Infinity as floats."""
+    """Return a value written by `write_json`, with NaN and Infinity as floats."""
     value: JsonRecord = from_json(json.loads(read_regular(Path(path)).decode()))
     return value
 
 
 def json_text(value: object) -> str:
-    """Return values as JSON; NaN and Infinity become strings, as in metrics.jsonl."""
+    """Return a value as JSON text. NaN and Infinity become strings, as in metrics.jsonl."""
     text = json.dumps(to_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    return _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)  # a row of a matrix on a line
+    # Puts each row of a matrix on one line.
+    return _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)
 
 
 def write_plain_json(path: Path, value: object, *, durable: bool = True) -> Path:
-    """Write a value without NaN as JSON, whole or not at all."""
+    """Write a value without NaN as JSON, atomically."""
     return write_atomically(path, json.dumps(value, indent=1, allow_nan=False).encode(), durable=durable)
 
 
 def read_plain_json(path: Path) -> Any:
-    """Return what a small JSON file of our own holds.
+    """Return the content of a small internal JSON file.
 
     Raises:
-        ValueError: it is no plain file, absurdly large, nested too deep, or no JSON.
+        ValueError: the file is not regular, too large, nested too deep, or not JSON.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError("no plain file")
@@ -61,12 +65,12 @@ def read_plain_json(path: Path) -> Any:
 
 
 def json_digest(value: object) -> str:
-    """Return the SHA-256 of a value, in hexadecimal digits; the order of keys does not count, and other objects are their text."""
+    """Return the SHA-256 of a value in hex. The order of keys is ignored. Other objects count by their text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as JSON has it, without secrets: NaN and Infinity as strings, arrays and tensors as lists."""
+    """Return a value for JSON without secrets. NaN and Infinity become strings, arrays and tensors become lists."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -82,15 +86,15 @@ def to_json(value: Any) -> Any:
         return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
     if callable(getattr(value, "tolist", None)):
         return to_json(value.tolist())
-    # The end of a run writes what a task returned: its text is worth more than an error.
+    # The end of a run writes the results of a task. A text is more useful there than an error.
     return redact_text(str(value))
 
 
 def plain(value: Any) -> Any:
-    """Return a value of numbers, texts and lists: arrays and tensors as nested lists, their scalars as Python's.
+    """Return a value of numbers, strings and lists. Arrays and tensors become nested lists of Python scalars.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the value contains another type.
     """
     if value is None or isinstance(value, str | bool | int) or type(value) is float:
         return value
@@ -111,7 +115,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics by name as `plain` values.
 
     Raises:
-        ValueError: one cannot be written as JSON; the text names it.
+        ValueError: a metric cannot be written as JSON; the message names it.
     """
     found = {}
     for name, value in metrics.items():
@@ -134,17 +138,17 @@ def from_json(value: Any) -> Any:
 
 
 def utc_event(kind: str, step: int, message: str, rank: int | None, facts: Mapping[str, Any]) -> JsonRecord:
-    """One line of events.jsonl, stamped with the time now."""
+    """Return one line of events.jsonl with the current time."""
     return {"time": utc_now(), "step": step, "event": kind, "rank": rank, "message": message, **facts}
 
 
 def utc_now() -> str:
-    """Return the time as events and locks have it."""
+    """Return the current UTC time as events and locks store it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def dotted_items(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by their dotted names."""
+    """Yield (dotted name, value) for the values of nested mappings."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from dotted_items(value, f"{prefix}{name}.")

@@ -1,8 +1,8 @@
-"""Ownership of files: only what this program wrote may be replaced or removed, and only while it is as it was written.
+"""Track file ownership: accel_train only replaces or removes unchanged files that it wrote.
 
-A folder that the program makes carries `.accel_train.json`. In `model/`, `adapter/`, an export or a folder of masks it lists
-the files with their sizes (and digests up to 1 MiB). In a run folder it says that the folder is a run's, and holds a digest of
-each file that was written for a user outside of such folders, wherever that file lies.
+A folder made by the program has `.accel_train.json`. In `model/`, `adapter/`, an export or a folder of masks, it lists
+the files with sizes, and digests up to 1 MiB. In a run folder, it marks the folder as a run. There it holds a digest of
+each file written for a user outside of these folders, at any path.
 """
 
 import fcntl
@@ -30,117 +30,70 @@ MARKER = ".accel_train.json"
 FORMAT = 1
 DIGESTED_BYTES = 2**20
 RESOLVED_RECIPE = "recipe.resolved.yaml"
-_HEADER = b"# A resolved recipe: "
-"""First bytes of a `recipe.yaml` that older versions wrote; any other is the user's."""
 RUN_NAMES = (
-    *(
-        "checkpoints",
-        "incidents",
-        "model",
-        "adapter",
-        RESOLVED_RECIPE,
-        "metrics.jsonl",
-        "events.jsonl",
-        "launches.jsonl",
-    ),
-    *(
-        "summary.json",
-        "evaluation.json",
-        "examples.json",
-        "report.html",
-        "rollbacks.json",
-        "trackers.json",
-        ".lock",
-        ".lock.holder",
-        MARKER,
-    ),
+    *("model", "adapter", "summary.json", "evaluation.json", "examples.json", "report.html", "incidents"),
+    *(RESOLVED_RECIPE, "metrics.jsonl", "events.jsonl", "launches.jsonl", "trackers.json", "rollbacks.json"),
+    *("checkpoints", ".lock", ".lock.holder", MARKER),
 )
 """Names that a run writes in its folder."""
-_OLDER = {
-    "summary.json": b'"accel_train": ',
-    "evaluation*.json": b'"details"',
-    "report.html": b"Made by accel_train",
-    "report-*.png": b"\x89PNG",
-    "predictions.csv": b"id,",
-    "find-lr.json": b'"learning_rate_after_scaling"',
-    "find-lr.png": b"\x89PNG",
-}
-"""Files that versions without a marker wrote into a run folder, and bytes that such a file holds."""
 
 
 def claim(run_folder: Path) -> None:
-    """Mark a folder as a run's, before anything else is written there; as `check_claim`, it leaves the user's other files alone."""
+    """Mark a folder as a run's folder before anything else is written. Calls `check_claim` first."""
     check_claim(run_folder)
     with _locked(run_folder):
         record = _read(run_folder)
         if not record.get("claimed"):
-            _save(run_folder, {**record, "claimed": True, "written": _known(run_folder)})
+            _save(run_folder, {**record, "claimed": True})
 
 
 def check_claim(run_folder: Path) -> None:
-    """Refuse a folder in which a run would write over what no run wrote.
+    """Check that a run in this folder would only overwrite files that a run wrote.
 
     Raises:
-        ValueError: names the first such file or folder.
+        ValueError: it would overwrite others; the message names the first file or folder.
     """
-    if not run_folder.is_dir() or _read(run_folder).get("claimed") or _is_older_run(run_folder):
+    if not run_folder.is_dir() or _read(run_folder).get("claimed") or _has_checkpoints(run_folder):
         return
     for name in RUN_NAMES:
-        path = run_folder / name
-        is_ours = _contains(path, b'"pid"') if name == ".lock.holder" else name == MARKER and _read(run_folder)
-        if _holds_something(path) and not is_ours:
+        is_marker_of_ours = name == MARKER and _read(run_folder)
+        if _holds_something(run_folder / name) and not is_marker_of_ours:
             raise ValueError(
-                f"output_dir={run_folder} holds {name}, which no run of this program wrote, and this run would replace it; "
-                "move it away, or give another output_dir"
+                f"output_dir={run_folder} holds {name}, which no run of this program wrote, and this run would replace "
+                "it; move it away, or give another output_dir"
             )
 
 
-def _is_older_run(folder: Path) -> bool:
-    return (
-        any((found.parent / "trainer.json").is_file() for found in folder.glob("checkpoints/step-*/manifest.json"))
-        or is_resolved_recipe(folder / "recipe.yaml")
-        or _contains(folder / "summary.json", _OLDER["summary.json"])
-        or all(_contains(folder / "events.jsonl", word) for word in (b'"event": ', b'"rank": ', b'"message": '))
-    )
-
-
-def recipe_of_run(run_folder: Path) -> Path | None:
-    """Return the resolved recipe of a run: older runs wrote it as `recipe.yaml`, which otherwise is the user's."""
-    if (run_folder / RESOLVED_RECIPE).is_file():
-        return run_folder / RESOLVED_RECIPE
-    return run_folder / "recipe.yaml" if is_resolved_recipe(run_folder / "recipe.yaml") else None
-
-
-def is_resolved_recipe(path: Path) -> bool:
-    """Return whether a file is a resolved recipe as versions without a marker wrote it."""
-    with suppress(OSError):
-        return read_regular(path).startswith(_HEADER)
-    return False
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether a folder has a run's checkpoints. A copy of a run folder may lack the hidden marker file."""
+    return any((path.parent / "trainer.json").is_file() for path in folder.glob("checkpoints/step-*/manifest.json"))
 
 
 def refuse_inputs_in(output_dir: Path, inputs: Mapping[str, str]) -> None:
-    """Refuse an input, by the name of its setting, that lies where this run writes.
+    """Check that no input, keyed by setting name, lies where this run writes.
 
     Raises:
-        ValueError: names the first.
+        ValueError: an input does; the message names the first.
     """
     root = output_dir.resolve()
     for setting, value in inputs.items():
         path = Path(value.split("*")[0].split("?")[0].split("[")[0])
         if not path.exists() and path == Path(value):
-            continue  # the name of a model or data set
+            # The name of a model or data set.
+            continue
         path = path.resolve()
         if path.is_relative_to(root) and path != root and path.relative_to(root).parts[0] in RUN_NAMES:
             raise ValueError(
-                f"{setting}={value} lies in output_dir={output_dir}, where this run would replace it; give another output_dir"
+                f"{setting}={value} lies in output_dir={output_dir}, where this run would replace it; give another "
+                "output_dir"
             )
 
 
 def check_file(path: Path, home: Path, what: str) -> None:
-    """Refuse to write a file where it would replace one that is not ours; `home` is the run folder that keeps the digests.
+    """Check that writing a file would not replace a user's file. `home` is the run folder that keeps the digests.
 
     Raises:
-        ValueError: that, or it cannot be written; `what` begins the sentence.
+        ValueError: it would, or the file cannot be written. The message begins with `what`.
     """
     if is_written_into(path):
         return
@@ -162,20 +115,22 @@ def _check_parent(target: Path, what: str) -> None:
 
 
 def write_file(path: Path, content: bytes, home: Path) -> Path:
-    """Write a file that users see, whole or not at all, note its digest in `home`, and return its path.
+    """Write a user-visible file atomically, note its digest in `home`, and return its path.
 
-    A file there that is not ours (it came after `check_file`) is moved to `previous-N/` in the same folder.
+    If a foreign file appeared there after `check_file`, it moves to `previous-N/` in the same folder.
     """
     if is_written_into(path):
         return write_atomically(path, content)
     if not _is_ours(path, home):
-        move_to_previous(path.parent, [path])  # of a link: the link, and not what it points to
-    # Before the file: a kill between the two finds the digests of both. A run folder that is only read gets no note, and the
-    # file counts as the user's.
+        # If the path is a link, the link moves, not its target.
+        move_to_previous(path.parent, [path])
+    # The digest is noted before the file is written. After a kill in between, the digests of both versions are known.
+    # In a read-only run folder, the note is skipped and the file counts as the user's.
     with suppress(OSError), _locked(home):
-        record, known, key = _read(home), _known(home), _key(path.resolve(), home)
-        known[key] = [*known.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
-        _save(home, {**record, "claimed": record.get("claimed") or _is_older_run(home), "written": known})
+        record, key = _read(home), _key(path.resolve(), home)
+        known = record.get("written", {})
+        digests = [*known.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
+        _save(home, {**record, "written": {**known, key: digests}})
     return write_atomically(path, content)
 
 
@@ -184,17 +139,8 @@ def _is_ours(path: Path, home: Path) -> bool:
     if not os.path.lexists(target):
         return True
     with suppress(OSError):
-        return target.is_file() and sha256(target) in _known(home).get(_key(target, home), ())
+        return target.is_file() and sha256(target) in _read(home).get("written", {}).get(_key(target, home), ())
     return False
-
-
-def _known(home: Path) -> dict[str, list[str]]:
-    record = _read(home)
-    known: dict[str, list[str]] = record.get("written", {})
-    if record.get("claimed") or not _is_older_run(home):
-        return dict(known)
-    older = [(path, needle) for pattern, needle in _OLDER.items() for path in home.glob(pattern)]
-    return {path.name: [sha256(path)] for path, needle in older if _contains(path, needle)} | known
 
 
 def _key(target: Path, home: Path) -> str:
@@ -203,10 +149,10 @@ def _key(target: Path, home: Path) -> str:
 
 
 def check_folder(target: Path, what: str) -> None:
-    """Refuse to replace a folder that holds what we did not write, or what was changed since.
+    """Check that a folder can be replaced: it only has files that accel_train wrote and that did not change.
 
     Raises:
-        ValueError: names the first such file; or the folder cannot be made.
+        ValueError: it has others (the message names the first), or the folder cannot be made.
     """
     _check_parent(target, what)
     if os.path.lexists(target) and not target.is_dir():
@@ -224,12 +170,13 @@ def check_folder(target: Path, what: str) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `target` in one move, unless it is left empty or an error comes.
+    """Yield an empty folder that replaces `target` in one rename, unless it stays empty or an error occurs.
 
-    A folder there that is not ours is moved to `previous-N/` in the same folder.
+    A foreign folder at `target` moves to `previous-N/` in the same parent folder.
     """
     staging, old = staging_of(target), target.with_name(f".trash-{target.name}")
-    for leftover in (staging, old):  # of a process that was killed
+    # Left by a killed process.
+    for leftover in (staging, old):
         if os.path.lexists(leftover) and not _read(leftover):
             move_to_previous(target.parent, [leftover])
         shutil.rmtree(leftover, ignore_errors=True)
@@ -256,12 +203,12 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def staging_of(target: Path) -> Path:
-    """Return the place where `replacing` makes a folder."""
+    """Return the staging folder that `replacing` uses."""
     return target.with_name(f".tmp-{target.name}")
 
 
 def _foreign_in(folder: Path) -> str | None:
-    """Return the first file of a folder that its marker does not list, or that differs from it; None where there is none."""
+    """Return the first file in a folder that its marker does not list or that differs from the marker, or None."""
     if folder.is_symlink() or not folder.is_dir():
         return folder.name if os.path.lexists(folder) else None
     listed = _read(folder).get("files", {})
@@ -287,12 +234,6 @@ def _holds_something(path: Path) -> bool:
     return path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > 0))
 
 
-def _contains(path: Path, needle: bytes) -> bool:
-    with suppress(OSError):
-        return path.is_file() and needle in path.read_bytes()
-    return False
-
-
 def _read(folder: Path) -> dict[str, Any]:
     try:
         record = json.loads(read_regular(folder / MARKER))
@@ -310,7 +251,7 @@ def _save(folder: Path, record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from changing the marker of a folder, where the file system has locks."""
+    """Lock the marker of a folder against other processes, if the file system supports locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

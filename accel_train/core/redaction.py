@@ -1,4 +1,4 @@
-"""Secrets, which never leave a run: recognised by name, by form, or because they were given as one, and replaced in every text."""
+"""Recognize secrets by name, by form or by registration, and replace them in every text."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from accel_train.core.terminal import without_controls
 
 REDACTED = "REDACTED"
 SHORTEST_SECRET = 6
-"""Shorter values are kept in texts: they would be found in every second word."""
+"""Shortest secret to replace in texts, in characters. Shorter values would match ordinary words."""
 
 _SECRET_WORDS = re.compile(
     r"secret|passw(or)?d|passphrase|credential|api_?key|access_?key|private_?key|(^|_)auth$|_key$"
@@ -21,7 +21,8 @@ _TOKEN = re.compile(r"(^|_)token$")
 _MODEL_TOKEN = re.compile(
     r"^(bos|eos|pad|unk|cls|sep|mask|image|video|audio|boi|eoi|boa|eoa|start|end|stop|decoder_start)_token$"
 )
-_IN_URL = re.compile(r"(?<=://)[^\s/@]+(?=@)")  # user:password, or a token, in front of a host
+# user:password or a token in front of a host.
+_IN_URL = re.compile(r"(?<=://)[^\s/@]+(?=@)")
 _SECRETS_IN_TEXT = (
     _IN_URL,
     re.compile(r"(?i)(?<=[?&])((?:[\w-]*(?:token|secret|password|key|signature|sig))=)[^&#\s]+"),
@@ -37,21 +38,22 @@ _known_in_text: re.Pattern[str] | None = None
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a value of this name is a secret: `HF_TOKEN`, `apiKey`, `db-password`; not `pad_token_id`."""
+    """Return whether a value with this name is a secret: `HF_TOKEN`, `apiKey`, `db-password`; not `pad_token_id`."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2]).replace("-", "_").lower()
     return bool(_SECRET_WORDS.search(snake) or (_TOKEN.search(snake) and not _MODEL_TOKEN.search(snake)))
 
 
 def remember_secrets(value: Any, name: str = "") -> None:
-    """Let `redact` know these secrets: values of secret names, passwords in URLs, and targets of `notify`.
+    """Register secrets for `redact`: values of secret names, passwords in URLs, and targets of `notify`.
 
-    Works through mappings and lists; remembers for as long as the process lives.
+    Searches mappings and lists. Secrets stay registered for the lifetime of the process.
     """
     global _known_in_text
     found = {text for text in _secrets_of(value, name) if len(text) >= SHORTEST_SECRET} - _known
     if found:
         _known.update(found)
-        longest_first = sorted(_known, key=len, reverse=True)  # one secret may begin like another
+        # A secret may be the beginning of another.
+        longest_first = sorted(_known, key=len, reverse=True)
         _known_in_text = re.compile("|".join(map(re.escape, longest_first)))
 
 
@@ -66,17 +68,17 @@ def _secrets_of(value: Any, name: str) -> set[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return {str(value)} if is_number and is_secret(name) else set()
     inside = {part for user in _IN_URL.findall(value) for part in (user, user.partition(":")[2]) if part}
-    # Anyone who knows a webhook's address can write to it. A text that is refused as a target may hold credentials, too.
+    # Anyone who knows a webhook's address can write to it. A refused target may hold credentials too.
     if name.rpartition(".")[2] == "notify" and not value.startswith("$") and value != REDACTED:
         inside.add(value)
-    # A path says where the secret lies, and belongs into messages.
+    # A path only shows where the secret lies, and messages need it.
     return inside | {value} if is_secret(name) and value != REDACTED and not os.path.exists(value) else inside
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """Return the value without its secrets: values of names like `hub_token` or `WANDB_API_KEY`, and passwords in URLs.
+    """Return a value without secrets: values of names such as `hub_token` or `WANDB_API_KEY`, and passwords in URLs.
 
-    `pad_token`, `num_tokens` and `tokenizer` are no secrets. Works through mappings and lists.
+    `pad_token`, `num_tokens` and `tokenizer` are not secrets. Searches mappings and lists.
     """
     if is_secret(name) and value not in (None, "", REDACTED) and not isinstance(value, bool):
         return REDACTED
@@ -88,7 +90,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Return a text without the secrets that were remembered, and without what looks like one."""
+    """Return a text without registered secrets and without strings that look like secrets."""
     if _known_in_text is not None:
         text = _known_in_text.sub(REDACTED, text)
     for pattern in _SECRETS_IN_TEXT:
@@ -97,7 +99,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """Return a command line without its secrets: neither `--options.hub_token VALUE` nor `--options.hub_token=VALUE` shows them."""
+    """Return a command line with secrets redacted: `--options.hub_token VALUE` and `--options.hub_token=VALUE`."""
     shown = []
     for before, word in zip(["", *words], words):
         name, equals, _ = word.partition("=")
@@ -111,13 +113,13 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print a traceback on stderr, without secrets."""
+    """Print a traceback on stderr without secrets."""
     text = redact_text("".join(traceback.format_exception(error)))
     print(without_controls(text), end="", file=sys.stderr, flush=True)
 
 
 def keep_secrets_out_of_tracebacks() -> None:
-    """Let a program print whatever ends it, or a thread of it, without the secrets of its environment."""
+    """Install exception hooks that print tracebacks without the secrets of the environment, in all threads."""
     remember_secrets(os.environ)
     sys.excepthook = lambda kind, error, trace: print_traceback(error)
     threading.excepthook = lambda failed: None if failed.exc_value is None else print_traceback(failed.exc_value)

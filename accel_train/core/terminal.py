@@ -1,4 +1,4 @@
-"""The parts of a terminal that are no answer: colours, and what a command is busy with."""
+"""Terminal output other than results: colors and progress of a command."""
 
 import os
 import re
@@ -14,25 +14,25 @@ _CONTROLS = re.compile(
     rf"(\A\r|\x1b\[{_COLOURS}(?:;{_COLOURS})*m)|\r(?=\n)|([\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff])"
 )
 _MOVES = re.compile(r"\n*(?:\x1b\[A)*|\x1b\[H\x1b\[J")
-"""Moves of the cursor that progress bars and `watch` make, each in a write of its own."""
+"""Cursor moves that progress bars and `watch` make, each in a separate write."""
 Colour = Literal["bold", "dim", "red", "green", "yellow"]
 _CODES: dict[Colour, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, with a blank for each character that is not printable."""
+    """Return a text on one line, with a space for each character that is not printable."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def without_controls(text: str) -> str:
-    """Return a text with `?` for what a terminal would carry out (title, clipboard, cursor); colours stay."""
+    """Return a text with `?` for control sequences (title, clipboard, cursor). Colors stay."""
     if _MOVES.fullmatch(text):
         return text
     return _CONTROLS.sub(lambda found: found[1] or ("?" if found[2] else ""), text)
 
 
 class _Filtered:
-    """A stream that writes text `without_controls`."""
+    """A stream that filters its text with `without_controls`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -51,7 +51,10 @@ class _Filtered:
 
 @contextmanager
 def controls_kept_out() -> Iterator[None]:
-    """Print all text inside `without_controls`: names and messages may come from another person's run or data."""
+    """Filter printed text with `without_controls` inside the block.
+
+    Names and messages may come from another person's run or data.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, stream and _Filtered(stream)) for stream in before)
     try:
@@ -61,12 +64,12 @@ def controls_kept_out() -> Iterator[None]:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal that can move its cursor: one with TERM=dumb cannot."""
+    """Return whether a stream is a terminal with a movable cursor. With TERM=dumb, it is not."""
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def width_of(stream: TextIO | None) -> int:
-    """Return the columns of a terminal; 0 for what is none, or has nothing behind it."""
+    """Return the columns of a terminal, or 0 if the stream is not a usable terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
     except (OSError, ValueError):
@@ -74,9 +77,9 @@ def width_of(stream: TextIO | None) -> int:
 
 
 def use_colour(stream: TextIO | None) -> bool:
-    """Return whether text for a stream has colours: in a terminal, but never with NO_COLOR, and always with FORCE_COLOR.
+    """Return whether to color text for a stream: on a terminal, never with NO_COLOR, always with FORCE_COLOR.
 
-    An empty variable counts as none: https://no-color.org, https://force-color.org.
+    Empty variables do not count: https://no-color.org, https://force-color.org.
     """
     if os.environ.get("NO_COLOR"):
         return False
@@ -84,15 +87,15 @@ def use_colour(stream: TextIO | None) -> bool:
 
 
 def paint(text: str, *colours: Colour, on: bool = True) -> str:
-    """Return the text in these colours; as it is where `on` is false."""
+    """Return the text in these colors, or unchanged if `on` is false."""
     return f"\x1b[{';'.join(str(_CODES[colour]) for colour in colours)}m{text}\x1b[0m" if on else text
 
 
 @contextmanager
 def busy(text: str, *, every_seconds: float = 1.0) -> Iterator[None]:
-    """Print on stderr what takes a while, before it begins, on rank 0; a terminal counts the seconds behind it.
+    """Print a message on stderr on rank 0 before a slow operation. A terminal also shows the elapsed seconds.
 
-    Inside nothing else may be printed, and no process forked: a thread counts.
+    A thread counts the seconds. Inside the block, print nothing else and do not fork.
     """
     stream = sys.stderr
     if os.environ.get("RANK", "0") != "0" or stream is None:
@@ -101,7 +104,8 @@ def busy(text: str, *, every_seconds: float = 1.0) -> Iterator[None]:
     is_over, counts, began = threading.Event(), is_terminal(stream), time.monotonic()
 
     def count() -> None:
-        with suppress(OSError, ValueError):  # its reader has closed it
+        # The reader has closed the stream.
+        with suppress(OSError, ValueError):
             while not is_over.wait(every_seconds):
                 print(f"\r{text} ... {time.monotonic() - began:.0f} s", end="", file=stream, flush=True)
 

@@ -1,3 +1,3 @@
-"""The version of accel_train, for modules that must not import the package's face."""
+"""The version of accel_train, for modules that must not import the top-level package."""
 
 __version__ = "0.1.0"

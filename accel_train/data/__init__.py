@@ -1,3 +1,4 @@
-"""Files become samples in their order: sources, splits, labels, caches, batch sizes, and the order of a run's samples.
+"""Turn files into ordered samples: sources, splits, labels, caches, batch sizes, and the sample order of a run.
 
-What a task does with a sample lives in `tasks`, who reads batches for a step in `engine`."""
+`tasks` defines how a task uses a sample. `engine` reads the batches of a step.
+"""

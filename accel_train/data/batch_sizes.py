@@ -1,4 +1,4 @@
-"""Batch arithmetic: samples of a step, their division among processes, and the learning rate that fits."""
+"""Batch arithmetic: the samples of a step and their division among processes."""
 
 import math
 from dataclasses import dataclass
@@ -11,19 +11,22 @@ DEFAULT_GLOBAL_BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch sizes of a run: samples of a step = samples of a micro-batch x micro-batches x processes, always."""
+    """The batch sizes of a run.
+
+    global batch = per-device batch x accumulation steps x processes, always.
+    """
 
     global_batch_size: int
     per_device_batch_size: int
     gradient_accumulation_steps: int
     per_device_eval_batch_size: int
     world_size: int
-    """Processes that read different samples: all of them, but for tensor and sequence parallelism."""
+    """Processes that read different samples. Tensor- and sequence-parallel peers count once."""
     reason: str
 
     @property
     def factors(self) -> str:
-        """Return `2 per device x 4 accumulation x 8 processes`, whose product is the global batch."""
+        """Return `2 per device x 4 accumulation x 8 processes`. The product is the global batch."""
         processes = _processes(self.world_size)
         return (
             f"{self.per_device_batch_size} per device x {self.gradient_accumulation_steps} accumulation x {processes}"
@@ -31,22 +34,22 @@ class BatchSizes:
 
 
 def is_open(batch: Batch) -> bool:
-    """Return whether a recipe leaves it to the run how the global batch is cut into micro-batches."""
+    """Return whether a recipe leaves the split of the global batch into micro-batches to the run."""
     return batch.per_device_batch_size == "auto" and batch.gradient_accumulation_steps == "auto"
 
 
 def resolve_batch(
     batch: Batch, world_size: int, num_sharing: int = 1, shared_by: str = "parallel.tp_size"
 ) -> BatchSizes:
-    """Fill in the batch sizes that the recipe leaves open, and refuse those that do not multiply out.
+    """Return the batch sizes of a recipe, with open sizes filled in.
 
-    Any two of global_batch_size, per_device_batch_size and gradient_accumulation_steps give the third. One alone:
-    accumulation is 1 (until a run has looked for the largest micro-batch that fits, `batch_search.py`); without
-    per_device_batch_size, the global size is 32 unless it is set. Of `num_sharing` processes that read the same samples
-    (tensor and sequence parallelism) one counts; `shared_by` is the setting that makes them.
+    Any two of global_batch_size, per_device_batch_size and gradient_accumulation_steps determine the third. If only one
+    is set, accumulation is 1 until `batch_search.py` has found the largest micro-batch that fits. The global size is 32
+    if neither it nor per_device_batch_size is set. Of `num_sharing` processes that read the same samples (tensor and
+    sequence parallelism), one counts. `shared_by` is the setting that makes them share.
 
     Raises:
-        ValueError: the sizes contradict each other or do not divide; the message has the nearest ones that do.
+        ValueError: the sizes contradict each other or do not divide; the message names the nearest valid sizes.
     """
     assert world_size >= 1, world_size
     assert world_size % num_sharing == 0, (world_size, num_sharing)
@@ -93,7 +96,11 @@ def resolve_batch(
 
 
 def _third_size(total: int, world_size: int, setting: str, given: int, default: str = "") -> int:
-    """Return what a global batch leaves for the third size, where `setting` is given; an error has the nearest sizes that divide."""
+    """Return the third size for a global batch if `setting` is given.
+
+    Raises:
+        ValueError: the sizes do not divide; the message names the nearest sizes that do.
+    """
     unit = world_size * given
     if total % unit == 0:
         return total // unit
@@ -117,7 +124,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _alternatives(numbers: list[int]) -> str:
-    """`1, 2 or 4`."""
+    """Return numbers as text: `1, 2 or 4`."""
     *rest, last = [str(number) for number in numbers]
     return f"{', '.join(rest)} or {last}" if rest else last
 

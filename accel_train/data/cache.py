@@ -1,10 +1,10 @@
-"""The folder of token shards: its files, the lock of the process that builds, and the checks of a build.
+"""The token shard cache: its files, the build lock, and integrity checks.
 
 CACHE/text/KEY/            published in one rename: train.bin, eval.bin, meta.json, tokenizer/
 CACHE/text/KEY.lock        held by the one process that builds KEY
-CACHE/text/KEY.building/   a build under way, or what a killed one left; the next removes it
-CACHE/text/digests.json    digests of source files, by path, size and time of change
-CACHE/text/latest/         the newest KEY of each recipe, to notice that a source changed
+CACHE/text/KEY.building/   unfinished build; the next build removes what a killed build left
+CACHE/text/digests.json    digests of source files, by path, size and modification time
+CACHE/text/latest/         newest KEY of each recipe, to detect a changed source
 """
 
 import json
@@ -24,27 +24,28 @@ from accel_train.core.json_io import write_plain_json
 from accel_train.recipe.data import Data
 
 CHECKED_AT_OPENING_BYTES = 2**28
-"""Files of up to this size are compared with their digests when they are opened (0.6 s), larger ones while a run trains."""
+"""Size limit in bytes for checking a file when it is opened (0.6 s). Larger files are checked during training."""
 
-# A file written again within the clock's grain keeps its time of change: such young digests are not trusted (as in git).
+# A file rewritten within the clock's resolution keeps its modification time. Digests this young are not trusted (git
+# does the same).
 _SETTLED_SECONDS = 2.0
 
 
 def cache_root(data: Data) -> Path:
-    """Return `data.cache_dir`, else the user's cache folder; it may not be there yet."""
+    """Return `data.cache_dir`, or the user's cache folder by default. The folder may not exist yet."""
     return user_cache() if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
 
 
 def user_cache() -> Path:
-    """Return $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train; the folder may not be there yet."""
+    """Return $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train by default. The folder may not exist yet."""
     return Path(os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train").expanduser().absolute()
 
 
 def cache_folder(data: Data) -> Path:
-    """Return the folder of token shards, and make it.
+    """Create the folder of token shards and return it.
 
     Raises:
-        ValueError: the folder cannot be made, or not be written to.
+        ValueError: the folder cannot be created or is not writable.
     """
     folder = cache_root(data) / "text"
     try:
@@ -57,17 +58,21 @@ def cache_folder(data: Data) -> Path:
 
 
 def lock(path: Path) -> BaseFileLock:
-    """Return a lock that is released when its process dies; file systems without locks raise, rather than pretend."""
+    """Return a lock that the operating system releases when its process dies.
+
+    File systems without locks raise an error instead of falling back to a soft lock.
+    """
     return FileLock(path, fallback_to_soft=False)
 
 
 def file_digests(files: Sequence[Path], cache: Path, advance: Callable[[float], object]) -> list[str]:
-    """Return the SHA-256 of each file; files that did not change since the last time are not read again.
+    """Return the SHA-256 of each file. Files unchanged since the last call are not read again.
 
-    `advance` is called with the bytes read.
+    `advance` is called with the number of bytes read.
     """
     sidecar = cache / "digests.json"
-    with lock(cache / "digests.lock"):  # of several processes one reads the files, and the others its result
+    # One process reads the files; the others read its result.
+    with lock(cache / "digests.lock"):
         known: dict[str, list[Any]] = read_json(sidecar) or {}
         settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
 
@@ -89,13 +94,13 @@ def file_digests(files: Sequence[Path], cache: Path, advance: Callable[[float], 
 
 
 def stamp_of(file: Path) -> list[int]:
-    """Return a file's size in bytes and time of change in nanoseconds."""
+    """Return a file's size in bytes and modification time in nanoseconds."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
 
 def note_latest(cache: Path, recipe_digest: str, key: str) -> str | None:
-    """Remember the newest key of a recipe; return the one before, if it was another."""
+    """Store the newest key of a recipe. Return the previous key if it differs, or None."""
     path = cache / "latest" / recipe_digest
     path.parent.mkdir(exist_ok=True)
     before = path.read_text() if path.exists() else None
@@ -105,28 +110,30 @@ def note_latest(cache: Path, recipe_digest: str, key: str) -> str | None:
 
 
 def read_valid_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the content of meta.json if each file has its listed size, and its digest unless it is large; else None."""
+    """Return the content of meta.json if every file matches its listed size and digest, or None.
+
+    Files over `CHECKED_AT_OPENING_BYTES` are checked by size only.
+    """
     meta = read_json(folder / "meta.json")
-    if meta is None or "files" not in meta:
+    if meta is None or not {"files", "sha256"} <= meta.keys():
         return None
-    digests = meta.get("sha256", {})  # older caches have none
     for name, num_bytes in meta["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != num_bytes:
             return None
-        if num_bytes <= CHECKED_AT_OPENING_BYTES and name in digests and sha256(path) != digests[name]:
+        if num_bytes <= CHECKED_AT_OPENING_BYTES and sha256(path) != meta["sha256"].get(name):
             return None
     return meta
 
 
 def digests_of_large_files(folder: Path, meta: Mapping[str, Any]) -> dict[Path, str]:
     """Return the SHA-256 by path of the files that `read_valid_meta` does not read."""
-    sizes, digests = meta["files"], meta.get("sha256", {})
-    return {folder / name: digest for name, digest in digests.items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
+    sizes = meta["files"]
+    return {folder / name: digest for name, digest in meta["sha256"].items() if sizes[name] > CHECKED_AT_OPENING_BYTES}
 
 
 class DigestCheck:
-    """Compares files with their digests in a thread, while a run trains on them."""
+    """A thread that compares files with their digests while a run trains on them."""
 
     def __init__(self, digests: Mapping[Path, str]) -> None:
         self._digests, self._stopped = digests, threading.Event()
@@ -134,13 +141,13 @@ class DigestCheck:
         self._damage: str | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it has started."""
+        """Start the thread if it has not started."""
         if self._thread.ident is None:
             self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """True while some file is not yet compared."""
+        """Return whether some files are not compared yet."""
         return self._thread.is_alive()
 
     def wait(self) -> None:
@@ -148,11 +155,11 @@ class DigestCheck:
         self._thread.join()
 
     def stop(self) -> None:
-        """Leave the rest unread."""
+        """Stop without reading the remaining files."""
         self._stopped.set()
 
     def raise_if_damaged(self) -> None:
-        """Raise a DataError if a file differs from its digest, or cannot be read."""
+        """Raise DataError if a file differs from its digest or cannot be read."""
         if self._damage is not None:
             raise DataError(self._damage)
 
@@ -160,15 +167,19 @@ class DigestCheck:
         for path, digest in self._digests.items():
             try:
                 if sha256(path, self._stopped) != digest and not self._stopped.is_set():
-                    self._damage = f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: it is made anew"
-            except FileNotFoundError:  # removed since it was mapped: what is trained on can no longer be compared
+                    self._damage = (
+                        f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: it is "
+                        "made anew"
+                    )
+            # Removed after it was mapped. The mapped data can no longer be compared.
+            except FileNotFoundError:
                 continue
             except OSError as error:
                 self._damage = f"{path} cannot be read ({error.strerror}); remove {path.parent}, and run again"
 
 
 def complete(building: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Write meta.json for a finished build, with sizes and digests, and wait until all its files are on the disk."""
+    """Write meta.json with sizes and digests for a finished build, and flush all its files to disk."""
     files = {path.relative_to(building).as_posix(): path for path in sorted(building.rglob("*")) if path.is_file()}
     sizes = {name: path.stat().st_size for name, path in files.items()}
     meta = {**meta, "files": sizes, "sha256": {name: sha256(path) for name, path in files.items()}}
@@ -179,7 +190,7 @@ def complete(building: Path, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None where there is none that can be read."""
+    """Return a JSON object, or None if the file is missing, not readable, or not an object."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):

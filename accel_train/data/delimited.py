@@ -1,4 +1,4 @@
-"""Fields of csv and tsv files, with or without a header, and lines of a label and a text; the delimiter is found."""
+"""Read fields of csv and tsv files and of label-and-text lines; detect the delimiter."""
 
 import csv
 import re
@@ -13,31 +13,31 @@ from accel_train.data.encoding import read_lines
 from accel_train.recipe.data import Data
 
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
-"""Delimiters that are looked for, in this order, and their names."""
+"""Delimiters to try, in this order, with their names."""
 LINE_COLUMNS = ("label", "text")
-"""The columns of `data.lines`."""
+"""Columns of a file read with `data.lines`."""
 FASTTEXT_PREFIX = "__label__"
 _LINES_LOOKED_AT = 20
 _DELIMITER_LINE = re.compile(r"sep=(.)\s*")
-"""Excel's own first line of a file, which names the delimiter."""
+"""Excel's optional first line, for example `sep=;`."""
 
 
 class Record(NamedTuple):
-    """One row, or the names of the columns."""
+    """One row, or the column names."""
 
     fields: list[Any]
     line: int
-    """Where it begins, from 1."""
+    """First line of the record, from 1."""
     num_bytes: int
 
 
 def read_delimited(path: Path, data: Data) -> Iterator[Record]:
-    """Yield the names of the columns, and then each row that is not blank; nothing for an empty file.
+    """Yield the column names, then each row that is not blank. An empty file yields nothing.
 
-    With `data.header: none` the columns are called by their numbers, from 1.
+    With `data.header: none`, columns are named by number, from 1.
 
     Raises:
-        ValueError: a row has another number of fields, or its quotes do not close; the message names file and line.
+        ValueError: a row has the wrong number of fields, or quotes do not close; the message names file and line.
     """
     num_bytes = 0
 
@@ -79,8 +79,8 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(
-            f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line, or set data.quoting: none where they are "
-            "characters of the text"
+            f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line, or set data.quoting: none "
+            "where they are characters of the text"
         ) from None
 
 
@@ -92,9 +92,10 @@ def _remedy(path: Path, data: Data, num_fields: int, num_columns: int) -> str:
 
 
 def quoting_of(path: Path, data: Data) -> Literal["csv", "none"]:
-    """Return whether quotes bind a field together, as in csv, or are characters of the text: `data.quoting`; of tabs, what the lines say.
+    """Return whether quotes delimit fields ("csv") or are characters of the text ("none").
 
-    Quotes are characters where each line alone has the same number of tabs, and csv quoting fails or makes fewer rows of the lines.
+    Returns `data.quoting` unless it is auto. With auto, only tab-separated files can return "none". They do if every
+    line has the same number of tabs, and csv quoting fails or merges lines.
     """
     if data.quoting != "auto":
         return data.quoting
@@ -108,7 +109,7 @@ def quoting_of(path: Path, data: Data) -> Literal["csv", "none"]:
 def _quoting_of_tabs(
     path: Path, encoding: str, errors: Literal["strict", "replace"], mtime: int, size: int
 ) -> Literal["csv", "none"]:
-    """Read the file once for each answer; `mtime` and `size` make another file of it when it changes."""
+    """Read the file and return its quoting. `mtime` and `size` are cache keys that change with the file."""
     data = Data(train=str(path), encoding=encoding, encoding_errors=errors)
     num_tabs, num_lines, has_quotes = set(), 0, False
     for line, _ in read_lines(path, data):
@@ -127,7 +128,10 @@ def _quoting_of_tabs(
 
 
 def _with_long_fields(reader: Iterator[list[str]]) -> Iterator[list[str]]:
-    """Return the same rows, of any length: the csv module's own limit, 128 KiB, is shorter than many texts, and is put back for each."""
+    """Yield the rows of a csv reader without a limit on field length.
+
+    The csv module's limit of 128 KiB is shorter than many texts. The limit is global, so it is restored after each row.
+    """
     while True:
         previous = csv.field_size_limit(sys.maxsize)
         try:
@@ -140,10 +144,17 @@ def _with_long_fields(reader: Iterator[list[str]]) -> Iterator[list[str]]:
 
 
 def delimiter_of(path: Path, data: Data) -> str:
-    """Return the delimiter of a file: `data.delimiter`; a tab in a .tsv; else that by which its first lines have as many fields each.
+    """Return the delimiter of a file: the first match of this list.
 
-    Of several that would do, the first of comma, tab, semicolon and bar, those last that a blank always follows, as in prose;
-    where none does, the first in the header, else a comma.
+    - `data.delimiter`
+    - a tab, for .tsv
+    - the delimiter in Excel's `sep=` line
+    - a delimiter that gives the first lines equal numbers of fields
+    - the first delimiter in the header
+    - a comma
+
+    If several fit the lines, the first of comma, tab, semicolon and bar wins. A delimiter that is always followed by a
+    space comes last, because prose looks like this.
     """
     if data.delimiter != "auto":
         return data.delimiter
@@ -153,22 +164,27 @@ def delimiter_of(path: Path, data: Data) -> str:
     if lines and (named := _DELIMITER_LINE.fullmatch(lines[0])):
         return named[1]
     found = [each for each in DELIMITERS if _divides(lines, each)]
-    found.sort(
-        key=lambda each: all(part.startswith(" ") for line in lines for part in line.split(each)[1:])
-    )  # prose last
+    # Delimiters of prose sort last.
+    found.sort(key=lambda each: all(part.startswith(" ") for line in lines for part in line.split(each)[1:]))
     in_header = [each for each in DELIMITERS if lines and each in lines[0]]
     return next(iter([*found, *in_header]), ",")
 
 
 def table_delimiter(path: Path, data: Data) -> str | None:
-    """Return the name of the delimiter, no comma, by which all first lines of a file have as many fields: a table, whatever its name."""
+    """Return the name of a delimiter other than a comma if the file looks like a table, or None.
+
+    A table has at least three lines, and its first lines have equal numbers of fields.
+    """
     lines = [line for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
     found = [name for each, name in DELIMITERS.items() if each != "," and _divides(lines, each)]
     return found[0] if found and len(lines) > 2 else None
 
 
 def _divides(lines: list[str], delimiter: str) -> bool:
-    """Return whether all rows have the same number of fields, two at least; the last line may be within a quoted text."""
+    """Return whether all rows have the same number of fields, at least two.
+
+    The last line read is ignored at the limit, because a quoted text may continue after it.
+    """
     try:
         rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
     except csv.Error:
@@ -178,7 +194,7 @@ def _divides(lines: list[str], delimiter: str) -> bool:
 
 
 def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
-    """Yield label and text of each line that is not blank, by `data.lines`; of fasttext_multi the label is a list.
+    """Yield label and text of each line that is not blank, by `data.lines`. For fasttext_multi, the label is a list.
 
     Raises:
         ValueError: a line has no label or no text; the message names file and line.
@@ -188,7 +204,8 @@ def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
         if not words:
             continue
         if data.lines == "label_text":
-            label, _, text = line.strip().partition("\t" if "\t" in line else " ")
+            trimmed = line.strip()
+            label, _, text = trimmed.partition("\t" if "\t" in trimmed else " ")
             labels = [label]
         else:
             labels = [word.removeprefix(FASTTEXT_PREFIX) for word in words if word.startswith(FASTTEXT_PREFIX)]
@@ -197,7 +214,8 @@ def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
         if not labels or not text.strip():
             form = "LABEL TEXT" if data.lines == "label_text" else f"{FASTTEXT_PREFIX}LABEL TEXT"
             raise ValueError(
-                f"{where}: the line has no {'text' if labels else 'label'}; data.lines={data.lines} reads {form}; repair or drop it"
+                f"{where}: the line has no {'text' if labels else 'label'}; data.lines={data.lines} reads {form}; "
+                "repair or drop it"
             )
         if data.lines == "fasttext" and len(labels) > 1:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Digests of a program's data and code: the same in every process and after a restart, and other where the content differs.
+"""Digests of a program's data and code: equal in every process and after a restart, different if the content differs.
 
-No address, line number, or comment counts. Code of installed packages counts by name alone. Weights and buffers do not
-count, except the class weights of torch's losses.
+Addresses, line numbers and comments are ignored. Code of installed packages counts by name only. Weights and buffers
+are ignored, except the class weights of torch's losses.
 """
 
 import copy
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 NUM_ITEMS = 16
-"""Items of a data set that are read, evenly spaced."""
+"""Number of items of a data set to read, evenly spaced."""
 MOST_VALUES = 100_000
-"""Values of one list that are digested; of a longer one as many or fewer, evenly spaced."""
+"""Most values of a list to digest. Longer lists are subsampled evenly."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LIBRARIES = tuple({*sysconfig.get_paths().values()} - {sysconfig.get_paths()["data"]})
 _IN_PLACE = re.compile(r"append|extend|add|update|insert|setdefault|pop|clear|[^_].*_")
@@ -37,14 +37,16 @@ _DEEPEST = 12
 _NAMED = (ModuleType, logging.Logger, random.Random)
 """Objects that change without a change of the program."""
 _WITH_REPR = {*sys.stdlib_module_names, "torch"}
-"""Packages whose objects tell their value in their repr."""
+"""Packages whose objects show their value in their repr."""
 _OF_DATA = -1
-"""Among the ids of objects around a value: the value is part of a sample, so private state counts."""
+"""Marker among the ids of enclosing objects: the value is part of a sample, so private state counts."""
 
 
 def digest_of_data(data: Any) -> tuple[str, bool]:
-    """Return a digest of a data set's class, length, and 16 items; False where an item that is read twice differs: then of class and
-    length alone."""
+    """Return a digest of a data set's class, length and 16 items, and whether the items are stable.
+
+    If an item differs between two reads, the digest covers class and length only.
+    """
     kind = f"{type(data).__qualname__} {len(data)}"
     numbers = np.unique(np.linspace(0, max(len(data) - 1, 0), NUM_ITEMS).astype(int)).tolist() if len(data) else []
     twin = _apart(data)
@@ -55,12 +57,12 @@ def digest_of_data(data: Any) -> tuple[str, bool]:
 
 
 def digest_of_code(value: Any) -> str:
-    """Return a digest of a function, a class, or an object: code, constants, and the simple values and own code that it uses."""
+    """Return a digest of a function, class or object: code, constants, and the simple values and user code it uses."""
     return _hash([*_parts(value, frozenset(), 0)])
 
 
 def digest_of_module(module: nn.Module) -> str:
-    """Return a digest of a module's structure, the shapes of its weights, which of them are trained, and the code of its own classes."""
+    """Return a digest of a module: structure, weight shapes, trainable flags, and the code of user classes."""
     weights = [
         (name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in module.named_parameters()
     ]
@@ -79,7 +81,10 @@ def _hash(parts: Sequence[str]) -> str:
 
 
 def _apart(data: Any) -> Any:
-    """Return a copy for reading that shares the samples: a file that a read opens must not reach workers through a fork."""
+    """Return a shallow copy for reading that shares the samples.
+
+    A read may open a file in the copy. The original stays clean, so that forked workers do not inherit the open file.
+    """
     twin = data
     with suppress(Exception):
         twin = copy.copy(data)
@@ -91,7 +96,7 @@ def _apart(data: Any) -> Any:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[Any]:
-    """Yield a function that seeds the generators of this process; put them back on leaving."""
+    """Yield a function that seeds the generators of this process; restore the generators on exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def seed() -> None:
@@ -111,12 +116,13 @@ def _item(data: Any, number: int, seed: Any) -> str:
     seed()
     try:
         return _hash([*_parts(data[number], frozenset([_OF_DATA]), 0)])
-    except Exception as error:  # a sample that cannot be read ends the step that needs it, not the start
+    # A sample that cannot be read must fail the step that needs it, not the start.
+    except Exception as error:
         return type(error).__name__
 
 
 def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
-    """Yield texts that stand for a value; `seen` are the objects around it."""
+    """Yield texts that represent a value. `seen` holds the ids of enclosing objects."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
         yield f"{type(value).__name__} {value!r}"
         return
@@ -160,14 +166,15 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
         yield f"{type(value).__name__} {getattr(value, '__name__', '')}"
     elif callable(value) and _is_library(type(value)) and _OF_DATA not in seen:
         yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
-        if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):  # under functools.cache
+        # For example, under functools.cache.
+        if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):
             yield from _parts(wrapped, inside, deeper)
         yield from _parts_of_object(value, inside, deeper)
     else:
         yield type(value).__qualname__
-        if hasattr(value, "tobytes"):  # a picture
+        if hasattr(value, "tobytes"):  # an image
             yield from (repr(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest())
-        elif _OF_DATA in seen and (copied := _as_copied(value)) is not None:  # a graph, a date
+        elif _OF_DATA in seen and (copied := _as_copied(value)) is not None:  # for example, a graph or a date
             yield from _parts(copied, inside, deeper)
             return
         elif not _is_library(type(value)) and callable(value):
@@ -176,7 +183,7 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
 
 
 def _parts_of_object(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
-    """Yield the settings of an object; of a path, a pattern, a date, or a dtype, which have none, its repr."""
+    """Yield the settings of an object, or its repr if it has none (a path, pattern, date or dtype)."""
     settings = _settings_of(value)
     yield from _parts(settings, seen, depth)
     if not settings and str(type(value).__module__).partition(".")[0] in _WITH_REPR:
@@ -184,7 +191,7 @@ def _parts_of_object(value: Any, seen: frozenset[int], depth: int) -> Iterator[s
 
 
 def _as_copied(value: Any) -> Any:
-    """Return what a copy of an object is made from, private state too; None where it cannot be copied."""
+    """Return the state from which a copy of an object is built, private state included. None if it cannot be copied."""
     try:
         made = value.__reduce_ex__(4)
     except TypeError:
@@ -193,10 +200,11 @@ def _as_copied(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Iterator[str]:
-    """Yield kind, shape, and content of a tensor or array."""
+    """Yield dtype, shape and content of a tensor or array."""
     yield f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, Tensor):
-        with suppress(RuntimeError, TypeError, NotImplementedError):  # a sparse or quantized one, one without values
+        # Sparse and quantized tensors and tensors without values raise.
+        with suppress(RuntimeError, TypeError, NotImplementedError):
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             yield hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
     elif value.dtype == object:
@@ -206,7 +214,10 @@ def _numbers(value: Any) -> Iterator[str]:
 
 
 def _parts_of_function(function: FunctionType, seen: frozenset[int], depth: int) -> Iterator[str]:
-    """Yield code, defaults, and the values that the code takes from around it, less those that it changes itself (a counter, a log)."""
+    """Yield code, defaults, and the outer values that a function reads.
+
+    Outer values that the function changes (a counter, a log) are left out.
+    """
     if _is_library(function):
         yield f"{function.__module__}.{function.__qualname__}"
         return
@@ -218,7 +229,7 @@ def _parts_of_function(function: FunctionType, seen: frozenset[int], depth: int)
     changed = {name for each in codes for name in _changed_in_place(each)}
     around = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # an empty cell
+        with suppress(ValueError):  # empty cell
             around[name] = cell.cell_contents
     around |= {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
     for name, value in sorted(around.items()):
@@ -241,7 +252,7 @@ def _assigned(code: CodeType) -> set[str]:
 
 
 def _changed_in_place(code: CodeType) -> Iterator[str]:
-    """Yield the names whose content the code changes, by an item or by a method."""
+    """Yield the names whose content the code changes through an item or a method."""
     steps = list(dis.get_instructions(code))
     for number, step in enumerate(steps):
         if step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
@@ -254,7 +265,7 @@ def _changed_in_place(code: CodeType) -> Iterator[str]:
 
 
 def _start(steps: Sequence[dis.Instruction], end: int) -> int:
-    """Return where the expression begins whose value is on top of the stack before step `end`."""
+    """Return the start of the expression whose value is on top of the stack before step `end`."""
     depth = 0
     for start in range(end - 1, -1, -1):
         depth += dis.stack_effect(steps[start].opcode, steps[start].arg, jump=False)
@@ -274,9 +285,9 @@ def _parts_of_class(kind: type, seen: frozenset[int], depth: int) -> Iterator[st
 
 
 def _settings_of(value: Any) -> dict[str, Any]:
-    """Return an object's values, less private ones and those that a method other than __init__ sets.
+    """Return an object's public values, without those that a method other than __init__ sets.
 
-    Of a callable object of a library only numbers and texts count: its parts may grow.
+    For a callable library object, only numbers and strings count, because its parts may grow.
     """
     kind: Any = type(value)
     state, is_opaque = _state_names(kind), callable(value) and _is_library(kind)
@@ -307,7 +318,7 @@ def _state_names(kind: type) -> set[str]:
 
 
 def _is_library(value: Any) -> bool:
-    """Return whether a function, class, or module belongs to Python, to an installed package, or to this one."""
+    """Return whether a function, class or module belongs to Python, an installed package, or accel_train."""
     name = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
     if name.partition(".")[0] in {"accel_train", "torch", "builtins"}:
         return True

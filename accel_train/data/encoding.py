@@ -1,4 +1,4 @@
-"""Text in files: its encoding and its lines, with errors that name file, byte and line."""
+"""Decode text files and split lines; errors name file, byte and line."""
 
 import codecs
 from collections.abc import Iterator
@@ -12,25 +12,26 @@ _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _GUESSED_FROM_BYTES = 50_000_000
 _LOOKED_AT_FOR_NULS = 4_000
 _ONE_BYTE_ENCODINGS = ("cp1252", "iso8859-1", "iso8859-15")
-"""Encodings that can read nearly every file, whatever it holds."""
+"""Encodings that can decode nearly every file, even a file in another encoding."""
 
 
 def encoding_of(path: Path, data: Data) -> str:
-    """Return Python's name of the encoding in which a file is read: `data.encoding`; for auto UTF-8, or UTF-16 by its byte order mark."""
+    """Return Python's name of a file's encoding: `data.encoding`, or for auto UTF-8, or UTF-16 if it has its mark."""
     if data.encoding != "auto":
         name = codecs.lookup(data.encoding).name
-        return "utf-8" if name == "utf-8-sig" else name  # a mark is left out either way
+        # Both skip a byte order mark.
+        return "utf-8" if name == "utf-8-sig" else name
     with path.open("rb") as file:
         return "utf-16" if file.read(2) in _UTF16_MARKS else "utf-8"
 
 
 def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None:
-    """Return an encoding in which a file that is not UTF-8 can be read, and why; None for UTF-8, and UTF-16 with its mark.
+    """Return (encoding, reason) for a file that is not UTF-8, or None for UTF-8 and for UTF-16 with a byte order mark.
 
-    With `errors="replace"` a file that is mostly UTF-8 counts as UTF-8.
+    With `errors="replace"`, a file that is mostly UTF-8 counts as UTF-8.
 
     Raises:
-        ValueError: the file is UTF-8 except for some bytes; the message names the line of the first one.
+        ValueError: the file is UTF-8 except for some bytes; the message names the line of the first wrong byte.
     """
     raw = _beginning_of(path)
     if raw[:2] in _UTF16_MARKS:
@@ -39,15 +40,17 @@ def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None
         if (part := raw[start:_LOOKED_AT_FOR_NULS:2]) and part.count(0) > len(part) / 3:
             return name, "every second byte is 0, as in UTF-16, and it has no byte order mark"
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(raw)  # which may end within a character
+        # Incremental, because the read part may end within a character.
+        codecs.getincrementaldecoder("utf-8")().decode(raw)
     except UnicodeDecodeError as error:
         num_valid, num_wrong = _count_utf8(raw)
         where = f"byte 0x{raw[error.start]:02x} at position {error.start} is not UTF-8"
         if num_valid >= num_wrong and errors == "strict":
             line = raw.count(b"\n", 0, error.start) + 1
             raise ValueError(
-                f"{path}:{line}: {where}, but {num_valid:,} other characters are (bytes like this one: {num_wrong:,}). Repair the line, "
-                "set data.encoding_errors: replace to read U+FFFD there, or name the encoding in data.encoding"
+                f"{path}:{line}: {where}, but {num_valid:,} other characters are (bytes like this one: {num_wrong:,}). "
+                "Repair the line, set data.encoding_errors: replace to read U+FFFD there, or name the encoding in "
+                "data.encoding"
             ) from None
         if num_valid >= num_wrong:
             return None
@@ -60,7 +63,7 @@ def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None
 
 
 def check_western(path: Path) -> None:
-    """Check that a file looks like a Western European language in one of the encodings with a byte for each character.
+    """Check that a file looks like a Western European language in a single-byte encoding.
 
     Raises:
         ValueError: over a third of its letters are not ASCII.
@@ -70,24 +73,27 @@ def check_western(path: Path) -> None:
     num_others = len(raw.translate(None, bytes(range(128))))
     if 2 * num_others > num_ascii:
         raise ValueError(
-            f"{path} is not UTF-8, and {num_others / (num_ascii + num_others):.0%} of its letters are not ASCII: too many for Windows' "
-            "Latin-1. Name the encoding: --data.encoding cp1251 (Cyrillic), gbk, big5, shift_jis or euc_kr"
+            f"{path} is not UTF-8, and {num_others / (num_ascii + num_others):.0%} of its letters are not ASCII: too "
+            "many for Windows' Latin-1. Name the encoding: --data.encoding cp1251 (Cyrillic), gbk, big5, shift_jis or "
+            "euc_kr"
         )
 
 
 def check_encoding(path: Path, data: Data) -> None:
-    """Check that a file is not UTF-8 where `data.encoding` takes each byte for a character, so that no byte would be wrong.
+    """Check that a file is not UTF-8 if `data.encoding` is a single-byte encoding.
+
+    A single-byte encoding would decode UTF-8 to wrong letters without an error.
 
     Raises:
-        ValueError: it is UTF-8; the message names file and setting.
+        ValueError: the file is UTF-8; the message names file and setting.
     """
     if data.encoding == "auto" or codecs.lookup(data.encoding).name not in _ONE_BYTE_ENCODINGS:
         return
     num_valid, num_wrong = _count_utf8(_beginning_of(path))
     if num_valid and num_valid >= num_wrong:
         raise ValueError(
-            f"{path} is UTF-8, and data.encoding={data.encoding} would read {num_valid:,} of its characters as other letters. Set "
-            f"data.encoding: auto{'' if not num_wrong else ' and data.encoding_errors: replace'}"
+            f"{path} is UTF-8, and data.encoding={data.encoding} would read {num_valid:,} of its characters as other "
+            f"letters. Set data.encoding: auto{'' if not num_wrong else ' and data.encoding_errors: replace'}"
         )
 
 
@@ -97,16 +103,16 @@ def _beginning_of(path: Path) -> bytes:
 
 
 def _count_utf8(raw: bytes) -> tuple[int, int]:
-    """Return how many characters outside ASCII are valid UTF-8, and in how many places bytes are not."""
+    """Return the number of valid UTF-8 characters outside ASCII and the number of places with invalid bytes."""
     valid = raw.decode("utf-8", "ignore")
     num_wrong = raw.decode("utf-8", "replace").count("\ufffd") - valid.count("\ufffd")
     return len(valid) - len(valid.encode("ascii", "ignore")), num_wrong
 
 
 def in_its_encoding(data: Data) -> tuple[Data, list[str]]:
-    """Return how a trained model's other data is read where it is UTF-8 and the run's own was not, and a note on it.
+    """Return data settings that read a UTF-8 file as UTF-8 although the trained run had another encoding, and a note.
 
-    In Latin-1 and Windows' every byte is a letter, so that reading would not fail.
+    In Latin-1 and Windows' Latin-1 every byte is a letter, so reading would not fail.
     """
     path = Path(str(data.train)).expanduser()
     if data.encoding == "auto" or not path.is_file() or guess_encoding(path, data.encoding_errors) is not None:
@@ -116,11 +122,11 @@ def in_its_encoding(data: Data) -> tuple[Data, list[str]]:
 
 
 def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int = 0, encoding: str = "utf-8") -> str:
-    """Return bytes as text; `offset` bytes and `line` lines of the source lie before `raw`.
+    """Return bytes as text. `offset` bytes and `line` lines of the source precede `raw`.
 
     Raises:
-        ValueError: a byte is not of the encoding, or a character is NUL, and `data.encoding_errors` is strict; the message
-            names its position.
+        ValueError: a byte is invalid or a character is NUL, and `data.encoding_errors` is strict; the message names
+            the position.
     """
     try:
         text = raw.decode(encoding, data.encoding_errors)
@@ -139,7 +145,7 @@ def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int 
 
 
 def read_text(path: Path, data: Data) -> str:
-    """Return the text of a whole file, without its byte order mark; line ends stay as they are."""
+    """Return the text of a whole file without its byte order mark. Line ends are unchanged."""
     raw, encoding = path.read_bytes(), encoding_of(path, data)
     body = raw.removeprefix(BOM) if encoding == "utf-8" else raw
     text = decode(body, data, path, offset=len(raw) - len(body), encoding=encoding)
@@ -147,7 +153,7 @@ def read_text(path: Path, data: Data) -> str:
 
 
 def read_lines(path: Path, data: Data) -> Iterator[tuple[str, int]]:
-    """Yield lines with their ends and their bytes, split at LF only: other line ends may stand inside JSON and csv."""
+    """Yield (line with its end, bytes). Splits only at LF, because JSON and csv may contain other line ends."""
     encoding = encoding_of(path, data)
     if encoding != "utf-8":
         yield from _decoded_lines(path, data, encoding)
@@ -161,8 +167,9 @@ def read_lines(path: Path, data: Data) -> Iterator[tuple[str, int]]:
 
 
 def _decoded_lines(path: Path, data: Data, encoding: str) -> Iterator[tuple[str, int]]:
-    """Lines of a file in which a line's end may take several bytes."""
-    mark = len("".encode(encoding))  # UTF-16 begins each text that is encoded with one
+    """Yield (line, bytes) of a file in an encoding whose line end may take several bytes."""
+    # The encoder writes a byte order mark in front of each text (UTF-16).
+    mark = len("".encode(encoding))
     number = 0
     try:
         with path.open(encoding=encoding, errors=data.encoding_errors, newline="\n") as file:
@@ -172,11 +179,15 @@ def _decoded_lines(path: Path, data: Data, encoding: str) -> Iterator[tuple[str,
                         f"{path}: line {number} has a NUL character, which is in no text; is it {encoding}?"
                     )
                 yield line.removeprefix("\ufeff") if number == 1 else line, len(line.encode(encoding, "replace")) - mark
-    except UnicodeError as error:  # UTF-16 without a mark is one, too
+    # Includes UTF-16 without a byte order mark.
+    except UnicodeError as error:
         raise ValueError(_fault(f"{path}: what follows line {number} ({error})", encoding)) from None
 
 
 def _fault(at: str, encoding: str) -> str:
     if encoding == "utf-8":
-        return f"{at} is not UTF-8; convert the file, set data.encoding (latin-1, say), or set data.encoding_errors: replace"
+        return (
+            f"{at} is not UTF-8; convert the file, set data.encoding (latin-1, say), or set data.encoding_errors: "
+            "replace"
+        )
     return f"{at} is not {encoding}; name another data.encoding, or set data.encoding_errors: replace"

@@ -1,4 +1,4 @@
-"""Turn the cells of a label column into what a model is trained on: ids of classes, sets of them, or numbers."""
+"""Turn the cells of a label column into training labels: class ids, sets of class ids, or numbers."""
 
 import math
 import re
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from accel_train.core.format import did_you_mean
 from accel_train.data.tables import show_cell
 
-IGNORED_LABEL = -100  # the label of a position or sample that has none; cross-entropy and scores leave it out
+# Label of a position or sample without a label. Cross-entropy and metrics ignore it.
+IGNORED_LABEL = -100
 
 CLASSES_SHOWN = 12
-"""Most classes that a line lists one by one."""
+"""Most classes that a message lists one by one."""
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _NO_LABEL = "there is no label; fill it in, or drop the row"
 
@@ -30,25 +31,25 @@ class LabelScheme:
 
     problem_type: ProblemType
     names: tuple[str, ...]
-    """The classes in the order of their ids; for regression the one number's name."""
+    """Class names in the order of their ids. For regression, the name of the number."""
     column: str
     are_ids: bool
-    """Integers in the column are ids of `names`, and not names themselves."""
+    """Whether integers in the column are ids of `names`. If False, they are names."""
     reason: str
     first_id: int = 0
-    """The number of the first class, where labels are ids (`data.label_ids_from`)."""
+    """Number of the first class if labels are ids (`data.label_ids_from`)."""
     id_names: tuple[str, ...] = ()
-    """The classes in the order of the ids in the column, where that is another order than `names`."""
+    """Class names in the order of the column's ids, if that order differs from `names`."""
     notes: tuple[str, ...] = ()
-    """What ids in the column are taken for, as a sentence to the user."""
+    """Sentences for the user on how values in the column were interpreted."""
 
     def encode(self, values: Sequence[Any], where: Callable[[int], str]) -> NDArray[Any]:
         """Return the labels of rows: (N,) int64 ids, (N, C) fp32 zeros and ones, or (N,) fp32 numbers.
 
-        Rows to predict (a scheme without a column) get -100, rows of -1, or NaN. `where` names a row.
+        A scheme without a column is for rows to predict and returns -100, rows of -1, or NaN. `where` names a row.
 
         Raises:
-            ValueError: a label is of another type, or none of `names`; the message names row, column and value.
+            ValueError: a label has the wrong type or is not in `names`; the message names row, column and value.
         """
         unknown, dtype = {
             "single_label": (IGNORED_LABEL, np.int64),
@@ -115,17 +116,15 @@ def label_scheme(
     first_id: int = 0,
     may_drop: bool = False,
 ) -> LabelScheme:
-    """Return what the labels of the training rows mean; `where` names a row.
+    """Return the label scheme of the training rows. `where` names a row.
 
-    `problem_type` and `label_names` are the recipe's; `feature_names` are the names that a data set brings for its ids.
-    Without either the classes are the labels that occur, sorted (numbers by value), or in the order of a pretrained
-    classifier's `known_names`, if those are just the same. Without a column there are rows to
-    predict, and the recipe says what the answers of the trained model mean.
-
-    `may_drop` says whether `data.missing_labels` can leave rows out.
+    `problem_type` and `label_names` come from the recipe. `feature_names` are a data set's own names for its ids.
+    Without names, the classes are the sorted distinct labels (numbers by value). If they match the `known_names` of a
+    pretrained classifier, they take its order. Without a column, the rows are for prediction and the recipe defines the
+    meaning of the model's outputs. `may_drop` says whether `data.missing_labels` can drop rows.
 
     Raises:
-        ValueError: a label is missing, the labels do not fit the problem type, or there is only one class.
+        ValueError: a label is missing, the labels do not fit the problem type, or only one class exists.
     """
     if column is None:
         if label_names is None and problem_type != "regression":
@@ -144,8 +143,8 @@ def label_scheme(
     if kind == "regression":
         if label_names is not None and len(label_names) != 1:
             raise ValueError(
-                f"data.label_names has {len(label_names)} names, but the problem is regression ({reason}); leave it out, "
-                "or set model.problem_type: single_label"
+                f"data.label_names has {len(label_names)} names, but the problem is regression ({reason}); leave it "
+                "out, or set model.problem_type: single_label"
             )
         mixed = tuple(_mixed_kinds(values, column))
         return LabelScheme(kind, tuple(label_names or (column,)), column, False, reason, notes=mixed)
@@ -156,8 +155,8 @@ def label_scheme(
     if given is not None:
         if len(set(given)) != len(given):
             raise ValueError(f"data.label_names names a class twice: {', '.join(given)}; each has one id")
-        # A data set's own names say what its ids are. Else, where every label is one of the names, they are names, and integers
-        # are ids, unless names are integers as well. One rule for the whole column.
+        # A data set's own names define its ids. Otherwise, labels are names if every label is one of the names. If not,
+        # integers are ids, unless the names are integers too. One rule applies to the whole column.
         order, notes = tuple(given), []
         are_ids = feature_names is not None and set(feature_names) <= set(given)
         if are_ids:
@@ -181,7 +180,8 @@ def label_scheme(
         kinds = tuple(_mixed_kinds(labels, column))
         scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=(*said, *kinds))
     if len(scheme.names) < (2 if kind == "single_label" else 1):
-        scheme.encode(values, where)  # a label of the wrong type is the better message
+        # If a label has the wrong type, this raises a better message.
+        scheme.encode(values, where)
         raise ValueError(
             f"column {column!r}: every row has the same label, {show_cell(values[0])}, so there is nothing to learn; "
             "is data.label_column the right one?"
@@ -190,7 +190,7 @@ def label_scheme(
 
 
 def label_name(value: Any) -> str | None:
-    """Return a label as the name of a class: strings as they are, 3 and 3.0 as "3", true as "true"; None for the rest."""
+    """Return a label as a class name: a string unchanged, 3 and 3.0 as "3", true as "true"; None for other types."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool | np.bool_):
@@ -200,7 +200,10 @@ def label_name(value: Any) -> str | None:
 
 
 def class_counts(counts: Mapping[str, int]) -> str:
-    """Return how many samples each class has, of many classes the commonest and the rarest; blanks around a name are shown."""
+    """Return the sample count of each class, or of the most and least frequent classes if there are many.
+
+    Spaces around a name are shown.
+    """
     shown = [
         f"{repr(name) if name != name.strip() else name} {count:,}"
         for name, count in sorted(counts.items(), key=lambda item: -item[1])
@@ -209,7 +212,7 @@ def class_counts(counts: Mapping[str, int]) -> str:
 
 
 def class_notes(counts: Mapping[str, int]) -> list[str]:
-    """Return a line with the classes and their training samples, and one for each kind of names that look wrong."""
+    """Return a line with the classes and their sample counts, and a line for each kind of suspicious name."""
     notes = [f"{len(counts)} classes: {class_counts(counts)}"]
     alike: dict[str, list[str]] = {}
     for name in counts:
@@ -218,20 +221,20 @@ def class_notes(counts: Mapping[str, int]) -> list[str]:
     if groups:
         shown = "; ".join(", ".join(map(repr, group)) for group in groups[:3]) + ("; ..." if len(groups) > 3 else "")
         notes.append(
-            f"class names that differ only by case or blanks: {shown}. Each is a class of its own. Write one name in the data if "
-            "they mean the same"
+            f"class names that differ only by case or blanks: {shown}. Each is a class of its own. Write one name in "
+            "the data if they mean the same"
         )
     decimals = [name for name in counts if _DECIMAL_COMMA.fullmatch(name.strip())]
     if decimals and len(decimals) > len(counts) // 2:
         notes.append(
-            f"class names that look like numbers with a decimal comma: {', '.join(map(repr, decimals[:3]))}. For a regression "
-            "write a decimal point"
+            f"class names that look like numbers with a decimal comma: {', '.join(map(repr, decimals[:3]))}. For a "
+            "regression write a decimal point"
         )
     return notes
 
 
 def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
-    """Return a note on texts, numbers and true/false in one column, which is empty where they are all of one kind."""
+    """Return a note if one column mixes text, numbers and true/false, or an empty list."""
     first: dict[str, Any] = {}
     for label in labels:
         if isinstance(label, str | bool | np.bool_ | int | float | np.number):
@@ -246,10 +249,10 @@ def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
 
 
 def several_in_one(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return the name of a class that looks like several labels in one, and what divides them; None where none does.
+    """Return (class name, separator) of a class that looks like several labels in one, or None.
 
-    Names with commas count only where a part is in another name, too: "css,html" next to "css". A last part that names share,
-    as in "Austin, TX" and "Dallas, TX", does not count.
+    Names in brackets count if more than half of the names have them. A name with separators counts only if a part also
+    occurs in another name: "css,html" next to "css". A shared last part does not count: "Austin, TX" and "Dallas, TX".
     """
     names = sorted(names)
     in_brackets = [name for name in names if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()")]
@@ -270,7 +273,7 @@ def _fault(value: Any, fault: str, remedy: str) -> ValueError:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether the cell of a label is empty."""
+    """Return whether a label cell is empty."""
     return value is None or value == ""
 
 
@@ -288,7 +291,7 @@ def _problem_type(values: Sequence[Any], asked: str, are_named: bool) -> tuple[P
 
 
 def _as_number(value: Any) -> float | None:
-    """The number in a cell; csv writes it as text."""
+    """Return the number in a cell, or None. Numbers in csv files are text."""
     if isinstance(value, bool | np.bool_ | list | tuple | dict) or value is None:
         return None
     try:

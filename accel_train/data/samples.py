@@ -1,4 +1,4 @@
-"""Read samples of a data set by their numbers."""
+"""Read samples of a data set by number."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 
 class Drawn(Dataset[Any]):
-    """Training samples by draw (`order.DataOrder`), each augmented by (seed, epoch, index) and nothing else."""
+    """Training samples by draw (`order.DataOrder`). Augmentation depends only on (seed, epoch, index)."""
 
     def __init__(self, draw: Callable[[int, np.random.Generator], Any], seed: int, num_samples: int) -> None:
         self.draw, self.seed, self.num_samples = draw, seed, num_samples
@@ -21,10 +21,10 @@ class Drawn(Dataset[Any]):
 
 
 class SeededReads(Dataset[Any]):
-    """Training samples by draw, for data sets and collators that take random numbers from the generators of the process.
+    """Training samples by draw, for data sets and collators that use the global random generators.
 
-    Python's, NumPy's and torch's are seeded by (seed, epoch, first sample) before each batch, so what is masked or cropped depends
-    neither on the readers nor on where a run was resumed.
+    Seeds the generators of Python, NumPy and torch by (seed, epoch, first sample) before each batch. Random masks and
+    crops therefore do not depend on the number of readers or on the step of a resume.
     """
 
     def __init__(self, dataset: "Dataset[Any]", seed: int, num_samples: int) -> None:
@@ -40,6 +40,6 @@ class SeededReads(Dataset[Any]):
 
 
 def fetch(dataset: "Dataset[Any]", indices: list[int]) -> Sequence[Any]:
-    """Return samples by index, in one call where the data set offers it (torch's `__getitems__`)."""
+    """Return samples by index, in one call if the data set offers torch's `__getitems__`."""
     many = getattr(dataset, "__getitems__", None)
     return many(indices) if many is not None else [dataset[index] for index in indices]

@@ -1,6 +1,6 @@
 """Resolve `data.train` and `data.eval` to files or data sets.
 
-A name is, in this order: an embedded corpus, a glob, an existing file or folder, a data set of the `datasets` library.
+A name is looked up in this order: embedded corpus, glob, existing file or folder, data set of the `datasets` library.
 """
 
 import glob
@@ -32,7 +32,8 @@ _TEXT_NAMES = """
     sh py pyi c h cc cpp cxx hpp cu cuh rs go java kt scala js mjs ts tsx jsx rb php pl lua r jl swift cs fs hs ml
     ex erl clj lisp el vim asm s f90 m
 """
-TEXT_SUFFIXES = frozenset(f".{name}" for name in _TEXT_NAMES.split())  # one document is one file
+# Each of these files is one document.
+TEXT_SUFFIXES = frozenset(f".{name}" for name in _TEXT_NAMES.split())
 
 TABLE_KINDS: dict[str, FileKind] = {
     ".jsonl": "jsonl",
@@ -45,7 +46,10 @@ TABLE_KINDS: dict[str, FileKind] = {
     ".iob2": "conll",
     ".bin": "tokens",
 }
-"""One document is one row; in `.bin`, documents are separated by a token, in CoNLL files sentences by a blank line."""
+"""File kind by suffix. Each row is one document.
+
+In `.bin` files, a separator token divides documents. In CoNLL files, a blank line divides sentences.
+"""
 
 _KNOWN_SUFFIXES = ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
 _ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e|copying|notice|changelog|contributing)(?:[._-].*)?")
@@ -54,7 +58,7 @@ _HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test|eval)
 
 @dataclass(frozen=True)
 class Source:
-    """The files, or the loaded data set, that one name of a recipe stands for."""
+    """The files or the loaded data set behind one name of a recipe."""
 
     name: str
     description: str
@@ -64,10 +68,10 @@ class Source:
 
 
 def resolve_sources(names: str | tuple[str, ...], data: Data, *, key: str) -> tuple[Source, ...]:
-    """Return the files and data sets that a key of the recipe (`data.train` or `data.eval`) names, in a fixed order.
+    """Return the files and data sets named by a recipe key (`data.train` or `data.eval`), in a fixed order.
 
     Raises:
-        ValueError: something is missing, of an unknown kind, or mixes token shards with text.
+        ValueError: a source is missing, of an unknown kind, or mixes token shards with text.
     """
     sources = tuple(_resolve(name, data, key) for name in ((names,) if isinstance(names, str) else names))
     if not sources:
@@ -81,14 +85,17 @@ def resolve_sources(names: str | tuple[str, ...], data: Data, *, key: str) -> tu
 
 
 def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], list[str]]:
-    """Return the sources of `data.train`, those of `data.eval` (none where a part is held out), and the notes on both."""
+    """Return the sources of `data.train`, the sources of `data.eval`, and the notes on both.
+
+    The sources of `data.eval` are empty if a part of the training data is held out.
+    """
     train = resolve_sources(data.train, data, key="data.train")
     held_out = () if data.eval is None else resolve_sources(data.eval, data, key="data.eval")
     return train, held_out, [note for source in (*train, *held_out) for note in source.notes]
 
 
 def located(data: Data, started_in: str | None) -> Data:
-    """Return the data of a run that was moved: names that do not exist here are looked up where the run started."""
+    """Return the data settings of a moved run. Names that do not exist here are looked up where the run started."""
 
     def place_of(name: str) -> str:
         elsewhere = os.path.join(started_in or "", os.path.expanduser(name))
@@ -99,12 +106,12 @@ def located(data: Data, started_in: str | None) -> Data:
 
     cache = data.cache_dir and place_of(data.cache_dir)
     changes = {name: places_of(getattr(data, name)) for name in ("train", "eval", "chat_template")}
-    # A cache that is not there can be made anywhere; its old place may belong to another machine.
+    # A missing cache can be rebuilt anywhere. Its old path may belong to another machine.
     return data.model_copy(update={**changes, "cache_dir": cache if cache and is_there(cache) else None})
 
 
 def is_there(name: str) -> bool:
-    """Return whether a name of `data.train` or `data.eval` is embedded data, or an existing file, folder or glob."""
+    """Return whether a name of `data.train` or `data.eval` is embedded data or an existing file, folder or glob."""
     from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
 
     path = os.path.expanduser(name)
@@ -112,42 +119,42 @@ def is_there(name: str) -> bool:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be that of a file or folder, and of no data set."""
+    """Return whether a name can only be a file or folder, not a data set."""
     is_absolute = os.path.isabs(os.path.expanduser(name))
     return is_absolute or name.startswith(".") or bool(Path(name).suffix) or glob.has_magic(name)
 
 
 def holds_tokens(sources: Sequence[Source]) -> bool:
-    """Return whether these are token shards, which no tokenizer reads; `resolve_sources` lets no others in next to them."""
+    """Return whether the sources are token shards. `resolve_sources` refuses to mix them with other kinds."""
     return any(file_kind(file) == "tokens" for file in files_of(sources))
 
 
 def files_of(sources: Sequence[Source]) -> list[Path]:
-    """Return the files of all sources, in their order."""
+    """Return the files of all sources, in order."""
     return [file for source in sources for file in source.files]
 
 
 def describe(train: Sequence[Source], held_out: Sequence[Source] = ()) -> str:
-    """Return the sources in words, for people."""
+    """Return a description of the sources for users."""
     described = ", ".join(source.description for source in train)
     return f"{described}; evaluation: {describe(held_out)}" if held_out else described
 
 
 def num_bytes_of(source: Source) -> float:
-    """Return the size of a source: the sum of `num_source_bytes` over its rows or documents."""
+    """Return the bytes of a source: the sum of `num_source_bytes` over its rows or documents."""
     if source.dataset is not None:
         return float(source.dataset.data.nbytes)
     return float(sum(file.stat().st_size for file in source.files))
 
 
 def file_kind(path: Path) -> FileKind | None:
-    """Return how a file is read, by its name; None for one of an unknown kind."""
+    """Return the kind of a file by its name, or None if unknown."""
     suffix = path.suffix.lower()
     return TABLE_KINDS.get(suffix) or ("text" if suffix in TEXT_SUFFIXES else None)
 
 
 def is_about_data(path: Path, folder: Path) -> bool:
-    """Return whether a file at the top of a folder of data describes them, by its name: README.md, LICENSE."""
+    """Return whether a file at the top of a data folder only describes the data, by its name: README.md, LICENSE."""
     is_text = not path.suffix or file_kind(path) == "text"
     return is_text and path.parent == folder and _ABOUT_DATA.fullmatch(path.name.lower()) is not None
 
@@ -157,7 +164,8 @@ def _resolve(name: str, data: Data, key: str) -> Source:
         return _embedded(name, data)
     path = Path(name).expanduser()
     if not path.exists() and glob.has_magic(name):
-        if "**" in path.parts:  # which follows links
+        # A `**` pattern follows links.
+        if "**" in path.parts:
             refuse_link_loops(Path(*path.parts[: path.parts.index("**")]))
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         found = [match for match in matches if match.is_file()]
@@ -194,9 +202,8 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _load_saved_dataset(name, folder, data, key)
     paths = [path for path in files_below(folder, skipped={"__pycache__"}) if path.is_file()]
-    files = [
-        path for path in paths if file_kind(path) not in (None, "json")
-    ]  # which describes data as often as it holds some
+    # JSON files describe data as often as they contain it, so JSON files in a folder are skipped.
+    files = [path for path in paths if file_kind(path) not in (None, "json")]
     if not files:
         raise ValueError(
             f"{key}: the folder {name!r} holds no file of a known kind (known: {_KNOWN_SUFFIXES}; "
@@ -214,8 +221,8 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
     deeper = [path for path in files if folder not in (path.parent, path.parent.parent)]
     if data.lines == "folder_names" and deeper:
         raise ValueError(
-            f"{key}: {deeper[0]} lies more than one folder below {name!r}. For data.lines: folder_names, name the folder that holds "
-            "the folders of the classes"
+            f"{key}: {deeper[0]} lies more than one folder below {name!r}. For data.lines: folder_names, name the "
+            "folder that holds the folders of the classes"
         )
     loose = [path for path in files if path.parent == folder] if data.lines == "folder_names" else []
     if loose and len(loose) < len(files):
@@ -225,12 +232,13 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
 
 
 def _load_saved_dataset(name: str, folder: Path, data: Data, key: str) -> Source:
-    """A data set that `datasets` wrote with save_to_disk: one split, or several."""
+    """Return a data set written by `save_to_disk`, with one split or several."""
     import datasets
 
     try:
         saved = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever the library raises for a damaged folder
+    # The library raises many types for a damaged folder.
+    except Exception as error:
         raise ValueError(f"{key}: {name!r} looks like a saved data set but cannot be read: {error}") from error
     if isinstance(saved, datasets.DatasetDict):
         split = _pick_split(name, list(saved), data, key)
@@ -239,7 +247,10 @@ def _load_saved_dataset(name: str, folder: Path, data: Data, key: str) -> Source
 
 
 def _refuse_held_out_tables(name: str, files: list[Path], key: str) -> None:
-    """Training on a folder that holds `train.bin` and `val.bin` would train on the evaluation data."""
+    """Refuse a folder that holds both training and held-out tables, such as `train.bin` and `val.bin`.
+
+    Training on such a folder would train on the evaluation data.
+    """
     tables = [file for file in files if file_kind(file) != "text"]
     held_out = [path for path in tables if _HELD_OUT_NAME.search(path.stem.lower())]
     if held_out and len(held_out) < len(tables):
@@ -254,12 +265,13 @@ def _load_dataset(name: str, data: Data, key: str) -> Source:
     import datasets
 
     try:
-        # No trust_remote_code: data sets never run code here (`datasets` dropped scripts in 4.0).
+        # No trust_remote_code: data sets never run code here (`datasets` removed scripts in 4.0).
         split = data.split
         if key == "data.eval":
             split = _pick_split(name, datasets.get_dataset_split_names(name, data.subset), data, key)
         dataset = datasets.load_dataset(name, data.subset, split=split)
-    except Exception as error:  # the library raises a dozen types, from FileNotFoundError to its own
+    # The library raises a dozen types, from FileNotFoundError to its own errors.
+    except Exception as error:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
             f"{key}: {name!r} is neither an existing file or folder (seen from {Path.cwd()}) nor a data set that "
@@ -270,7 +282,7 @@ def _load_dataset(name: str, data: Data, key: str) -> Source:
 
 
 def _pick_split(name: str, available: list[str], data: Data, key: str) -> str:
-    """The split to use: `data.split` for training; for evaluation the usual name of the held-out one."""
+    """Return the split to use: `data.split` for training, the usual name of a held-out split for evaluation."""
     wanted = ["validation", "valid", "val", "dev", "eval", "test"] if key == "data.eval" else [data.split]
     for split in wanted:
         if split in available:
@@ -285,7 +297,11 @@ def _describe_dataset(name: str, dataset: Any) -> Source:
 def _describe_files(
     name: str, files: Sequence[Path], data: Data, *, key: str = "", title: str = "", notes: tuple[str, ...] = ()
 ) -> Source:
-    """Files that are all regular ones, and of known kinds."""
+    """Return the source of regular files of known kinds.
+
+    Raises:
+        ValueError: a file is of an unknown kind or not a regular file.
+    """
     for file in files:
         if file_kind(file) is None:
             raise ValueError(
@@ -303,7 +319,7 @@ def _describe_files(
 
 
 def _nearest(path: Path) -> str:
-    """The part of an error that says what the user may have meant."""
+    """Return the end of an error message: the nearest existing name and the embedded corpora."""
     try:
         siblings = [entry.name for entry in path.parent.iterdir()]
     except OSError:
@@ -313,7 +329,7 @@ def _nearest(path: Path) -> str:
 
 
 def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
-    """Notes on the tables whose delimiter or encoding was found in them, and is not the usual one."""
+    """Return notes on tables with an unusual detected delimiter, quoting or encoding."""
     found: dict[str, list[Path]] = {}
     for file in files:
         kind = file_kind(file)
@@ -323,7 +339,10 @@ def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
             name = DELIMITERS.get(delimiter, repr(delimiter))
             found.setdefault(f"separated by {name}, which divide its first lines alike", []).append(file)
         if kind == "csv" and data.quoting == "auto" and quoting_of(file, data) == "none":
-            how = "tabs and lines alone: quotes are characters of the text, since csv quoting would swallow rows (data.quoting)"
+            how = (
+                "tabs and lines alone: quotes are characters of the text, since csv quoting would swallow rows "
+                "(data.quoting)"
+            )
             found.setdefault(how, []).append(file)
         if kind in ("csv", "jsonl") and data.encoding == "auto" and encoding_of(file, data) != "utf-8":
             found.setdefault("UTF-16, as its byte order mark says", []).append(file)

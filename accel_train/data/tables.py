@@ -1,4 +1,4 @@
-"""Rows of csv, tsv, jsonl, parquet and data sets, cell by cell, with errors that name file, line or row, and byte."""
+"""Read rows of csv, tsv, jsonl, parquet and data sets; errors name file, line or row, and byte."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class MissingColumn(ValueError):
-    """Raised when a table lacks a column; the message names the nearest one and those that are there."""
+    """Raised when a table lacks a column. The message names the nearest column and all existing columns."""
 
     def __init__(self, column: str, message: str) -> None:
         super().__init__(message)
@@ -29,19 +29,19 @@ class Row(NamedTuple):
     """The cells of one row, in the order of the requested columns."""
 
     cells: tuple[Any, ...]
-    """As the source has them: strings in csv; None is an empty cell of the other kinds."""
+    """Cells as the source stores them: strings in csv. In other kinds, None is an empty cell."""
     where: str
-    """File and line or row, for messages and to name the row in predictions."""
+    """File and line or row, for messages and for the row's name in predictions."""
     num_source_bytes: float
-    """Bytes of the source that the row takes, which progress bars count."""
+    """Bytes of the source that the row takes, for progress bars."""
 
 
 def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    """Return the rows of a source in its own order, without blank lines.
+    """Yield the rows of a source in source order, without blank lines.
 
     Raises:
         MissingColumn: a column is missing; the message names file and column.
-        ValueError: a row cannot be read, or a column is there twice; the message names file, line or row, and column.
+        ValueError: a row cannot be read or a column occurs twice; the message names file, line or row, and column.
     """
     if source.dataset is not None:
         check_columns(source.name, source.dataset.column_names, columns, data)
@@ -56,14 +56,14 @@ def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Ro
         if kind not in _READERS:
             raise ValueError(
                 f"{file}: this task reads rows with columns ({', '.join(columns)}), and a "
-                f"{'.bin file holds tokens' if kind == 'tokens' else 'text file has none'}; "
-                "give csv, tsv, jsonl or parquet files, or a data set; lines of a label and a text are read by data.lines"
+                f"{'.bin file holds tokens' if kind == 'tokens' else 'text file has none'}; give csv, tsv, jsonl or "
+                "parquet files, or a data set; lines of a label and a text are read by data.lines"
             )
         yield from _READERS[kind](file, columns, data)
 
 
 def column_names(source: Source, data: Data) -> list[str]:
-    """Return the columns of a source: those of its first file, or data set; of jsonl, the keys of the first row.
+    """Return the column names of a source's data set or first file. For jsonl, the keys of the first row.
 
     Raises:
         ValueError: the first row cannot be read; the message names file and line.
@@ -87,7 +87,9 @@ def column_names(source: Source, data: Data) -> list[str]:
 
 
 def shared_keys(path: Path, data: Data) -> tuple[list[str], dict[str, str]]:
-    """Return the keys that all rows of a jsonl file have, and of each other key the file and line of a row without it.
+    """Return the keys that all rows of a jsonl file have, and one row without each other key.
+
+    Rows are given as file and line.
 
     Raises:
         ValueError: a row cannot be read; the message names file and line.
@@ -106,17 +108,18 @@ def shared_keys(path: Path, data: Data) -> tuple[list[str], dict[str, str]]:
 
 
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:
-    """Return the names of the classes whose ids a column holds, where a data set knows them (`datasets.ClassLabel`)."""
+    """Return the class names for the ids in a column, if the source knows them (`datasets.ClassLabel`), or None."""
     if source.dataset is None:
         is_parquet = bool(source.files) and file_kind(source.files[0]) == "parquet"
         return _names_in_parquet(source.files[0], column) if is_parquet else None
     feature: Any = source.dataset.features.get(column)
-    names = getattr(getattr(feature, "feature", feature), "names", None)  # of a list of class labels, or of one
+    # Covers class labels and lists of class labels.
+    names = getattr(getattr(feature, "feature", feature), "names", None)
     return None if names is None else tuple(names)
 
 
 def _names_in_parquet(path: Path, column: str | None) -> tuple[str, ...] | None:
-    """Return the names that `datasets` writes into a parquet file's schema, of class labels and lists of them."""
+    """Return the class names that `datasets` stored in a parquet file's schema, for class labels and lists of them."""
     with _parquet_file(path) as file:
         written = (file.schema_arrow.metadata or {}).get(b"huggingface")
     try:
@@ -131,7 +134,7 @@ def text_cell(cell: object, column: str, where: str, data: Data) -> str:
     """Return the text of a cell.
 
     Raises:
-        ValueError: it is no string, or has a lone surrogate; the message names file, row and column.
+        ValueError: the cell is not a string or has a lone surrogate; the message names file, row and column.
     """
     at = f"{where}: column {column!r}"
     if not isinstance(cell, str):
@@ -142,7 +145,7 @@ def text_cell(cell: object, column: str, where: str, data: Data) -> str:
 
 
 def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    """The rows of a csv (or, by its name, tsv) file after its header, without blank lines."""
+    """Yield the rows of a csv or tsv file after its header, without blank lines."""
     records = read_delimited(path, data)
     header = next(records, None)
     if header is None:
@@ -210,7 +213,10 @@ def _arrow_rows(
 
 
 def _arrow_cells(column: Any, name: str, first_row: int, data: Data) -> list[Any]:
-    """The cells of an Arrow column; strings are read as bytes, so that text that is not UTF-8 is found and named."""
+    """Return the cells of an Arrow column.
+
+    Strings are read as bytes, so that an error can name the text that is not UTF-8.
+    """
     import pyarrow
 
     types = pyarrow.types
@@ -218,7 +224,8 @@ def _arrow_cells(column: Any, name: str, first_row: int, data: Data) -> list[Any
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         try:
             return list(column.to_pylist())
-        except UnicodeDecodeError as error:  # in a list or struct
+        # The faulty text is inside a list or struct.
+        except UnicodeDecodeError as error:
             rows = f"rows {first_row} to {first_row + len(column) - 1}"
             raise ValueError(f"{name}, {rows}: a cell is not UTF-8 ({error.reason}); write the file again") from None
     return [
@@ -230,7 +237,12 @@ def _arrow_cells(column: Any, name: str, first_row: int, data: Data) -> list[Any
 def check_columns(
     where: str, available: Sequence[str], wanted: Sequence[str], data: Data, *, is_csv: bool = False
 ) -> None:
-    """Refuse a table in which a wanted column is missing (MissingColumn), or there twice (ValueError)."""
+    """Check that each wanted column occurs exactly once.
+
+    Raises:
+        MissingColumn: a column is missing.
+        ValueError: a column occurs twice.
+    """
     for column in wanted:
         count = list(available).count(column)
         if count == 1:
@@ -240,18 +252,21 @@ def check_columns(
             raise ValueError(f"{where}: the column {column!r} is there {count} times; name another. {listed}")
         remedy = did_you_mean(column, available, show=repr)
         if is_csv and not remedy:
-            listed += "; the first line of the file must hold the names of the columns; data.header: none reads a file without them"
+            listed += (
+                "; the first line of the file must hold the names of the columns; data.header: none reads a file "
+                "without them"
+            )
         raise MissingColumn(column, f"{where}: there is no column {column!r}; {remedy or 'name another.'} {listed}")
 
 
 def setting_of(column: str, data: Data) -> str:
-    """Return the settings that name a column, as in a recipe."""
+    """Return the settings that name a column, as written in a recipe."""
     columns = {name: value if isinstance(value, tuple) else (value,) for name, value in data if "_column" in name}
     return " or ".join(f"data.{name}" for name, named in columns.items() if column in named) or "the recipe"
 
 
 def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
-    """Each object of a jsonl file, or of a json file's array, its file and line, and its bytes; without blank lines."""
+    """Yield (object, file and line, bytes) for each object of a jsonl file or a json array, without blank lines."""
     if file_kind(path) == "json" and not has_object_lines(path, data):
         yield from _array_objects(path, data, example_column)
         return
@@ -262,7 +277,7 @@ def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple
 
 
 def has_object_lines(path: Path, data: Data) -> bool:
-    """Return whether the first two lines of a file are objects, as in jsonl; a lone object may be a document."""
+    """Return whether the first two lines of a file are objects, as in jsonl. A single object may be a document."""
     lines = list(islice((line.strip() for line, _ in read_lines(path, data) if line.strip()), 2))
     return len(lines) == 2 and all(line[0] + line[-1] == "{}" for line in lines)
 
@@ -297,12 +312,12 @@ def _json_object(line: str, where: str, example_column: str) -> dict[str, Any]:
 
 
 def check_text(text: str, at: str, data: Data) -> str:
-    """Return a cell's text, with U+FFFD for halves of UTF-16 pairs where `data.encoding_errors` is replace.
+    """Return a cell's text, with lone surrogates replaced by U+FFFD if `data.encoding_errors` is replace.
 
-    JSON can spell such a half ("\\ud800"), which no tokenizer takes.
+    JSON can spell a lone surrogate ("\\ud800"), but tokenizers reject it.
 
     Raises:
-        ValueError: there is one; the message names it.
+        ValueError: the text has a lone surrogate; the message names it.
     """
     try:
         text.encode()
@@ -317,6 +332,6 @@ def check_text(text: str, at: str, data: Data) -> str:
 
 
 def show_cell(value: object) -> str:
-    """Return a cell as a message shows it: JSON, cut short."""
+    """Return a cell as JSON, shortened to 60 characters, for messages."""
     shown = json.dumps(value, ensure_ascii=False, default=str)
     return shown if len(shown) <= 60 else shown[:57] + "..."

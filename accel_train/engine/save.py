@@ -101,7 +101,7 @@ def restore(strategy: Strategy, folder: Path, optimizer_name: str) -> TrainState
         CheckpointError: it holds something else than this version writes.
     """
     state, trainer = read_state(folder), read_trainer(folder)
-    scaler, stored_name = trainer["scaler"], trainer["identity"].get("optimizer.name", optimizer_name)
+    scaler, stored_name = trainer["scaler"], trainer["identity"].get("optimizer.name")
     strategy.check_stored(folder)
     strategy.restore_weights(folder)
     if stored_name == optimizer_name or {stored_name, optimizer_name} <= ALIKE:

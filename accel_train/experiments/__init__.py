@@ -1,3 +1,3 @@
-"""Short runs that answer a question: a rehearsal, a learning-rate test, whether two runs are the same.
+"""Short runs that answer a question: rehearsals, learning-rate tests, sweeps, and comparisons of runs.
 
-They start runs as a user would, and change none."""
+They start runs as a user would, and do not change existing runs."""

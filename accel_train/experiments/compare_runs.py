@@ -1,4 +1,4 @@
-"""Bit by bit comparison of two runs of one recipe: losses, evaluations, weights, optimizer moments, counters."""
+"""Bitwise comparison of two runs of one recipe: losses, evaluations, weights, optimizer moments, and counters."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ SERIES = {
     "evaluations": ("eval", None),
     "the final evaluation": ("eval_final", None),
 }
-"""The split and the fields of metrics.jsonl that are compared; None: all fields."""
+"""Split and compared fields of metrics.jsonl for each kind of number. None: all fields."""
 TENSORS = {"weights": "model", "optimizer's moments": "optimizer", "averaged weights": "average"}
 
 
@@ -30,14 +30,16 @@ class Comparison(NamedTuple):
     """The comparison of one kind of number."""
 
     name: str
-    extent: str  # what was compared: `steps 1 to 8`, `52 tensors`
+    extent: str
+    """Compared steps or tensors, such as `steps 1 to 8` or `52 tensors`."""
     difference: str | None
-    """The first difference and its size; None where the runs are the same."""
-    first_step: int | None = None  # that differs, where steps were compared
+    """First difference and its size. None if the runs are equal."""
+    first_step: int | None = None
+    """First step that differs. None for equal runs and for comparisons without steps."""
 
 
 def compare_runs(first_run: Path, second_run: Path, first_step: int, last_step: int) -> list[Comparison]:
-    """Compare the metrics of steps `first_step` to `last_step` of two run folders, and the checkpoints of the last step."""
+    """Compare the metrics of `first_step` to `last_step` in two run folders, and the checkpoints of the last step."""
     runs = first_run, second_run
     rows = [[row for row in read_metrics(run) if first_step <= row["step"] <= last_step] for run in runs]
     folders = [run / "checkpoints" / f"step-{last_step:08d}" for run in runs]
@@ -51,7 +53,7 @@ def compare_runs(first_run: Path, second_run: Path, first_step: int, last_step: 
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors hold the same bytes: NaN equals itself, and 0 is not -0."""
+    """Return whether two tensors hold the same bytes. NaN then equals itself, but 0 differs from -0."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
@@ -91,7 +93,8 @@ def _compare_tensors(name: str, left: CheckpointReader, right: CheckpointReader)
         num_numbers += ours.numel()
         if not same_bits(ours, theirs):
             gap = float((ours.double() - theirs.double()).abs().max()) if ours.shape == theirs.shape else math.nan
-            gaps[tensor] = math.inf if math.isnan(gap) else gap  # infinity sorts, NaN does not
+            # Infinity can be sorted, but NaN cannot.
+            gaps[tensor] = math.inf if math.isnan(gap) else gap
     extent = f"{len(names):,} tensors, {num_numbers:,} numbers" if names else ""
     if not gaps:
         return Comparison(name, extent, None)

@@ -1,7 +1,7 @@
-"""The learning-rate range test (Smith 2017, arXiv 1506.01186): the rate rises step by step until the loss diverges.
+"""The learning-rate range test (Smith 2017, arXiv 1506.01186): raise the rate step by step until the loss diverges.
 
-The steps are those of a run, through the same loop, in a temporary folder: nothing of a run is read or changed. Suggested is
-the rate up to which the loss falls steeply, as a value, a table and a picture.
+The test trains in a temporary folder, through the loop of a run. It does not read or change any run. The suggested rate
+is the highest one at which the loss still falls steeply. The result is a value, a table, and a picture.
 """
 
 import math
@@ -29,50 +29,58 @@ from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
 
 MIN_STEPS = 20
-"""Fewer steps than this before the loss diverges say nothing about its slope."""
+"""Minimum steps before divergence. Fewer steps do not determine a slope."""
 _FILES = ("find-lr.json", "find-lr.png")
 FIRST_STEPS = 5
-"""Steps whose mean loss later losses are compared with."""
+"""Steps whose mean loss is the reference for later losses."""
 _CLEAR_FALL = 2.0
-"""Least fall of the smoothed loss, as a multiple of the scatter of single losses: of losses that only scatter, none of 400
-simulated tests of 100 steps falls as far, and one in twenty of 20 steps."""
+"""Minimum fall of the smoothed loss, as a multiple of the scatter of single losses.
+
+Simulated tests with scatter alone reach it in none of 400 cases with 100 steps, and in one of twenty with 20 steps.
+"""
 _WIDTH = 0.08
-"""Width of the smoothing, as a share of all steps: wider moves the suggestion, narrower lets seeds disagree."""
+"""Width of the smoothing, as a share of all steps.
+
+A larger width shifts the suggestion. With a smaller one, seeds disagree.
+"""
 _STEEP = 0.5
-"""Slope of a steep fall, as a share of the steepest."""
+"""Minimum slope of a steep fall, as a share of the steepest slope."""
 _AT_THE_LOWEST = 0.1
-"""Share of the fall that is left where the lowest loss counts as reached: scatter decides which step of a plateau is lowest."""
+"""Share of the fall above the lowest loss that still counts as lowest.
+
+On a plateau, scatter decides which step is lowest.
+"""
 Array = NDArray[np.float64]
 _EMA_DECAY = 0.8
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The learning rate that the losses of a range test suggest, and why."""
+    """The learning rate that the losses of a range test suggest, and the reason."""
 
     index: int | None
-    """The last step at which the loss falls steeply before it is lowest; None where it cannot be found."""
+    """Last step with a steep fall before the loss is lowest. None without a suggestion."""
     reason: str
     smoothed: Array
-    """The smoothed loss at each step whose loss is finite; a diverging loss is cut off little above the first losses."""
+    """Smoothed loss of the steps with finite loss. A diverging loss is cut off slightly above the first losses."""
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """A finished range test."""
+    """The result of a finished range test."""
 
     rates: Array
-    """Learning rates as the optimizer had them, after `lr_scaling`."""
+    """Learning rates of the optimizer, after `lr_scaling`."""
     losses: Array
     diverged: bool
     suggestion: Suggestion
     scale: float
-    """Factor of `optimizer.lr_scaling`: a recipe's learning_rate times this is what the optimizer gets."""
+    """Factor of `optimizer.lr_scaling` from the recipe's learning rate to the optimizer's."""
     scale_reason: str
 
     @property
     def learning_rate(self) -> float | None:
-        """The suggestion as a recipe writes it, before `lr_scaling`."""
+        """Return the suggested learning rate for a recipe, before `lr_scaling`, or None without a suggestion."""
         index = self.suggestion.index
         return None if index is None else float(f"{self.rates[index] / self.scale:.2g}")
 
@@ -81,7 +89,7 @@ def rates_of_test(low: float, high: float, num_steps: int) -> Array:
     """Return learning rates that rise by the same factor at each step.
 
     Raises:
-        ValueError: they do not rise, or are too few.
+        ValueError: the rates do not rise, or there are too few steps.
     """
     if not (0 < low < high < math.inf):
         raise ValueError(f"--min {low:g} --max {high:g}: the rates must be positive, and --min below --max")
@@ -91,11 +99,12 @@ def rates_of_test(low: float, high: float, num_steps: int) -> Array:
 
 
 def suggest(rates: Array, losses: Array, diverged: bool) -> Suggestion:
-    """Return the last rate at which the smoothed loss falls at least half as fast as at its steepest, before it is about lowest.
+    """Return the last rate with a steep fall of the smoothed loss, before the loss is about lowest.
 
-    The range test of Smith 2017 (arXiv 1506.01186, section 3.3), on a smoothed curve. The single steepest step is not used:
-    where a loss falls evenly over a decade or two, scatter decides which one it is. The first steps, where a fit has points
-    on one side only, do not count. There is no suggestion where the fall is not clear against the scatter of single losses.
+    A fall is steep if its slope is at least half of the steepest slope. This is the range test of Smith 2017 (arXiv
+    1506.01186, section 3.3) on a smoothed curve. The single steepest step is not used: if a loss falls evenly over a
+    decade or two, scatter decides which step is steepest. The first steps do not count, because the fit has points on
+    one side only there. A fall that is not clear against the scatter of single losses gives no suggestion.
     """
     finite = losses[np.isfinite(losses)]
     if len(finite) < MIN_STEPS:
@@ -104,10 +113,11 @@ def suggest(rates: Array, losses: Array, diverged: bool) -> Suggestion:
     width = max(2.0, _WIDTH * len(finite))
     first = max(FIRST_STEPS, round(2 * width))
     start = float(np.median(finite[:first]))
-    finite = np.minimum(finite, 2 * start - finite.min())  # else a diverged loss would lift the fit before it
+    # Without this limit, a diverged loss would lift the fit before it.
+    finite = np.minimum(finite, 2 * start - finite.min())
     level, slope = local_lines(finite, width)
     lowest = first + int(level[first:].argmin())
-    # Differences leave out the fall, and the median leaves out single outliers.
+    # Differences remove the fall, and the median removes single outliers.
     scatter = 1.4826 * float(np.median(np.abs(np.diff(finite[: lowest + 1])))) / math.sqrt(2)
     fall = float(level[first : lowest + 1].max() - level[lowest])
     if fall <= _CLEAR_FALL * scatter:
@@ -124,10 +134,10 @@ def suggest(rates: Array, losses: Array, diverged: bool) -> Suggestion:
 
 
 def check_place(folder: Path) -> None:
-    """Check that `write_test` can write into a folder, and replaces no file of others.
+    """Check that `write_test` can write to a folder without replacing files of others.
 
     Raises:
-        ValueError: it cannot, or would.
+        ValueError: the folder cannot be written, or a file of others is in the way.
     """
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
@@ -139,7 +149,7 @@ def check_place(folder: Path) -> None:
 
 
 def record_of(test: RangeTest) -> dict[str, Any]:
-    """Return the suggestion, the reason for it, and every step, as plain values."""
+    """Return the suggestion, its reason, and every step as plain values."""
     index = test.suggestion.index
     return {
         "learning_rate": test.learning_rate,
@@ -155,7 +165,7 @@ def record_of(test: RangeTest) -> dict[str, Any]:
 
 
 def write_test(test: RangeTest, folder: Path) -> tuple[Path, Path]:
-    """Write `find-lr.json` and `find-lr.png` into a folder; return their paths."""
+    """Write `find-lr.json` and `find-lr.png` to a folder, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     record, index = record_of(test), test.suggestion.index
     picture = draw_range_test(test.rates, test.losses, test.suggestion.smoothed, index)
@@ -188,15 +198,15 @@ def format_test(test: RangeTest) -> str:
 
 
 class _Enough(Exception):
-    """Raised to leave the loop at the end of the test: a requested stop would write a checkpoint."""
+    """Raised to leave the loop at the end of the test. A requested stop would write a checkpoint instead."""
 
 
 @dataclass
 class Recorder(Observer):
-    """Records the loss of each step, and ends the run when the loss has diverged or all steps are done.
+    """An observer that records losses, and ends the run when the loss has diverged or all steps are done.
 
-    All processes see the same numbers, so all end at the same step. A loss has diverged when it is not finite, or when its
-    smoothed value is twice the first or four times the lowest.
+    All processes see the same numbers, so all of them end at the same step. A loss has diverged if it is not finite, or
+    if its smoothed value exceeds twice the first or four times the lowest value.
     """
 
     num_steps: int
@@ -207,8 +217,8 @@ class Recorder(Observer):
     _best: float = math.inf
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Record a step; raise `_Enough` at the last one that is needed."""
-        # A step without targets has no loss; rates and losses stay aligned.
+        """Record a step. Raise `_Enough` after the last needed step."""
+        # A step without targets has no loss, so the last loss is repeated to keep losses aligned with rates.
         loss = result.loss if result.num_targets or not self.losses else self.losses[-1]
         self.losses.append(loss)
         step = len(self.losses)
@@ -224,8 +234,9 @@ class Recorder(Observer):
 
 
 def prepare_test(recipe: Recipe, rates: Array, folder: Path) -> tuple[RunContext, Recorder]:
-    """Prepare a run of the recipe that only tests learning rates, in a folder of its own; raises as `prepare_run`."""
-    recorder, last = Recorder(len(rates)), len(rates) - 1  # the recipe has a step more than the test
+    """Prepare a run of the recipe in `folder` that only tests learning rates. Raises as `prepare_run` does."""
+    # The recipe has one step more than the test.
+    recorder, last = Recorder(len(rates)), len(rates) - 1
     extensions = Extensions(observers=(recorder,))
     run = prepare_run(_recipe_of_test(recipe, len(rates), folder), extensions=extensions)
     run.schedule = lambda step: float(rates[min(step, last)])
@@ -233,9 +244,9 @@ def prepare_test(recipe: Recipe, rates: Array, folder: Path) -> tuple[RunContext
 
 
 def _recipe_of_test(recipe: Recipe, num_steps: int, folder: Path) -> Recipe:
-    """Return the recipe without evaluation, checkpoints, trackers, averaged weights, or a guard that would intervene."""
+    """Return the recipe without evaluation, checkpoints, trackers, averaged weights, and interventions of the guard."""
     changes: dict[str, dict[str, object]] = {
-        # A step more than the test makes: after the last step of a run comes a checkpoint.
+        # One step more than the test makes, because a checkpoint follows the last step of a run.
         "schedule": {
             "type": "constant", "max_steps": num_steps + 1, "num_epochs": None, "warmup_steps": 0, "warmup_ratio": None,
         },
@@ -255,7 +266,8 @@ def _recipe_of_test(recipe: Recipe, num_steps: int, folder: Path) -> Recipe:
 def run_test(run: RunContext, recorder: Recorder, rates: Array) -> RangeTest:
     """Train through the rates until the loss diverges, and return the losses with a suggestion."""
     with run.resources, garbage_collected_at_steps(), suppress(_Enough):
-        run_steps(run)  # `run.stop` is not opened: Ctrl-C interrupts at once, for there is nothing to save
+        # `run.stop` is not opened, so Ctrl-C interrupts at once. There is nothing to save.
+        run_steps(run)
     losses = np.array(recorder.losses)
     section = run.plan.recipe.optimizer
     scaled = scale_learning_rate(section.learning_rate, section.lr_scaling, run.sizes)

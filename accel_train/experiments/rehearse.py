@@ -1,6 +1,6 @@
-"""A short run of a recipe that is killed and resumed, and compared with the same run without a break.
+"""A rehearsal: a short run of a recipe is killed and resumed, and compared with the same run without a break.
 
-All runs are processes of their own, started as a user starts them, in a temporary folder next to `output_dir`.
+All runs are separate processes, started as a user starts them, in a temporary folder next to `output_dir`.
 """
 
 import os
@@ -19,7 +19,6 @@ from accel_train.checkpoint.store import checkpoint_folders, read_trainer, remov
 from accel_train.checkpoint.verify import verify
 from accel_train.core.errors import CheckpointError
 from accel_train.core.format import format_bytes, format_count
-from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import JsonRecord
 from accel_train.core.terminal import busy
 from accel_train.experiments.compare_runs import compare_runs
@@ -34,22 +33,22 @@ STEPS = 8
 LEAST_STEPS = 4
 EVALUATED_SAMPLES = 64
 STEPS_TO_SPARE = 1000
-"""A rehearsal ends by a signal, not because its run is over: a run that is shorter than this is made longer."""
+"""Steps by which a shorter run is extended past its last save. A signal then ends it before its schedule does."""
 STOP_SECONDS = 600.0
 CHECKPOINTS_AT_ONCE = 5
-"""The most checkpoints that a rehearsal has on the disk, where a save takes longer than `subprocess_run.POLL_SECONDS`."""
+"""Maximum checkpoints of a rehearsal on the disk, if a save takes longer than `subprocess_run.POLL_SECONDS`."""
 DETERMINISTIC = "precision.deterministic"
 
 
 def rehearse_recipe(
     path: str, settings: Sequence[str], *, processes: int | None = None, steps: int = STEPS, say: Callable[[str], None]
 ) -> Rehearsal:
-    """Rehearse a recipe; nothing of its output folder is touched.
+    """Rehearse a recipe and return the result. The recipe's output folder is not touched.
 
     Raises:
-        ValueError: the recipe or the arguments are wrong; a launcher started this.
-        ProcessFailed: a run ended by itself.
-        CheckpointError: there is not enough room on the disk.
+        ValueError: the recipe or the arguments are wrong, or a launcher started this process.
+        ProcessFailed: a run ended early.
+        CheckpointError: the disk does not have enough room.
     """
     _check(steps, processes)
     recipe = load_recipe(path, arguments=settings)
@@ -65,17 +64,17 @@ def prove_resume(
     steps: int = STEPS,
     say: Callable[[str], None],
 ) -> Rehearsal:
-    """Rehearse the resume of a run from copies of its newest checkpoint; the run's folder is only read.
+    """Rehearse the resume of a run from copies of its newest checkpoint. The run's folder is only read.
 
-    `settings` are `--section.field VALUE`, on top of the run's recipe.
+    `settings` are flags `--section.field VALUE` that override the run's recipe.
 
     Raises:
-        ValueError: the folder holds no run, or one that trains no further.
-        ProcessFailed, CheckpointError: as `rehearse_recipe`; no checkpoint is valid.
+        ValueError: the folder holds no run, or its run was stopped early.
+        ProcessFailed, CheckpointError: as in `rehearse_recipe`, or no checkpoint is valid.
     """
     _check(steps, processes)
-    path = recipe_of_run(run)
-    if path is None:
+    path = run / RECIPE_FILE
+    if not path.is_file():
         raise ValueError(f"{run} holds no {RECIPE_FILE}; give the output_dir of a run")
     check_settings(settings)
     recipe, settings = read_recipe(run, settings), reader_settings(settings)
@@ -110,7 +109,7 @@ def _rehearse(
     every_steps: int,
     say: Callable[[str], None],
 ) -> Rehearsal:
-    """Run once without a break, and once killed after its first save and resumed; then compare the two runs."""
+    """Run once without a break, and once killed after its first save and resumed. Compare the two runs."""
     start = 0 if newest is None else step_of(newest) or 0
     first, last = _saved_steps(output_dir, start, every_steps)
     changed = _changed_settings(plan, settings, last, every_steps)
@@ -169,14 +168,14 @@ def _free_bytes(folder: Path, plan: Plan) -> int:
     free_bytes, needed = shutil.disk_usage(folder).free, CHECKPOINTS_AT_ONCE * plan.checkpoint_bytes
     if free_bytes < needed:
         raise CheckpointError(
-            f"{folder.parent} has {format_bytes(free_bytes)} free, and a rehearsal needs {format_bytes(needed)}; make room, or "
-            "set output_dir on another disk"
+            f"{folder.parent} has {format_bytes(free_bytes)} free, and a rehearsal needs {format_bytes(needed)}; "
+            "make room, or set output_dir on another disk"
         )
     return free_bytes
 
 
 def _saved_steps(run: Path, start: int, every_steps: int) -> tuple[int, int]:
-    """Return the next two steps that are saved after `start`, without those that a rollback of this run skips."""
+    """Return the next two steps after `start` that are saved, without steps that a rollback of this run skips."""
     rollbacks = read_rollbacks(run) if start else []
     due = count((start // every_steps + 1) * every_steps, every_steps)
     steps = (step for step in due if not is_skipped_by_rollback(step, rollbacks))
@@ -184,7 +183,7 @@ def _saved_steps(run: Path, start: int, every_steps: int) -> tuple[int, int]:
 
 
 def _changed_settings(plan: Plan, settings: Sequence[str], last: int, every_steps: int) -> dict[str, object]:
-    """Return the settings that a rehearsal changes: when to evaluate and save, on how many samples, and what is logged."""
+    """Return the settings that a rehearsal changes: evaluation and save steps, evaluated samples, and logging."""
     samples = max(EVALUATED_SAMPLES, 2 * plan.sizes.per_device_eval_batch_size * plan.world_size)
     changed: dict[str, object] = {
         "checkpoint.every_steps": every_steps,
@@ -211,7 +210,10 @@ def _changed_settings(plan: Plan, settings: Sequence[str], last: int, every_step
 
 
 def _begin_with(newest: Path | None, run_folder: Path) -> None:
-    """Make a run folder with a copy of this checkpoint and its records; hard links where possible, since files never change."""
+    """Make a run folder with a copy of this checkpoint and its records.
+
+    Files of a checkpoint never change, so hard links are used where possible.
+    """
     root = run_folder / "checkpoints"
     root.mkdir(parents=True)
     if newest is None:
@@ -225,7 +227,8 @@ def _begin_with(newest: Path | None, run_folder: Path) -> None:
 def _link_or_copy(source: str, target: str) -> str:
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links
+    # The file system does not support hard links.
+    except OSError:
         shutil.copy2(source, target)
     return target
 
@@ -237,7 +240,7 @@ def _keep_only(run_folder: Path, step: int) -> None:
 
 
 def _refuse_changes(events: Sequence[JsonRecord], name: str) -> None:
-    """Refuse changes since the checkpoint, except of the length of the run, which a rehearsal changes itself."""
+    """Raise ValueError for changes since the checkpoint, other than the rehearsal's own change of length."""
     changes = (change for event in events if event["event"] == "changes_accepted" for change in event["changes"])
     if refused := [each for each in changes if not each.startswith(("schedule.max_steps ", "schedule.warmup_steps "))]:
         message = f"{name} has changed since its checkpoint, and a resume would be refused:"

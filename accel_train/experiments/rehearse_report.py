@@ -1,4 +1,4 @@
-"""The result of a rehearsal, as facts and as text: what it did, what it measured, and whether a kill changes anything."""
+"""The result of a rehearsal, as facts and as text: the launches, the measurements, and the comparison."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,27 +18,27 @@ REASONS = {
     "schedule.max_steps": "it ends by a signal, not because it is over, so the learning rates are others",
     "precision.deterministic": "else a GPU adds in no fixed order; set it to false to measure the speed without it",
 }
-"""The settings that a rehearsal changes and that it shows, each with the reason."""
+"""Reasons, by setting, of the changed settings that a report shows."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A finished rehearsal."""
+    """The result of a finished rehearsal."""
 
     plan: Plan
     killed_after: int
-    """The step whose checkpoint was on the disk before the kill."""
+    """Step of the last checkpoint before the kill."""
     changed: Mapping[str, Any]
-    """Settings that differ from the recipe's."""
+    """Settings that differ from the recipe."""
     launches: Sequence[tuple[str, str]]
-    """Name of each launch of the run, and what it did."""
+    """Name and outcome of each launch."""
     startup_seconds: Sequence[float]
-    """Start-up time of each launch."""
+    """Start-up time of each launch, in seconds."""
     metrics: Sequence[JsonRecord]
-    """Of the run that was not killed, and so are its events and its checkpoint's size."""
+    """Metrics of the run without a break. `events` and `checkpoint_bytes` come from the same run."""
     events: Sequence[JsonRecord]
     stop_seconds: float | None
-    """Time from SIGTERM to the end; None where that took too long."""
+    """Seconds from SIGTERM to the end. None if the run exceeded the time limit."""
     checkpoint_bytes: int
     free_bytes: int
     """Free bytes on the disk before the rehearsal."""
@@ -46,16 +46,16 @@ class Rehearsal:
 
     @property
     def same(self) -> bool:
-        """Return whether the run that was killed equals the one that was not."""
+        """Return whether the killed run equals the run without a break."""
         return all(each.difference is None for each in self.compared)
 
 
 def format_rehearsal(
     rehearsal: Rehearsal, *, colour: bool = False, with_plan: bool = True, show_all: bool = False
 ) -> str:
-    """Return the result as aligned text: first whether a resume can be trusted, then what was measured.
+    """Return the result as aligned text: first the verdict about resumes, then the measurements.
 
-    `show_all` adds what was done, each comparison, and (`with_plan`) the plan.
+    `show_all` adds the launches, each comparison, and (`with_plan`) the plan.
     """
     plan, changed, same = rehearsal.plan, rehearsal.changed, rehearsal.same
     settings = [(name, f"{changed[name]} ({reason})") for name, reason in REASONS.items() if name in changed]
@@ -89,7 +89,8 @@ def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield "start-up", f"{starts}: until the first step could begin"
     clock = [row["train_seconds"] for row in rehearsal.metrics if row["split"] == "train"]
     if len(clock) > 2:
-        seconds, max_steps = (clock[-1] - clock[1]) / (len(clock) - 2), plan.steps.max_steps  # the first step is slower
+        # The first step is left out because it is slower.
+        seconds, max_steps = (clock[-1] - clock[1]) / (len(clock) - 2), plan.steps.max_steps
         rate = plan.num_targets / max_steps / seconds if seconds else 0.0
         yield "a step", f"{duration(seconds)}, {rate:,.0f} {plan.targets} a second"
         whole = format_seconds(max_steps * seconds)
@@ -119,7 +120,7 @@ def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
 
 
 def _evaluation(metrics: Sequence[JsonRecord], max_samples: int) -> str:
-    """Return duration and scores of the last evaluation."""
+    """Return the duration and the scores of the last evaluation."""
     row = next((row for row in reversed(metrics) if row["split"] == "eval"), None)
     if row is None:
         return "none: there is nothing held out (data.eval, data.eval_fraction)"
@@ -135,12 +136,12 @@ def _conclusion(rehearsal: Rehearsal) -> str:
         return f"PASS: killed after step {step} and resumed, it is the run that was never killed, to the bit: {names}."
     if any(each.first_step is not None and each.first_step <= step for each in rehearsal.compared):
         return (
-            "DIFFERENT: the two runs differ before either was killed, so this recipe does not repeat itself, and nothing can "
-            "be said of its resume. Look for a source of chance that does not follow from the seed (custom code, the "
-            "clock, on a GPU precision.deterministic false)."
+            "DIFFERENT: the two runs differ before either was killed, so this recipe does not repeat itself, "
+            "and nothing can be said of its resume. Look for a source of chance that does not follow from the seed "
+            "(custom code, the clock, on a GPU precision.deterministic false)."
         )
     return (
-        f"DIFFERENT: until step {step} the two runs were one; the one that was killed there and resumed is another. Its "
-        "checkpoint does not hold all that the run depends on (custom code that keeps a state?), or its GPU adds in no fixed "
-        "order (precision.deterministic false)."
+        f"DIFFERENT: until step {step} the two runs were one; the one that was killed there and resumed is another. "
+        "Its checkpoint does not hold all that the run depends on (custom code that keeps a state?), "
+        "or its GPU adds in no fixed order (precision.deterministic false)."
     )

@@ -1,4 +1,4 @@
-"""A training run in child processes: started as a user starts it, watched through the files it writes, killed or stopped."""
+"""A training run in child processes, started as a user starts it, watched through its files, and killed or stopped."""
 
 import os
 import subprocess
@@ -22,10 +22,10 @@ LAUNCHER_VARIABLES = (
 
 
 class TrainingProcess:
-    """The command `accel-train run`, which writes to `run_folder`: `with TrainingProcess(...) as training:`.
+    """A process of `accel-train run` that writes to `run_folder`: `with TrainingProcess(...) as training:`.
 
-    Torchrun starts several processes. All are killed when the block ends. What it prints is added to NAME.txt in `log_folder`, by
-    default that of the run folder.
+    Several processes are started through torchrun. All of them are killed at the end of the block. The output is
+    appended to NAME.txt in `log_folder`, by default the parent of the run folder.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class TrainingProcess:
         log_folder: Path | None = None,
     ) -> None:
         self.name, self.run_folder = name, run_folder
-        self._num_earlier_events = 0  # until they are counted
+        # `events` below needs the attribute before its value is known.
+        self._num_earlier_events = 0
         self._num_earlier_events = len(self.events())
         self._log = (log_folder or run_folder.parent) / f"{name}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,8 @@ class TrainingProcess:
                 stderr=subprocess.STDOUT,
                 env={name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES},
                 start_new_session=True,
-                preexec_fn=stop_with_parent,  # if this process is killed, the training ends as well
+                # Ends the training if this process is killed.
+                preexec_fn=stop_with_parent,
             )
 
     def __enter__(self) -> "TrainingProcess":
@@ -75,12 +77,12 @@ class TrainingProcess:
         return max((row["step"] for row in rows if row["split"] == "train"), default=0)
 
     def exit_code(self) -> int | None:
-        """Return the exit code as a shell says it (137: SIGKILL); None while the run goes on."""
+        """Return the exit code as a shell reports it (137 for SIGKILL), or None while the run is alive."""
         code: int | None = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def errors(self) -> str:
-        """Return the errors that the run has printed, or else its last lines."""
+        """Return the errors that the run has printed, or its last lines without errors."""
         with self._log.open(errors="replace") as log:
             log.seek(self._log_begins)
             lines = log.read().splitlines()
@@ -88,7 +90,7 @@ class TrainingProcess:
         return "\n".join(errors or lines[-15:])
 
     def wait_until(self, reached: Callable[[], object]) -> None:
-        """Wait until `reached` returns something true.
+        """Wait until `reached` returns a true value.
 
         Raises:
             ProcessFailed: the run ended before.
@@ -100,15 +102,19 @@ class TrainingProcess:
             time.sleep(POLL_SECONDS)
 
     def wait_for_first_step(self) -> float:
-        """Wait until data and model are loaded and restored; return the seconds since the start. Raises as `wait_until`."""
+        """Wait until data and model are loaded and restored, and return the seconds since the start.
+
+        Raises:
+            ProcessFailed: the run ended before.
+        """
         self.wait_until(lambda: any(event["event"] in ("start", "resume") for event in self.events()))
         return time.monotonic() - self._started
 
     def wait_for_checkpoint(self, step: int) -> None:
-        """Wait until the run says that the checkpoint of a step is published.
+        """Wait until the run reports that the checkpoint of `step` is published.
 
         Raises:
-            ProcessFailed: it was refused or could not be written, or the run ended before.
+            ProcessFailed: the checkpoint was refused or could not be written, or the run ended before.
         """
         kinds = ("checkpoint", "checkpoint_failed", "checkpoint_refused")
 
@@ -120,7 +126,7 @@ class TrainingProcess:
             raise ProcessFailed(f"{self.name}: {end['message']}", 4)
 
     def kill(self) -> None:
-        """Send SIGKILL to the launcher and to every process at once."""
+        """Send SIGKILL to the launcher and all its processes at once."""
         family: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             family = [*self._process.children(recursive=True), self._process]
@@ -131,7 +137,7 @@ class TrainingProcess:
         self._process.wait()
 
     def stop(self, timeout_seconds: float) -> float | None:
-        """Send SIGTERM and return the seconds until the run ended; None where that took longer than the timeout."""
+        """Send SIGTERM and return the seconds until the run ended, or None after the timeout."""
         begin = time.monotonic()
         with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
             self._process.terminate()

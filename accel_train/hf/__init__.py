@@ -1,6 +1,7 @@
-"""`Trainer`: Hugging Face's Trainer on our loop. Here its arguments, callbacks and datasets become a recipe, a task and an observer.
+"""`Trainer`: the interface of Hugging Face's Trainer on top of the loop of accel_train.
 
-The loop knows nothing of it."""
+This package turns its arguments, callbacks, and datasets into a recipe, a task, and an observer. The loop does not
+depend on this package."""
 
 from transformers import Seq2SeqTrainingArguments
 

@@ -1,7 +1,7 @@
-"""Every field of `transformers.TrainingArguments`, and what becomes of it here: the table of docs/hf_trainer.md.
+"""Every field of `transformers.TrainingArguments` and its treatment here: the table of docs/hf_trainer.md.
 
-A field is translated into recipe fields, honoured by the Trainer itself, or refused: then only the values that change nothing
-are accepted, and any other is a ValueError that names the field, its value, and what to do instead.
+A field is translated into recipe fields, honored by the Trainer itself, or refused. A refused field accepts only values
+without any effect. Other values raise a ValueError that names the field, its value, and the remedy.
 """
 
 import re
@@ -22,34 +22,34 @@ class Rule:
 
     kind: Literal["translated", "honoured", "refused"]
     text: str
-    """The table's last column."""
+    """Text in the last column of the table."""
     allowed: Allowed | None = None
-    """Values that can be honoured; none: all. The remedy for the others is `text`, or `remedy` where that is given."""
+    """Predicate of supported values. None: all. The remedy for other values is `remedy`, or `text` by default."""
     remedy: str = ""
     leaves: tuple[str, ...] = ()
-    """The recipe fields."""
+    """Recipe fields that the argument sets."""
     value_of: Callable[[Any], Any] | None = None
-    """The recipe field's value by the argument's; none: `to_recipe` computes it from several arguments."""
+    """Function from the argument to the recipe field. None: `to_recipe` computes the field from several arguments."""
 
 
 def leaf(name: str, value_of: Callable[[Any], Any] = lambda value: value, *, note: str = "", **rule: Any) -> Rule:
-    """Return the rule of an argument that alone sets one recipe field."""
+    """Return the rule of an argument that sets one recipe field alone."""
     return computed(name, note=note, value_of=value_of, **rule)
 
 
 def computed(*names: str, note: str = "", text: str = "", **rule: Any) -> Rule:
-    """Return the rule of an argument that sets recipe fields together with others."""
+    """Return the rule of an argument that sets recipe fields together with other arguments."""
     shown = " and ".join(f"`{name}`" for name in names) + (f": {note}" if note else "")
     return Rule("translated", text or shown, leaves=names, **rule)
 
 
 def honoured(how: str, *, allowed: Allowed | None = None, remedy: str = "") -> Rule:
-    """Return the rule of an argument that the Trainer itself honours."""
+    """Return the rule of an argument that the Trainer itself honors."""
     return Rule("honoured", how, allowed, remedy)
 
 
 def refused(remedy: str, *, allowed: Allowed | None = None) -> Rule:
-    """Return a rule that accepts only the values that ask for nothing: the allowed ones, else false, none and empty ones."""
+    """Return a rule that accepts only values without any effect: `allowed`, or by default false and empty values."""
     return Rule("refused", remedy, allowed or (lambda value: not value))
 
 
@@ -58,7 +58,7 @@ def _is(*values: Any) -> Allowed:
 
 
 def name_of(value: Any) -> str:
-    """Return the text of an enum of transformers, which a script may set as plain text."""
+    """Return the text of an enum value of transformers. Scripts may also set it as plain text."""
     return str(getattr(value, "value", value))
 
 
@@ -78,25 +78,25 @@ OPTIMIZERS = {
     "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit",
 }
-"""`optim` -> `optimizer.name`."""
+"""Recipe optimizers (`optimizer.name`) by `optim`."""
 
 
 def is_momentum(optim_args: str | None) -> bool:
-    """Return whether `optim_args` is `momentum=NUMBER` alone."""
+    """Return whether `optim_args` is only `momentum=NUMBER`."""
     return re.fullmatch(r"\s*momentum\s*=\s*[\d.eE+-]+\s*", optim_args or "") is not None
 
 
 def has_recipe_optimizer(args: TrainingArguments) -> bool:
-    """Return whether the recipe makes the optimizer that `optim` names; else transformers does."""
+    """Return whether the recipe can build the optimizer of `optim`. Transformers builds the others."""
     takes_args = not args.optim_args or (args.optim == "sgd" and is_momentum(args.optim_args))
     return name_of(args.optim) in OPTIMIZERS and takes_args
 
 
 KEEP_ALL = 1_000_000
-"""`save_total_limit=None`: more checkpoints than a run writes."""
+"""Number of kept checkpoints for `save_total_limit=None`, more than a run writes."""
 
 FIELDS: dict[str, Rule] = {
-    # What is trained, for how long
+    # Output folder, batch sizes, and length of training
     "output_dir": leaf("output_dir", note="the run folder"),
     "per_device_train_batch_size": computed("batch.per_device_batch_size"),
     "num_train_epochs": computed("schedule.max_steps", note="times the steps of an epoch, unless max_steps is given"),
@@ -116,7 +116,9 @@ FIELDS: dict[str, Rule] = {
         "schedule.type",
         text="`schedule.type`; where the recipe has no field for the kwargs, transformers' scheduler gives all rates",
         allowed=lambda value: name_of(value) != "greedy",
-        remedy="its rate depends on each step's loss, for which the host would wait; use cosine, or reduce_lr_on_plateau",
+        remedy=(
+            "its rate depends on each step's loss, for which the host would wait; use cosine, or reduce_lr_on_plateau"
+        ),
     ),
     "lr_scheduler_kwargs": computed("schedule.min_lr_ratio", "schedule.num_cycles", "schedule.power", note="as above"),
     "warmup_steps": computed("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
@@ -126,8 +128,8 @@ FIELDS: dict[str, Rule] = {
         note=f"{', '.join(OPTIMIZERS)}; any other is made by transformers, whose scheduler then gives the rates",
         allowed=lambda value: not re.search("layerwise|lomo|adamw_torch_[48]bit", name_of(value)),
         remedy=(
-            "layerwise and LOMO optimizers update weights within the backward pass, before a bad step can be skipped, and no "
-            "checkpoint can hold the state of torchao's 4-bit and 8-bit ones; use another (adamw_bnb_8bit, say)"
+            "layerwise and LOMO optimizers update weights within the backward pass, before a bad step can be skipped, "
+            "and no checkpoint can hold the state of torchao's 4-bit and 8-bit ones; use another (adamw_bnb_8bit, say)"
         ),
     ),
     "optim_args": leaf(
@@ -242,11 +244,13 @@ FIELDS: dict[str, Rule] = {
         "the order of epoch e is torch.randperm of the seed data_seed (none: seed) + e, as in transformers"
     ),
     "accelerator_config": honoured(
-        "`split_batches`: a batch size is that of all processes; `dispatch_batches`, `even_batches`, `non_blocking`: both values give "
-        "the same batches",
+        "`split_batches`: a batch size is that of all processes; `dispatch_batches`, `even_batches`, `non_blocking`: "
+        "both values give the same batches",
         allowed=_known_accelerator_config,
-        remedy="use_seedable_sampler=False and gradient_accumulation_kwargs leave the order and the accumulation to Accelerate; "
-        "leave them out",
+        remedy=(
+            "use_seedable_sampler=False and gradient_accumulation_kwargs leave the order and the accumulation to "
+            "Accelerate; leave them out"
+        ),
     ),
     "parallelism_config": computed(
         "parallel.dp_shard_size", note="and data parallelism around it; else accel-train run"
@@ -309,7 +313,7 @@ FIELDS: dict[str, Rule] = {
 
 
 def table() -> str:
-    """Return the table of docs/hf_trainer.md, a line for each field."""
+    """Return the table of docs/hf_trainer.md, with a line per field."""
     lines = ["| TrainingArguments | here | how, or what to do instead |", "|---|---|---|"]
     for name, rule in FIELDS.items():
         remedy = f"; refused else: {rule.remedy}" if rule.remedy else ""

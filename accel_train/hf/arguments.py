@@ -1,4 +1,7 @@
-"""TrainingArguments -> Recipe, once, before anything is built; what cannot be honoured is an error that names the field or method."""
+"""Translation of TrainingArguments into a Recipe, once, before anything is built.
+
+Unsupported fields and overridden methods raise an error that names them.
+"""
 
 import dataclasses
 import json
@@ -23,10 +26,11 @@ if TYPE_CHECKING:
 
 
 GENERATION_FIELDS = ("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config")
-"""Fields of Seq2SeqTrainingArguments, which Seq2SeqTrainer honours."""
+"""Fields of Seq2SeqTrainingArguments that Seq2SeqTrainer supports."""
+# Without sortish_sampler, because transformers' own Seq2SeqTrainer does not read it either.
 TRANSFORMERS_FIELDS = frozenset(
     field.name for kind in (TrainingArguments, Seq2SeqTrainingArguments) for field in dataclasses.fields(kind)
-) - {*GENERATION_FIELDS, "sortish_sampler"}  # which transformers' own Seq2SeqTrainer does not read either
+) - {*GENERATION_FIELDS, "sortish_sampler"}
 REMEDIES = {
     "_get_train_sampler": "override get_train_dataloader",
     "_get_eval_sampler": "override get_eval_dataloader",
@@ -35,20 +39,21 @@ REMEDIES = {
     "_prepare_inputs": "override training_step and prediction_step",
     "_save": "override save_model",
 }
-"""By transformers' name of the method; for others a callback is the remedy."""
+"""Remedies by the name of an overridden method of transformers' Trainer. The remedy for other methods is a callback."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what cannot be honoured: the field, its value, and what to do instead.
+    """Check that all fields have supported values.
 
     Raises:
-        ValueError: naming every such field.
+        ValueError: a field has another value. The message names each such field, its value, and the remedy.
     """
     problems = []
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         rule = FIELDS.get(field.name)
-        if rule is None:  # a field of the script's own subclass, or of another transformers
+        # A field of the script's own subclass, or of another version of transformers.
+        if rule is None:
             if field.name in TRANSFORMERS_FIELDS and field.default_factory is MISSING and value != field.default:
                 problems.append(f"{field.name}={value!r}: accel_train.Trainer does not know this field; leave it out")
         elif rule.allowed is not None and not rule.allowed(value):
@@ -58,10 +63,11 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Refuse a subclass that overrides methods which only transformers' Trainer calls.
+    """Check that a subclass overrides only methods that accel_train calls.
 
     Raises:
-        ValueError: naming each overridden method that would never be called, and what to override instead.
+        ValueError: a method that only transformers' Trainer calls is overridden. The message names each with its
+            remedy.
     """
     problems = []
     for cls in kind.__mro__[: kind.__mro__.index(base)]:
@@ -76,7 +82,7 @@ def check_overrides(kind: type, base: type) -> None:
 
 
 def check_combinations(trainer: "Trainer") -> None:
-    """Refuse arguments that contradict each other.
+    """Check the arguments of the trainer against each other.
 
     Raises:
         ValueError: two arguments contradict each other, or one needs another.
@@ -85,7 +91,8 @@ def check_combinations(trainer: "Trainer") -> None:
     for name in () if trainer.generates else GENERATION_FIELDS:
         if getattr(args, name, None):
             raise ValueError(
-                f"{name}={getattr(args, name)!r}: accel_train.Trainer generates no texts; use accel_train.hf.Seq2SeqTrainer"
+                f"{name}={getattr(args, name)!r}: accel_train.Trainer generates no texts; "
+                "use accel_train.hf.Seq2SeqTrainer"
             )
     if optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError("give one of optimizers and optimizer_cls_and_kwargs")
@@ -109,31 +116,32 @@ def check_combinations(trainer: "Trainer") -> None:
 
 @dataclass(frozen=True)
 class Length:
-    """Length of a run as transformers counts it: every epoch is a whole number of steps."""
+    """The length of a run as transformers counts it. Every epoch is a whole number of steps."""
 
     batches_per_epoch: int
-    """Micro-batches of each process."""
+    """Micro-batches per epoch on each process."""
     steps_per_epoch: int
     max_steps: int
     num_epochs: int
-    """Begun epochs, as transformers' state shows them."""
+    """Number of started epochs, as in transformers' state."""
     global_batch_size: int
     num_samples_planned: float
     """Samples of all steps, as transformers counts them for its samples per second."""
 
     def epoch_at(self, step: int, gradient_accumulation_steps: int) -> float:
-        """Return the epochs done after a step, counted in micro-batches, as transformers logs them."""
+        """Return the epochs done after `step`, in fractions of micro-batches, as transformers logs them."""
         epochs, step_in_epoch = divmod(step, self.steps_per_epoch)
         batches = min(step_in_epoch * gradient_accumulation_steps, self.batches_per_epoch)
         return epochs + batches / self.batches_per_epoch
 
 
 def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int | None, world_size: int) -> Length:
-    """Return the steps of the run and of an epoch, from the samples, or from the batches of the user's loader.
+    """Return the steps of the run and of an epoch, from the number of samples or of batches in the user's loader.
 
     Raises:
-        ValueError: there is nothing to train on; or neither a length nor max_steps; or `dataloader_drop_last` leaves the last
-            step of each epoch with fewer micro-batches, which the recipe cannot say.
+        ValueError: the data make no step, or have no length while max_steps is not set. Also raised if
+            `dataloader_drop_last` leaves the last step of each epoch with fewer micro-batches, because a recipe cannot
+            express this.
     """
     accumulation = args.gradient_accumulation_steps
     per_step = train_batch_size(args) * world_size
@@ -179,12 +187,12 @@ def to_recipe(
     """Return the recipe of these arguments.
 
     Args:
-        resume: `never`, `auto` or a checkpoint.
-        by_callbacks: callbacks say when to evaluate and save, so the recipe does not.
-        train_name: what the training data is called in recipe.yaml.
+        resume: `never`, `auto`, or a checkpoint.
+        by_callbacks: whether callbacks decide when to evaluate and save, instead of the recipe.
+        train_name: name of the training data in recipe.yaml.
 
     Raises:
-        ValueError: a value breaks a rule of the recipe; the text names the field.
+        ValueError: a value breaks a rule of the recipe. The message names the field.
     """
     check_arguments(args)
     translated = {name: rule for name, rule in FIELDS.items() if rule.value_of and hasattr(args, name)}
@@ -201,9 +209,12 @@ def to_recipe(
         "checkpoint.every_steps": 0 if by_callbacks else _every(args, "save", length),
         "checkpoint.keep_best": args.load_best_model_at_end or args.save_strategy == "best",
         "checkpoint.resume": resume,
-        "checkpoint.accept_changes": True,  # as transformers; each is a line and an event
-        "checkpoint.in_background": False,  # `on_save` comes once the folder is there
-        **{"guard.on_spike": "off", "guard.max_rollbacks": 0},  # transformers has neither
+        # Changes are accepted as in transformers. Each is logged as a line and as an event.
+        "checkpoint.accept_changes": True,
+        # `on_save` is called once the folder is complete.
+        "checkpoint.in_background": False,
+        # Transformers does not have these features.
+        **{"guard.on_spike": "off", "guard.max_rollbacks": 0},
         "evaluate.every_steps": _every(args, "eval", length) if has_eval and not by_callbacks else 0,
         "log.every_steps": _every(args, "logging", length) or length.max_steps,
         "options.training_arguments": set_fields(args),
@@ -222,7 +233,8 @@ def to_recipe(
 
 def _schedule_leaves(args: TrainingArguments, length: Length) -> dict[str, Any]:
     schedule = schedule_of(args)
-    has_warmup = schedule is not None and args.lr_scheduler_type != "constant"  # transformers' plain constant has none
+    # The schedule `constant` of transformers has no warmup.
+    has_warmup = schedule is not None and args.lr_scheduler_type != "constant"
     return {
         "schedule.max_steps": length.max_steps,
         "schedule.warmup_steps": args.get_warmup_steps(length.max_steps) if has_warmup else 0,
@@ -231,7 +243,7 @@ def _schedule_leaves(args: TrainingArguments, length: Length) -> dict[str, Any]:
 
 
 def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
-    """Return `schedule.type` and its fields; None where the recipe has none, so that transformers' scheduler is used."""
+    """Return `schedule.type` and its fields, or None if only transformers' scheduler can do it."""
     kind, kwargs = name_of(args.lr_scheduler_type), dict(args.lr_scheduler_kwargs or {})
     if kind in ("linear", "cosine", "constant", "inverse_sqrt") and not kwargs:
         return {"type": kind}
@@ -249,7 +261,7 @@ def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
 
 
 def set_fields(args: TrainingArguments) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, as plain JSON values; tokens are left out."""
+    """Return the fields that differ from their defaults, as plain JSON values, without access tokens."""
     changed = {
         field.name: value
         for field in dataclasses.fields(args)
@@ -261,7 +273,10 @@ def set_fields(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _every(args: TrainingArguments, kind: str, length: Length) -> int:
-    """Return the steps between two of a kind (`logging`, `eval`, `save`); 0: never. Below 1 is a fraction of all steps."""
+    """Return the steps between two `logging`, `eval`, or `save` events. 0 means never.
+
+    An argument below 1 is a fraction of all steps.
+    """
     strategy = name_of(getattr(args, f"{kind}_strategy"))
     if strategy == "epoch":
         return length.steps_per_epoch
@@ -272,13 +287,13 @@ def _every(args: TrainingArguments, kind: str, length: Length) -> int:
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
-    """Return recipe.yaml's description of a given model: a resume checks its weights by shape."""
+    """Return the description of the user's model for recipe.yaml. A resume checks the weights by shape."""
     kind = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
     return {"model_type": kind, "class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
 
 
 def with_decay_of(recipe: Recipe, model: nn.Module, decayed: Collection[str]) -> Recipe:
-    """Return the recipe with a group by name for each parameter that transformers decays and we do not, or the reverse."""
+    """Return the recipe with groups for the parameters that only transformers, or only accel_train, decays."""
     section = recipe.optimizer
     if section.weight_decay == 0:
         return recipe
@@ -290,7 +305,7 @@ def with_decay_of(recipe: Recipe, model: nn.Module, decayed: Collection[str]) ->
 
 
 def _explain(error: ValidationError, args: TrainingArguments) -> str:
-    """Name each argument whose recipe field is refused."""
+    """Return a message that names each argument with an invalid recipe field."""
     names = {"schedule": "warmup_steps", "optimizer.betas.1": "adam_beta2"}
     for name, rule in FIELDS.items():
         for leaf in rule.leaves:

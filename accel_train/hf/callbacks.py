@@ -1,8 +1,8 @@
-"""The bridge between our loop and transformers' callbacks: an observer that keeps TrainerState and calls CallbackHandler.
+"""An observer that connects the loop to transformers' callbacks, TrainerState, and CallbackHandler.
 
-At each step, evaluation and checkpoint it calls the event that transformers' Trainer would call there, and turns the callbacks'
-TrainerControl into requests to the loop. Where no callback can request anything, the host does not wait for steps: then a
-step is reported while the next one runs.
+At each step, evaluation, and checkpoint, the observer calls the event that transformers' Trainer would call there. It
+turns the callbacks' TrainerControl into requests to the loop. If no callback can request anything, the host does not
+wait for steps. Each step is then reported while the next one runs.
 """
 
 import json
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 CLOCKS = ("runtime", "_per_second", "epoch")
-"""Values that `Trainer.evaluate` returns next to metrics, by the end of its names."""
+"""Suffixes of values that `Trainer.evaluate` returns in addition to metrics."""
 
 
 class Flow(Observer):
@@ -64,33 +64,35 @@ class Flow(Observer):
         self, trainer: "Trainer", length: Length, requests: Requests | None, ignore_keys: list[str] | None
     ) -> None:
         self.stock_checkpoint: Path | None = None
-        """A checkpoint of transformers' own Trainer, which is resumed."""
+        """Checkpoint of transformers' own Trainer to resume from. None otherwise."""
         self.scheduler: ReduceLROnPlateau | None = None
-        """A schedule that follows the evaluations."""
+        """Schedule that follows the evaluations. None for other schedules."""
         self.trainer, self.length, self.requests, self.ignore_keys = trainer, length, requests, ignore_keys
-        self._flops = self._flops_before = 0.0  # of this process since it started; of all, in the checkpoint
+        # FLOPs of this process since it started, and FLOPs of all processes in the checkpoint.
+        self._flops = self._flops_before = 0.0
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
         self._is_best_loaded, self._is_optimizer_checked = False, False
-        self._epoch_ended_at = 0  # the step of the last on_epoch_end
+        # Step of the last on_epoch_end.
+        self._epoch_ended_at = 0
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied = 0.0, 0
         self._num_skipped = 0
         self._begun_step, self._flops_at_step = -1, 0.0
         self._shown_rate = 0.0
         self._num_micro_batches = 0
-        """Of the step that runs."""
+        """Micro-batches of the current step so far."""
         self._num_own = 0
         self.own_of_short_steps: dict[int, int] = {}
-        """Batches of this process in each 0-based step of a stream in which it has fewer than usual."""
+        """Batches of this process by 0-based step, for steps of a stream in which it has fewer than usual."""
         self._tokens: list[Any] = []
-        """Counts of input tokens since the last step."""
+        """Input tokens of each micro-batch since the last step."""
         self._hooks = ExitStack()
         self.began = self.ended = time.time()
-        """Times at which the loop began and ended, without preparation and report."""
+        """Times (seconds since the epoch) at which the loop began and ended, without preparation and report."""
 
     def begin(self, run: "RunContext") -> None:
-        """Set a new state, or that of the checkpoint which is resumed; then call on_train_begin.
+        """Set a new state, or the state of the resumed checkpoint, and call on_train_begin.
 
         Raises:
             OSError: the checkpoint's state cannot be read.
@@ -114,7 +116,8 @@ class Flow(Observer):
             raise ValueError(f"the state() of a callback cannot be saved: {error}") from None
         trainer.state = state
         self.names = CheckpointNames(run, trainer)
-        self.names.link()  # the folder may hold those of a run that was killed, or archived
+        # The folder may hold links of a killed or archived run.
+        self.names.link()
         handler, self.rates = trainer.callback_handler, NextRates(run)
         if trainer.lr_scheduler is None:
             trainer.lr_scheduler = RecipeRates(run.strategy.optimizer, args.learning_rate)
@@ -144,9 +147,10 @@ class Flow(Observer):
         self._hooks.close()
 
     def on_step_begin(self, step: int) -> None:
-        """Let overridden methods see the step; call on_epoch_begin and on_step_begin, where callbacks have seen all of the one before."""
+        """Update the state, and call on_epoch_begin and on_step_begin if callbacks saw the last step."""
         self._num_micro_batches, self._num_own = 0, self._own_micro_batches(step)
-        if step == self._begun_step:  # repeated: out of memory, or to learn which weights a step leaves unused
+        # The step is repeated: out of memory, or to find the weights that a step leaves unused.
+        if step == self._begun_step:
             self._flops, self._tokens = self._flops_at_step, []
         self._begun_step, self._flops_at_step = step, self._flops
         self.trainer.state.global_step, self.trainer.state.epoch = step, self._epoch(step)
@@ -154,17 +158,19 @@ class Flow(Observer):
             self._begin_step_after(step)
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Call on_step_end, and on_epoch_end where it ends one; log now, and request the rest from the loop.
+        """Call on_step_end, and on_epoch_end at the end of an epoch. Log now, and request other actions of the loop.
 
         Raises:
-            ValueError: a callback asks to end an epoch early that is not the last.
+            ValueError: a callback asks to end an epoch early, but the epoch is not the last.
         """
         trainer, state = self.trainer, self.trainer.state
         state.global_step, state.epoch = result.step, self._epoch(result.step)
         self.names.note_best()
         if not (self._is_optimizer_checked or result.skipped) and self.run is not None:
-            if self.run.strategy.keeps_gradients:  # DeepSpeed has its own names, and no optimizer of the user's
-                optimizer_tensors(self.run.strategy.optimizer)  # refuse now what the first save could not hold
+            # DeepSpeed uses other names, and does not use an optimizer of the user.
+            if self.run.strategy.keeps_gradients:
+                # This raises now for a state that the first save could not hold.
+                optimizer_tensors(self.run.strategy.optimizer)
             self._is_optimizer_checked = True
         self._since_log.append(result)
         self._count_tokens()
@@ -177,7 +183,8 @@ class Flow(Observer):
             self._num_applied += 1
         if self.requests is not None or result.step == self.length.max_steps:
             self.rates.set(result.step)
-        if isinstance(trainer.lr_scheduler, AdafactorSchedule):  # the log of a step shows the rate of the step before
+        # The log of a step shows the rate of the previous step.
+        if isinstance(trainer.lr_scheduler, AdafactorSchedule):
             learning_rate, self._shown_rate = self._shown_rate, rate_in_use(trainer.lr_scheduler)
         self._call("on_step_end")
         if trainer.control.should_log:
@@ -185,7 +192,8 @@ class Flow(Observer):
         control = trainer.control
         stop_in_last_epoch(control, self.length, result.step)
         is_last = control.should_training_stop or result.step == self.length.max_steps
-        asks = is_last and (control.should_evaluate or control.should_save)  # which comes before the end of its epoch
+        # A requested evaluation or save comes before the end of its epoch.
+        asks = is_last and (control.should_evaluate or control.should_save)
         if not asks and (is_last or result.step % self.length.steps_per_epoch == 0):
             self._end_epoch()
         if trainer.control.should_log:
@@ -195,7 +203,7 @@ class Flow(Observer):
             self._begin_step_after(result.step)
 
     def _log(self, result: StepResult, learning_rate: float) -> None:
-        """Log the mean loss of the steps with targets since the last log; a NaN in it makes it NaN."""
+        """Log the mean loss of the steps with targets since the last log. A NaN among them makes it NaN."""
         losses = [each.loss for each in self._since_log if each.num_targets]
         logs: dict[str, float] = {
             "loss": sum(losses) / len(losses) if losses else math.nan,
@@ -208,7 +216,7 @@ class Flow(Observer):
         self.trainer.log(logs, self.began)
 
     def _request(self, step: int) -> None:
-        """Turn the callbacks' signals into requests; one process that signals is enough."""
+        """Turn the callbacks' signals into requests. A signal of one process is enough."""
         if self.requests is None:
             return
         stop, save, evaluate = signals_of_all(self.trainer)
@@ -216,27 +224,30 @@ class Flow(Observer):
         self.requests.stop |= stop and step < self.length.max_steps
         self.requests.save |= save
         if evaluate and self.trainer.args.eval_strategy == "no":
-            self.trainer.evaluate()  # the loop evaluates only where the arguments say so
+            # The loop evaluates only if the arguments ask for it.
+            self.trainer.evaluate()
         else:
             self.requests.evaluate |= evaluate
 
     def evaluate(self) -> dict[str, Any]:
-        """Run `trainer.evaluate()` for the loop, once for each state of the weights, and note the best metric.
+        """Run `trainer.evaluate()` for the loop, once per state of the weights, and note the best metric.
 
-        Returns the metrics without `eval_` before their names; where there is no loss, it is NaN.
+        Return the metrics without the prefix `eval_`. A missing loss is NaN.
         """
         assert self.run is not None
         trainer, state = self.trainer, self.trainer.state
         step = self.run.state.step if not self._is_best_loaded else self.run.state.best_step or 0
         if self._is_best_loaded and step not in self._by_step:
-            # A newest logged evaluation counts, also one of an earlier process: transformers evaluates once, too.
+            # A logged evaluation of this step counts, even from an earlier process. Transformers also evaluates only
+            # once.
             lines = (line for line in state.log_history if line["step"] == step)
             logged = {name: value for line in lines for name, value in line.items() if name.startswith("eval_")}
             self._by_step |= {step: logged} if logged else {}
         if step not in self._by_step:
             found = [trainer.evaluate(ignore_keys=self.ignore_keys)]
             if trainer.args.world_size > 1:
-                broadcast_object_list(found)  # what is best is decided alike, also where compute_metrics draws samples
+                # All processes then choose the same best step, even if compute_metrics draws samples.
+                broadcast_object_list(found)
             self._by_step[step] = found[0]
             report_to_search(trainer, self._by_step[step])
             self.on_metrics(self._by_step[step])
@@ -245,15 +256,16 @@ class Flow(Observer):
             name: v for name, v in named.items() if isinstance(v, float | int | list) and not name.endswith(CLOCKS)
         }
         stop_in_last_epoch(trainer.control, self.length, state.global_step)
-        if self.requests is not None and trainer.control.should_training_stop:  # EarlyStoppingCallback, in on_evaluate
+        # EarlyStoppingCallback requests a stop in on_evaluate.
+        if self.requests is not None and trainer.control.should_training_stop:
             self.requests.stop |= state.global_step < self.length.max_steps
         return {"loss": math.nan, **metrics}
 
     def on_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Let a schedule that follows the evaluations see one.
+        """Step a schedule that follows the evaluations with the metrics of one evaluation.
 
         Raises:
-            ValueError: the evaluation has no metric of this name.
+            ValueError: the evaluation has no metric of the required name.
         """
         if self.scheduler is None:
             return
@@ -264,7 +276,7 @@ class Flow(Observer):
         self.scheduler.step(metrics[name])
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Call on_save on the process that saved; note loaded best weights; forget evaluations that a rollback undoes."""
+        """Call on_save after a checkpoint, note loaded best weights, and forget evaluations after a rollback."""
         if kind == "checkpoint":
             self.names.link()
             self._call_on_save(step)
@@ -275,7 +287,7 @@ class Flow(Observer):
             self._is_best_loaded = True
 
     def _call_on_save(self, step: int) -> None:
-        """Call on_save, and take what callbacks write into the checkpoint as a part of it."""
+        """Call on_save, and accept files that callbacks write to the checkpoint as a part of it."""
         assert self.run is not None
         folder = folder_of(self.run.saver.root, step)
         before = files_below(folder)
@@ -287,7 +299,7 @@ class Flow(Observer):
             self.run.observer.on_event("checkpoint_changed", step, f"{message}; write another file")
 
     def pause(self, account: str) -> AbstractContextManager[None]:
-        """Copy the state for the checkpoint that may follow: an evaluation or a checkpoint begins."""
+        """Copy the state for a checkpoint that may follow. The loop calls this before evaluations and saves."""
         if self.run is None:
             return nullcontext()
         self.names.note_best()
@@ -305,16 +317,20 @@ class Flow(Observer):
         return nullcontext()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Note the end of training; the report is not training time."""
+        """Record the end of training. The report that follows does not count as training time."""
         self.ended = time.time()
         step = self.trainer.state.global_step
         is_over = self.trainer.control.should_training_stop or step == self.length.max_steps
         if is_over and step != self._epoch_ended_at:
             self._end_epoch()
-        self.names.link()  # without those that a rotation has removed since
+        # Remove links to checkpoints that a rotation has deleted since.
+        self.names.link()
 
     def count(self, inputs: dict[str, Any]) -> None:
-        """Add the operations and tokens of a micro-batch, and call on_substep_end for the one before; a compiled graph counts none."""
+        """Add the FLOPs and tokens of a micro-batch, and call on_substep_end for the previous one.
+
+        A compiled graph counts nothing.
+        """
         if torch.compiler.is_compiling() or not self.trainer.model.training:
             return
         if self._num_micro_batches == self._num_own:
@@ -327,7 +343,10 @@ class Flow(Observer):
             self._tokens.append(num_input_tokens(self.trainer, inputs))
 
     def _own_micro_batches(self, step: int) -> int:
-        """Return how many micro-batches of a step hold this process's samples; more only keep the processes together."""
+        """Return the number of a step's micro-batches with samples of this process.
+
+        Further micro-batches only keep the processes together.
+        """
         assert self.run is not None
         plan, rank, sizes = self.run.plan, self.run.strategy.dims.rank, self.run.sizes
         if plan.data.step_batches is not None:
@@ -337,16 +356,17 @@ class Flow(Observer):
         return len(plan.order.rank_micro_batches(step, rank, sizes.world_size, sizes.per_device_batch_size))
 
     def _count_tokens(self) -> None:
-        """Add the tokens of the step, over all processes, to the state."""
+        """Add the step's tokens over all processes to the state."""
         if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
             self.trainer.state.num_input_tokens_seen += int(sum_of_all(self.trainer, sum(self._tokens)))
             self._tokens = []
 
     def end(self) -> None:
-        """Sum the operations over processes, after everything is written."""
+        """Sum the FLOPs over processes, after all files are written."""
         self._sum_flops()
         if self.trainer.state.global_step in self._by_step:
-            self.trainer.model.eval()  # as transformers leaves it where an evaluation was the last that happened
+            # Transformers leaves the model in this mode if an evaluation came last.
+            self.trainer.model.eval()
         self.names.note_best()
         self.names.find_best()
 
@@ -354,7 +374,7 @@ class Flow(Observer):
         self.trainer.state.total_flos = self._flops_before + sum_of_all(self.trainer, self._flops)
 
     def training_loss(self) -> tuple[float, int]:
-        """Return the mean loss of the steps applied since this process started, and the number skipped."""
+        """Return the mean loss of the applied steps since this process started, and the number of skipped steps."""
         if self._num_applied == 0:
             return (math.nan if self._num_skipped else 0.0), self._num_skipped
         return self._applied_sum / self._num_applied, self._num_skipped

@@ -1,4 +1,4 @@
-"""Checkpoints by transformers' names: `checkpoint-N` in the run folder leads to `checkpoints/step-N`."""
+"""Checkpoints under transformers' names: `checkpoint-N` in the run folder links to `checkpoints/step-N`."""
 
 import dataclasses
 import json
@@ -31,23 +31,23 @@ SCHEDULER_STATE = "scheduler.json"
 
 
 def get_last_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the newest verified checkpoint of a run folder, or None; half-written and broken ones are skipped.
+    """Return the newest verified checkpoint of a run folder, or None. Incomplete and damaged checkpoints are skipped.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is valid.
+        CheckpointError: checkpoints exist, but none of them is valid.
     """
     path, _ = newest_valid(Path(output_dir) / "checkpoints")
     return None if path is None else str(path)
 
 
 def link_checkpoints(output_dir: Path) -> list[Path]:
-    """Make each `checkpoint-N` a link to `checkpoints/step-N`, and remove our links that lead nowhere.
+    """Link each `checkpoint-N` to `checkpoints/step-N`, and remove such links if their target is missing.
 
     Returns:
-        Names of checkpoints that something else has: they stay as they are.
+        Paths named `checkpoint-N` that are not links. They stay unchanged.
 
     Raises:
-        OSError: a link cannot be made.
+        OSError: a link cannot be created.
     """
     targets = {f"checkpoint-{step_of(folder)}": folder for folder in checkpoint_folders(output_dir / "checkpoints")}
     for path in output_dir.glob("checkpoint-*"):
@@ -64,7 +64,10 @@ def link_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def stock_checkpoint(args: TrainingArguments, requested: str | bool | None) -> Path | None:
-    """Return the checkpoint to resume from, if transformers' own Trainer wrote it; with True only where there is none of ours."""
+    """Return the checkpoint to resume from if transformers' own Trainer wrote it, or None.
+
+    For `requested=True`, checkpoints of accel_train have priority.
+    """
     if requested is True:
         has_ours = bool(checkpoint_folders(Path(args.output_dir) / "checkpoints"))
         found = None if has_ours or not Path(args.output_dir).is_dir() else newest_of_transformers(args.output_dir)
@@ -76,16 +79,18 @@ def stock_checkpoint(args: TrainingArguments, requested: str | bool | None) -> P
 
 
 def load_stock_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights of a checkpoint of transformers into the model.
+    """Load the weights of a transformers checkpoint into the model.
 
     Raises:
-        ValueError: they are no safetensors, or of another model.
+        ValueError: the weights are not in the safetensors format, or belong to another model.
     """
     if not (folder / SAFE_WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         raise ValueError(
-            f"resume_from_checkpoint={folder}: it has no {SAFE_WEIGHTS_NAME}; only safetensors of a whole model are read"
+            f"resume_from_checkpoint={folder}: it has no {SAFE_WEIGHTS_NAME}; "
+            "only safetensors of a whole model are read"
         )
-    if isinstance(model, PreTrainedModel):  # some are saved under other names, which `from_pretrained` knows
+    # Some models are saved under other weight names. `from_pretrained` handles these names.
+    if isinstance(model, PreTrainedModel):
         options: dict[str, Any] = {
             "ignore_mismatched_sizes": True,
             "use_safetensors": True,
@@ -103,13 +108,13 @@ def load_stock_weights(model: nn.Module, folder: Path) -> None:
 
 
 def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]], folder: Path) -> str:
-    """Load the optimizer's state of a checkpoint of transformers; return what could not be taken.
+    """Load the optimizer state of a transformers checkpoint. Return a note if it has no such file.
 
     Args:
-        groups: parameters in the order of transformers' groups, those with weight decay first.
+        groups: parameters in the order of transformers' groups, the group with weight decay first.
 
     Raises:
-        ValueError: it is of other parameters.
+        ValueError: the state belongs to other parameters.
     """
     path = folder / OPTIMIZER_NAME
     if not path.is_file():
@@ -141,10 +146,10 @@ def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.
 
 
 def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
-    """Return `checkpoint.resume`: never, auto, or a folder; transformers' name checkpoint-N means our checkpoints/step-N.
+    """Return `checkpoint.resume`: never, auto, or a folder. transformers' checkpoint-N means checkpoints/step-N here.
 
     Raises:
-        ValueError: there is no such checkpoint.
+        ValueError: the checkpoint does not exist.
     """
     if requested is None or requested is False or stock_checkpoint(args, requested) is not None:
         return "never"
@@ -152,15 +157,16 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     if requested is True:
         if not checkpoint_folders(root):
             raise ValueError(
-                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({args.output_dir}); leave it out to "
-                "start a new run"
+                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({args.output_dir}); "
+                "leave it out to start a new run"
             )
         return "auto"
     path = Path(requested)
     theirs = re.fullmatch(r"checkpoint-(\d+)", path.name)
     if not path.exists() and theirs:
         path = path.parent / "checkpoints" / f"step-{int(theirs.group(1)):08d}"
-    if path.is_symlink():  # `checkpoint-N`, as callbacks.link_checkpoints names it
+    # `link_checkpoints` makes this link.
+    if path.is_symlink():
         path = path.parent / path.readlink()
     if not path.exists():
         raise ValueError(f"Can't find a valid checkpoint at {requested}. Checkpoints of this run are in {root}")
@@ -168,9 +174,9 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
 
 
 def adapter_files(trainer: "Trainer") -> dict[str, bytes]:
-    """Return the weights of a PEFT model's adapter by file name: `PeftModel.from_pretrained` looks for them in a checkpoint.
+    """Return the adapter weights of a PEFT model by file name, for `PeftModel.from_pretrained` of a checkpoint.
 
-    None of a sharded model: `save_model` gathers them.
+    Empty for a sharded model: `save_model` gathers its weights.
     """
     model: Any = trainer.model
     if not _is_peft_model(model) or is_spread(trainer):
@@ -183,19 +189,19 @@ def adapter_files(trainer: "Trainer") -> dict[str, bytes]:
 
 
 class CheckpointNames:
-    """The names of a run's checkpoints, and what `trainer.state` says of the best one."""
+    """The names of a run's checkpoints, and the best checkpoint in `trainer.state`."""
 
     def __init__(self, run: "RunContext", trainer: "Trainer") -> None:
         self.run, self.trainer = run, trainer
         self._has_links = True
 
     def folder(self, step: int) -> str:
-        """Return the folder of a checkpoint by transformers' name, or by ours where the file system has no links."""
+        """Return the folder of a checkpoint under transformers' name, or `checkpoints/step-N` without links."""
         output_dir = self.run.plan.output_dir
         return str(output_dir / (f"checkpoint-{step}" if self._has_links else f"checkpoints/step-{step:08d}"))
 
     def link(self) -> None:
-        """Let `checkpoint-N` in the run folder name each published checkpoint: scripts look for them there."""
+        """Link `checkpoint-N` in the run folder to each published checkpoint, because scripts look for these names."""
         if self.trainer.is_world_process_zero():
             try:
                 in_the_way = link_checkpoints(self.run.plan.output_dir)
@@ -206,14 +212,14 @@ class CheckpointNames:
                 self.run.observer.note(f"{path} was there before and is left alone; this run's is in checkpoints/")
 
     def note_best(self) -> None:
-        """Copy the best metric so far, and its step, from the loop."""
+        """Copy the best metric so far and its step from the loop."""
         state, args, own = self.trainer.state, self.trainer.args, self.run.state
         if args.metric_for_best_model is not None and own.best_step is not None:
             state.best_metric = own.best_metric
             state.best_global_step = own.best_step if args.save_strategy != "no" else None
 
     def find_best(self) -> None:
-        """Set `state.best_model_checkpoint` to the folder of the best step, which exists or is about to."""
+        """Set `state.best_model_checkpoint` to the folder of the best step, if it exists or is being saved."""
         state = self.trainer.state
         saved = {step_of(folder) for folder in checkpoint_folders(self.run.plan.output_dir / "checkpoints")}
         if state.best_global_step is not None and state.best_global_step in saved | {self.run.state.step}:
@@ -223,10 +229,12 @@ class CheckpointNames:
 def first_state(
     trainer: "Trainer", folder: Path | None, scheduler: ReduceLROnPlateau | None, note: Callable[[str], None]
 ) -> TrainerState:
-    """Return a new state, or that of the checkpoint which is resumed; callbacks, and a schedule that follows evaluations, get theirs back.
+    """Return a new state, or the state of the resumed checkpoint.
+
+    Also restore the states of callbacks, and of a schedule that follows evaluations.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the state cannot be read.
     """
     if folder is None or not (folder / TRAINER_STATE_NAME).exists():
         return TrainerState(stateful_callbacks=exportable(trainer))
@@ -242,22 +250,25 @@ def first_state(
 
 
 def exportable(trainer: "Trainer") -> list[Any]:
-    """Return the callbacks whose state is saved, and the control."""
+    """Return the callbacks with a saved state, and the control."""
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
 
 def state_text(state: TrainerState, default: Callable[[Any], Any]) -> str:
-    """Return trainer_state.json; `default` converts what JSON lacks.
+    """Return the content of trainer_state.json. `default` converts values that JSON lacks.
 
     Raises:
-        TypeError: it could not.
+        TypeError: `default` cannot convert a value.
     """
     return json.dumps(dataclasses.asdict(state), indent=2, default=default)
 
 
 def as_text(value: Any) -> Any:
-    """Return a `plain` value; of another kind its text, because a state that changed later must not cost the checkpoint."""
+    """Return the `plain` value, or its text for other types.
+
+    A callback state that changes late then cannot make a save fail.
+    """
     try:
         return plain(value)
     except TypeError:
@@ -265,10 +276,10 @@ def as_text(value: Any) -> Any:
 
 
 def restore_callbacks(trainer: "Trainer", state: TrainerState) -> list[str]:
-    """Give each callback that exports a state the saved one; several of one class in the order they were given.
+    """Restore the saved state of each callback. Several callbacks of one class get their states in order.
 
     Returns:
-        A sentence for each class of which the checkpoint has more or fewer than there are.
+        A note for each class with another number of callbacks than in the checkpoint.
     """
     callbacks = [callback for callback in exportable(trainer) if isinstance(callback, TrainerCallback)]
     problems = []

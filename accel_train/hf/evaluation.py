@@ -1,7 +1,7 @@
-"""The Trainer's methods evaluate and predict: every sample once, in the order of the data set, whatever the processes.
+"""Trainer.evaluate and Trainer.predict: every sample once, in the order of the dataset, on any number of processes.
 
-The loss is a sum divided once by its targets, so it does not depend on the batch size. Predictions go to the host batch by
-batch, and are padded with -100 where batches are of different widths, as in transformers.
+The loss is a sum divided once by its targets, so it does not depend on the batch size. Predictions go to the host batch
+by batch. Batches of different widths are padded with -100, as in transformers.
 """
 
 import math
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
 
 
 ONLY_FORWARDED = -1
-"""In place of the number of targets of a batch that counts nothing: a sharded model is forwarded by all processes alike."""
+"""Marks a batch in place of its number of targets: forwarded only because processes of a sharded model meet."""
 
 
 @dataclass
 class BatchOutputs:
-    """Outputs of one batch, on the host."""
+    """The outputs of one batch. `loss` stays on the device until all batches are done."""
 
     loss: Any
-    """Mean over its targets: a tensor on the device until all batches are done, so that none is waited for."""
+    """Mean loss over the batch's targets. The host reads it after all batches, so it does not wait for each one."""
     num_targets: int
     num_samples: int
     predictions: Any
@@ -68,7 +68,7 @@ class BatchOutputs:
 def evaluate(
     trainer: "Trainer", eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
 ) -> dict[str, float]:
-    """Evaluate one data set, or each of a dict of them; return and log the metrics, named with the prefix."""
+    """Evaluate one dataset, or each of a dict of datasets. Log and return the metrics, named with the prefix."""
     data = trainer.eval_dataset if eval_dataset is None else eval_dataset
     if isinstance(data, dict) and not is_columns(data):
         metrics: dict[str, float] = {}
@@ -85,26 +85,27 @@ def evaluate(
 
 
 def log(trainer: "Trainer", logs: dict[str, Any], start_time: float | None = None) -> None:
-    """Add numbers to `state.log_history`, and call on_log; arrays and tensors become numbers and lists.
+    """Add numbers to `state.log_history` and call on_log. Arrays and tensors become numbers and lists.
 
     Raises:
-        ValueError: trainer_state.json cannot hold a value; the text names it.
+        ValueError: trainer_state.json cannot hold a value. The message names the value.
     """
     plain_metrics(logs)
     place = len(trainer.state.log_history)
-    StockTrainer.log(trainer, logs, start_time)  # callbacks get the values as they are, as in transformers
+    # Callbacks get the values unchanged, as in transformers.
+    StockTrainer.log(trainer, logs, start_time)
     trainer.state.log_history[place:] = map(plain_metrics, trainer.state.log_history[place:])
 
 
 def save_metrics(trainer: "Trainer", split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-    """Write metrics to SPLIT_results.json, and with `combined` into all_results.json, on the main process."""
+    """Write metrics to SPLIT_results.json, and with `combined` to all_results.json, on the main process."""
     stock_save_metrics(trainer, split, plain_metrics(metrics), combined)
 
 
 def predict(
     trainer: "Trainer", test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
 ) -> PredictionOutput:
-    """Return predictions and labels in the order of the data set, and the metrics where there are labels."""
+    """Return predictions and labels in the order of the dataset, and metrics if there are labels."""
     trainer._memory_tracker.start()
     found = run_evaluation(trainer, test_dataset, ignore_keys, metric_key_prefix, predicts=True)
     trainer._memory_tracker.stop_and_update_metrics(found.metrics)
@@ -115,10 +116,10 @@ def predict(
 def run_evaluation(
     trainer: "Trainer", data: Any, ignore_keys: list[str] | None, prefix: str, *, predicts: bool = False
 ) -> EvalLoopOutput:
-    """Forward all batches of a data set, or of one by its name, and hand their outputs to compute_metrics.
+    """Forward all batches of a dataset, or of a dataset given by name, and pass their outputs to compute_metrics.
 
     Raises:
-        ValueError: there is no data, or the override's loader was already prepared for several processes.
+        ValueError: no dataset was given, or the override's loader was already prepared for several processes.
     """
     args, began = trainer.args, time.time()
     loader_method = "get_test_dataloader" if predicts else "get_eval_dataloader"
@@ -152,9 +153,10 @@ def evaluation_loop(
     ignore_keys: list[str] | None = None,
     metric_key_prefix: str = "eval",
 ) -> EvalLoopOutput:
-    """Return predictions, labels and metrics of a loader, which every process reads whole: each forwards its share of the batches.
+    """Return predictions, labels, and metrics of a loader.
 
-    An override is used in evaluate and predict.
+    Every process reads the whole loader and forwards its share of the batches. evaluate and predict use an override of
+    this method.
     """
     trainer.callback_handler.eval_dataloader = dataloader
     batches, keep = _own_batches(trainer, None, dataloader), description != "Evaluation"
@@ -174,7 +176,8 @@ def _evaluate_batches(
     if not is_spread(trainer):
         trainer.model.to(accelerator.device)
     if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
-        trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)  # for good, as in transformers
+        # The cast is permanent, as in transformers.
+        trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)
     loss_only = args.prediction_loss_only if loss_only is None else loss_only
     by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
     in_training = trainer.is_in_train and trainer.strategy is not None
@@ -187,7 +190,8 @@ def _evaluate_batches(
         else:
             outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
     if not trainer.is_in_train:
-        trainer.model.eval()  # and it stays so, as in transformers: what follows is often inference
+        # The mode stays, as in transformers, because inference often follows.
+        trainer.model.eval()
     predictions, labels, inputs = (
         joined([getattr(one, name) for one in outputs], args.eval_do_concat_batches)
         for name in ("predictions", "labels", "inputs")
@@ -197,9 +201,8 @@ def _evaluate_batches(
     metrics: dict[str, Any] = {}
     if outputs and outputs[0].loss is not None:
         weights = [one.num_samples if trainer.match_transformers else one.num_targets for one in outputs]
-        total = sum(
-            one.loss * weight for one, weight in zip(outputs, weights, strict=True) if weight
-        )  # without targets it is NaN
+        # The loss of a batch without targets is NaN.
+        total = sum(one.loss * weight for one, weight in zip(outputs, weights, strict=True) if weight)
         metrics["loss"] = total / max(sum(weights), 1)
     metrics |= denumpify_detensorize(dict(scores))
     metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
@@ -207,7 +210,7 @@ def _evaluate_batches(
 
 
 def _own_batches(trainer: "Trainer", dataset: Any, loader: Any) -> Iterator[MicroBatch]:
-    """Yield this process's batches: of the data set, or each W-th of a loader that the user made."""
+    """Yield this process's batches, from the dataset or as each W-th batch of the user's loader."""
     accelerator, args = trainer.accelerator, trainer.args
     rank, world_size = accelerator.process_index, accelerator.num_processes
     if loader is None:
@@ -254,7 +257,7 @@ def _forward(
 
 
 def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
-    """Copy the losses to the host, all at once."""
+    """Copy all losses to the host at once."""
     with_loss = [one for one in outputs if one.loss is not None]
     if with_loss:
         for one, loss in zip(with_loss, torch.stack([one.loss for one in with_loss]).tolist(), strict=True):
@@ -265,7 +268,7 @@ def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
 def _score_by_batch(
     trainer: "Trainer", own: Iterator[BatchOutputs], *, keep: bool
 ) -> tuple[list[BatchOutputs], dict[str, Any]]:
-    """Call compute_metrics with one batch at a time, in order (`batch_eval_metrics`), and keep only losses if not `keep`."""
+    """Call compute_metrics with one batch at a time, in order. Without `keep`, return only losses."""
     world_size = trainer.accelerator.num_processes
     everything: list[BatchOutputs] = []
     metrics: dict[str, Any] = {}
@@ -287,10 +290,10 @@ def _score_by_batch(
 def _score(
     trainer: "Trainer", outputs: list[BatchOutputs], predictions: Any, labels: Any, inputs: Any, **options: bool
 ) -> dict[str, Any]:
-    """Call compute_metrics; for each sample the loss is the mean of its batch, as in transformers.
+    """Call compute_metrics. A sample's loss is the mean of its batch, as in transformers.
 
     Raises:
-        ValueError: it returns no dict.
+        ValueError: compute_metrics did not return a dict.
     """
     losses = None
     if "loss" in trainer.args.include_for_metrics:
@@ -307,7 +310,7 @@ def _score(
 
 
 def in_turn(world_size: int, own: list[Any]) -> list[Any]:
-    """Return what all processes have, in the order in which the batches were dealt: the first of each, the second of each."""
+    """Return the items of all processes in the order of the batches: the first of each process, then the second, ..."""
     if world_size == 1:
         return own
     gathered: list[Any] = [None] * world_size
@@ -316,7 +319,10 @@ def in_turn(world_size: int, own: list[Any]) -> list[Any]:
 
 
 def joined(batches: list[Any], concatenate: bool) -> Any:
-    """Return arrays of batches as one array each, also inside tuples and dicts; the second dimension is padded with -100."""
+    """Return the batches' arrays joined to one, also inside tuples and dicts.
+
+    The second dimension is padded with -100.
+    """
     if not batches or batches[0] is None:
         return None
     half = len(batches) // 2

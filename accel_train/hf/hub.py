@@ -1,4 +1,4 @@
-"""The Hub, through huggingface_hub: a repository, uploads after saves and at the end, a model card; methods of the Trainer."""
+"""The Hub, through huggingface_hub: the Trainer's methods for repository, uploads, and model card."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 ONLY_FOR_RESUMING = [OPTIMIZER, TRAINER, "manifest.json"]
 NOT_PUSHED = [
     *("_*", ".*", "checkpoints/*", "checkpoint-*/*", "previous-*/*", "run-*/*"),
-    *("model/*", "adapter/*"),  # the weights of `save_model` lie beside them
+    # `save_model` writes the same weights to the run folder itself.
+    *("model/*", "adapter/*"),
     *("events.jsonl*", "metrics.jsonl*", "launches.jsonl", "incidents/*", "profile/*", "*.log"),
 ]
-"""What lies in a run folder and is for whoever trained: nothing of it goes to the Hub."""
+"""Patterns of a run folder's files that only concern the person who trained. They are not uploaded."""
 
 
 def init_hf_repo(trainer: "Trainer", token: str | None = None, private: bool | None = None) -> None:
-    """Create the repository on the Hub if it is not there.
+    """Create the repository on the Hub if it does not exist.
 
     Raises:
-        ValueError: the Hub cannot be reached, or nobody is logged in.
+        ValueError: the Hub cannot be reached, or the user is not logged in.
     """
     if not trainer.is_world_process_zero():
         return
@@ -39,10 +40,10 @@ def init_hf_repo(trainer: "Trainer", token: str | None = None, private: bool | N
 
 
 def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
-    """Upload a checkpoint just saved, in the background, as `hub_strategy` says.
+    """Upload a new checkpoint in the background, as `hub_strategy` says.
 
     Raises:
-        ValueError: the Hub cannot be reached, or nobody is logged in.
+        ValueError: the Hub cannot be reached, or the user is not logged in.
     """
     args = trainer.args
     strategy = name_of(args.hub_strategy)
@@ -67,7 +68,7 @@ def push_to_hub(
     private: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Upload the model and its card to the Hub; return the commit, or a future of it where `blocking` is False."""
+    """Upload the model and its card to the Hub. Return the commit, or its future if `blocking` is False."""
     args = trainer.args
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     if trainer.hub_model_id is None:
@@ -89,7 +90,10 @@ def finish_pushes(trainer: "Trainer") -> None:
 
 
 def create_model_card(trainer: "Trainer", **facts: Any) -> None:
-    """Write `README.md` in output_dir, as transformers writes it (language, license, tags, model_name, ...); tags of an earlier one stay."""
+    """Write `README.md` to output_dir as transformers does (language, license, tags, model_name, ...).
+
+    Tags of an existing README are kept.
+    """
     if not trainer.is_world_process_zero():
         return
     path = Path(trainer.args.output_dir) / "README.md"
@@ -99,11 +103,12 @@ def create_model_card(trainer: "Trainer", **facts: Any) -> None:
         tags += [tag for tag in ModelCard.load(path).data.tags or [] if tag not in tags]
     path.parent.mkdir(parents=True, exist_ok=True)
     card = TrainingSummary.from_trainer(trainer, tags=tags or None, **facts).to_model_card()
-    write_file(path, card.encode(), path.parent)  # a README of the user's is kept in previous-N
+    # A README of the user is kept in previous-N.
+    write_file(path, card.encode(), path.parent)
 
 
 def _upload(trainer: "Trainer", folder: Path, message: str | None, token: str | None = None, **options: Any) -> Any:
-    """Call huggingface_hub's `upload_folder`; in the background, unless the options say otherwise."""
+    """Call huggingface_hub's `upload_folder`, in the background by default."""
     args = trainer.args
     upload: Any = HfApi(token=token or args.hub_token).upload_folder
     options = {"path_in_repo": None, "revision": args.hub_revision, "run_as_future": True, **options}
@@ -113,8 +118,10 @@ def _upload(trainer: "Trainer", folder: Path, message: str | None, token: str | 
 def _call(request: Callable[[], Any]) -> Any:
     try:
         return request()
-    except Exception as error:  # any error of a service on the network
+    # A network service can raise any error.
+    except Exception as error:
         raise ValueError(
-            f"the Hugging Face Hub did not take it ({type(error).__name__}: {str(error).strip().splitlines()[0]}); log in with "
-            "`hf auth login` or hub_token, unset HF_HUB_OFFLINE, or set push_to_hub=False: what was trained is in output_dir"
+            f"the Hugging Face Hub did not take it ({type(error).__name__}: {str(error).strip().splitlines()[0]}); "
+            "log in with `hf auth login` or hub_token, unset HF_HUB_OFFLINE, or set push_to_hub=False: "
+            "what was trained is in output_dir"
         ) from error

@@ -1,4 +1,4 @@
-"""The user's data sets become batches: columns, collators, and how many targets a batch holds."""
+"""Batches from the user's datasets: columns, collators, and the number of targets per batch."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments of a model's forward, and which of them are labels."""
+    """The arguments of a model's forward, and the labels among them."""
 
     columns: tuple[str, ...]
     label_names: tuple[str, ...]
     takes_num_items: bool
-    """Its loss is a sum divided by `num_items_in_batch`, where that is given."""
+    """Whether the model's loss is a sum divided by `num_items_in_batch`, if that is given."""
     shifts_labels: bool
-    """Position i predicts label i + 1, so the first label of a row is no target."""
+    """Whether position i predicts label i + 1. The first label of a row is then not a target."""
     weighs_batches: bool = False
-    """Micro-batches weigh alike, however many targets they hold."""
+    """Whether all micro-batches have the same weight, independent of their targets."""
 
     @classmethod
     def of(cls, model: nn.Module, label_names: Sequence[str] | None, *, match: bool = False) -> "Signature":
-        """Return the signature as transformers' Trainer finds it; with `match` targets are counted as there, too."""
+        """Return the signature as transformers' Trainer determines it. With `match`, also count targets as it does."""
         inner = unwrap_peft_model(model)
         parameters = inspect.signature(inner.forward).parameters
         labels = tuple(find_labels(type(inner)) if label_names is None else label_names)
@@ -59,7 +59,7 @@ class Signature:
 
 
 class Columns(Dataset[dict[str, Any]]):
-    """A mapping of columns (what a tokenizer returns, a dict of tensors) as a data set of rows."""
+    """A mapping of columns (a tokenizer's output, a dict of tensors) as a dataset of rows."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         lengths = {name: len(column) for name, column in columns.items()}
@@ -76,7 +76,7 @@ class Columns(Dataset[dict[str, Any]]):
 
 
 def is_columns(data: Any) -> bool:
-    """Return whether a mapping holds columns rather than data sets."""
+    """Return whether a mapping holds columns instead of datasets."""
     return isinstance(data, Mapping) and all(
         isinstance(column, Tensor | np.ndarray)
         or (isinstance(column, list | tuple) and not (column and isinstance(column[0], Mapping)))
@@ -85,15 +85,15 @@ def is_columns(data: Any) -> bool:
 
 
 def is_stream(data: Any) -> bool:
-    """Return whether a data set can only be read from its beginning."""
+    """Return whether a dataset can only be read from its beginning."""
     return isinstance(data, IterableDataset) or not isinstance(data, Sized)
 
 
 def readable(trainer: "Trainer", data: Any) -> Any:
-    """Return the data set as rows; a `datasets.Dataset` without the columns that the model's forward does not take.
+    """Return the dataset as rows. A `datasets.Dataset` loses the columns that the model's forward does not take.
 
     Raises:
-        ValueError: no column is one that the model takes.
+        ValueError: the model takes none of the columns.
     """
     if is_columns(data):
         return Columns(data)
@@ -110,13 +110,13 @@ def readable(trainer: "Trainer", data: Any) -> Any:
 
 
 def collator_of(trainer: "Trainer") -> Callable[[list[Any]], Any]:
-    """Return the trainer's collator, given only what the model's forward takes of each sample."""
+    """Return the trainer's collator. It sees only the columns that the model's forward takes."""
     own: Callable[[list[Any]], Any] = trainer.data_collator
     return RemoveColumnsCollator(own, trainer.signature.columns) if trainer.args.remove_unused_columns else own
 
 
 def collate_of(trainer: "Trainer") -> Callable[[Sequence[Any]], dict[str, Any]]:
-    """Return what makes a batch of samples: the model's inputs, and `num_targets` for the host. Worker processes get a copy of it."""
+    """Return the collation of samples to model inputs and `num_targets`. Worker processes receive a copy."""
     return partial(_collate, collator_of(trainer), trainer.signature)
 
 
@@ -126,23 +126,24 @@ def _collate(collator: Callable[[list[Any]], Any], signature: Signature, samples
 
 
 def counted(inputs: Any, signature: Signature) -> tuple[dict[str, Any], int]:
-    """Return a batch's inputs, and its number of targets.
+    """Return a batch's inputs and its number of targets.
 
     Raises:
-        ValueError: the collator returned no mapping, or an empty one.
+        ValueError: the collator did not return a mapping, or returned an empty one.
     """
     if not isinstance(inputs, Mapping) or not inputs:
         raise ValueError(
-            f"the data collator returned {type(inputs).__name__ if not isinstance(inputs, Mapping) else 'an empty mapping'}; "
+            "the data collator returned "
+            f"{type(inputs).__name__ if not isinstance(inputs, Mapping) else 'an empty mapping'}; "
             f"it has to return the model's inputs by name ({', '.join(signature.columns)})"
         )
     return dict(inputs), int(targets_in(inputs, signature))
 
 
 def targets_in(inputs: Mapping[str, Any], signature: Signature) -> Tensor | int:
-    """Return what a batch's mean loss is divided by: labels that are not -100 (less the shift of causal models), else rows.
+    """Return the divisor of a batch's mean loss: its labels that are not -100, or its rows without such labels.
 
-    A tensor where the inputs are on a device, so that nothing waits for it.
+    Causal models lose one label per row by the shift. For inputs on a device, the result is a tensor, so nothing waits.
     """
     if signature.weighs_batches:
         return 1
@@ -157,14 +158,14 @@ def targets_in(inputs: Mapping[str, Any], signature: Signature) -> Tensor | int:
 
 
 def reading_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return how workers read, as far as the arguments say it."""
+    """Return the DataLoader options of the workers that the arguments set."""
     given = {"prefetch_factor": args.dataloader_prefetch_factor}
     given["multiprocessing_context"] = args.dataloader_multiprocessing_context
     return {name: value for name, value in given.items() if value is not None}
 
 
 def num_input_tokens(trainer: "Trainer", inputs: Mapping[str, Any]) -> Any:
-    """Return the tokens of a batch for `include_num_input_tokens_seen`: all, or those that are no padding; 0 where nothing says them."""
+    """Return a batch's tokens for `include_num_input_tokens_seen`, or 0 if they cannot be counted."""
     main = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
     if not isinstance(main, Tensor):
         return 0
@@ -177,27 +178,27 @@ def num_input_tokens(trainer: "Trainer", inputs: Mapping[str, Any]) -> Any:
 
 
 class TrainLoader(DataLoader[Any]):
-    """The loader that this Trainer makes: an override that returns it as it is trains on its data set as if there were no override."""
+    """The loader that this Trainer makes. An override that returns it unchanged counts as no override."""
 
     def __init__(self, source: Any, rows: Any, **options: Any) -> None:
         super().__init__(rows, **options)
         self.source = source
-        """The data set with all its columns."""
+        """Dataset with all its columns."""
         self._made_with = self.collate_fn
         self.num_batches: int | None = None
-        """Batches of one process in an epoch; None: all are of this one."""
+        """Batches per epoch on one process. None: this process reads all of them."""
 
     def __len__(self) -> int:
         return super().__len__() if self.num_batches is None else self.num_batches
 
     @property
     def is_as_made(self) -> bool:
-        """Return whether the collator is still the Trainer's (torch forbids other changes)."""
+        """Return whether the collator is still the Trainer's. Torch forbids other changes."""
         return self.collate_fn is self._made_with
 
 
 class EpochOrder(Sampler[int]):
-    """The samples of an epoch, which `set_epoch` chooses, in their order."""
+    """The samples of the epoch that `set_epoch` chose, in their order."""
 
     def __init__(self, order: Callable[[int], NDArray[np.int64]], length: int) -> None:
         self._order, self._length, self._epoch = order, length, 0
@@ -214,7 +215,7 @@ class EpochOrder(Sampler[int]):
 
 
 def get_train_dataloader(trainer: "Trainer") -> DataLoader[Any]:
-    """Return an epoch's micro-batches, to look at. Override it to train on another loader, which is read in order."""
+    """Return an epoch's micro-batches for inspection. Override it to train on another loader, read in order."""
     args, source = trainer.args, trainer.train_dataset
     if source is None:
         raise ValueError("training needs a train_dataset")
@@ -232,7 +233,10 @@ def get_train_dataloader(trainer: "Trainer") -> DataLoader[Any]:
 
 
 def get_eval_dataloader(trainer: "Trainer", eval_dataset: Any = None) -> DataLoader[Any]:
-    """Return the evaluation's batches, to look at. Override it to evaluate on your own loader; every process reads all of it."""
+    """Return the evaluation batches for inspection. Override it to evaluate on another loader.
+
+    Every process reads the whole loader.
+    """
     data = trainer.eval_dataset if eval_dataset is None else eval_dataset
     data = trainer.eval_dataset[data] if isinstance(data, str) else data
     if data is None:
@@ -241,7 +245,7 @@ def get_eval_dataloader(trainer: "Trainer", eval_dataset: Any = None) -> DataLoa
 
 
 def get_test_dataloader(trainer: "Trainer", test_dataset: Any) -> DataLoader[Any]:
-    """Return the batches of predict, to look at. Override it as get_eval_dataloader."""
+    """Return the batches of predict for inspection. Override it as get_eval_dataloader."""
     return DataLoader(
         readable(trainer, test_dataset),
         batch_size=trainer.args.per_device_eval_batch_size,
@@ -251,11 +255,13 @@ def get_test_dataloader(trainer: "Trainer", test_dataset: Any) -> DataLoader[Any
 
 
 def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
-    """Return what an overridden `get_..._dataloader` does. Every process reads all of it and takes its share, so within it
-    `self.accelerator.prepare`, which would share it out once more, leaves a loader as it is.
+    """Return the result of an overridden `get_..._dataloader`.
+
+    Every process reads the whole loader and takes its share. Inside the override, `self.accelerator.prepare` leaves a
+    loader unchanged, because it would divide the loader a second time.
 
     Raises:
-        ValueError: another Accelerator has prepared it, for several processes.
+        ValueError: another Accelerator prepared the loader for several processes.
     """
     accelerator: Any = trainer.accelerator
     accelerator.prepare = lambda *loaders, **_: loaders[0] if len(loaders) == 1 else loaders
@@ -269,10 +275,12 @@ def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
 
 
 def epoch_order(args: TrainingArguments, rows: Any) -> Callable[[int], NDArray[np.int64]] | None:
-    """Return the samples of each epoch as transformers reads them: torch.randperm, seeded by seed + epoch; None: as they come.
+    """Return the sample order of each epoch as in transformers, or None for sequential order.
 
-    Source: `accelerate.data_loader.SeedableRandomSampler`. Two orders are kept: a permutation of 10^6 costs 20 ms, and
-    readers are ahead of the loop by less than an epoch.
+    The order is torch.randperm, seeded by seed + epoch.
+
+    Source: `accelerate.data_loader.SeedableRandomSampler`. Two orders are cached: a permutation of 10^6 costs 20 ms,
+    and readers are less than an epoch ahead of the loop.
     """
     if is_stream(rows) or args.train_sampling_strategy == "sequential":
         return None
@@ -286,7 +294,7 @@ def epoch_order(args: TrainingArguments, rows: Any) -> Callable[[int], NDArray[n
 
 
 def in_batches(samples: Any, batch_size: int, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
-    """Yield a stream of samples as collated batches; the last one is short."""
+    """Yield a stream of samples as collated batches. The last batch may be short."""
     stream = iter(samples)
     while batch := list(islice(stream, batch_size)):
         yield collate(batch)

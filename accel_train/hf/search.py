@@ -1,4 +1,4 @@
-"""`Trainer.hyperparameter_search`: one run folder for each trial of Optuna, each with a new model of `model_init`."""
+"""`Trainer.hyperparameter_search`: a run folder and a new model of `model_init` for each trial of Optuna."""
 
 import copy
 import inspect
@@ -26,16 +26,17 @@ def hyperparameter_search(
     hp_name: Callable[[Any], str] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Train once for each trial, in `output_dir/run-N`, and return the best as transformers' `BestRun`.
+    """Train once per trial, in `output_dir/run-N`, and return the best trial as transformers' `BestRun`.
 
     Args:
-        hp_space: a trial -> values of TrainingArguments by name; none: transformers' own space.
-        compute_objective: the metrics of an evaluation -> what is optimized; none: the loss, or the sum of the metrics.
-        direction: minimize or maximize; a list for several objectives.
-        kwargs: for `optuna.create_study` (sampler, pruner, ...), and timeout, n_jobs, catch.
+        hp_space: function from a trial to values of TrainingArguments by name. None: transformers' default space.
+        compute_objective: function from an evaluation's metrics to the objective. None: the loss, or the sum of the
+            metrics.
+        direction: minimize or maximize, or a list for several objectives.
+        kwargs: arguments of `optuna.create_study` (sampler, pruner, ...), and timeout, n_jobs, catch.
 
     Raises:
-        ValueError: there is no `model_init`, Optuna is not installed, or another backend is named.
+        ValueError: `model_init` is missing, Optuna is not installed, or another backend is named.
     """
     name = getattr(backend, "value", backend)
     if name not in (None, "optuna"):
@@ -56,10 +57,10 @@ def hyperparameter_search(
 
 @contextmanager
 def trial_arguments(trainer: "Trainer", trial: Any) -> Iterator[None]:
-    """Inside, the trainer has the arguments of a trial: its values, and a run folder of its own.
+    """Give the trainer the arguments of a trial inside the block: the trial's values and a separate run folder.
 
     Raises:
-        ValueError: a value of the trial is none of the arguments', or there is no search.
+        ValueError: a value does not belong to an argument, or no search is running.
     """
     if trial is None:
         yield
@@ -82,15 +83,16 @@ def trial_arguments(trainer: "Trainer", trial: Any) -> Iterator[None]:
 
 
 def report_to_search(trainer: "Trainer", metrics: dict[str, Any]) -> None:
-    """Tell the search of an evaluation within a trial.
+    """Report an evaluation within a trial to the search.
 
     Raises:
-        optuna.TrialPruned: the trial is not worth going on.
+        optuna.TrialPruned: the search stops the trial early.
     """
     if trainer.trial is None:
         return
     trainer.objective = trainer.compute_objective(dict(metrics))
-    study = getattr(trainer.trial, "study", None)  # the main process alone has one
+    # Only the main process has a study.
+    study = getattr(trainer.trial, "study", None)
     if study is not None and len(study.directions) == 1:
         trainer.trial.report(trainer.objective, trainer.state.global_step)
         if trainer.args.world_size == 1 and trainer.trial.should_prune():
@@ -101,10 +103,12 @@ def report_to_search(trainer: "Trainer", metrics: dict[str, Any]) -> None:
 
 
 def call_model_init(trainer: "Trainer", trial: Any = None) -> nn.Module:
-    """Return a new model of `model_init`, which may take the trial of a search: `model_init(trial)`, `model_init(trial=None)`.
+    """Return a new model of `model_init`, called with the trial of a search if it takes one.
+
+    Both `model_init(trial)` and `model_init(trial=None)` take a trial.
 
     Raises:
-        ValueError: it returned none.
+        ValueError: `model_init` returned None.
     """
     init: Any = trainer.model_init
     takes_trial = any(each.default in (None, each.empty) for each in inspect.signature(init).parameters.values())

@@ -1,4 +1,4 @@
-"""`accel_train.hf.Seq2SeqTrainer`: transformers' Seq2SeqTrainer by its interface, with evaluations that generate texts."""
+"""`accel_train.hf.Seq2SeqTrainer`: transformers' Seq2SeqTrainer interface, with evaluations that generate."""
 
 from typing import Any
 
@@ -10,17 +10,19 @@ from transformers.trainer_utils import PredictionOutput
 from accel_train.hf.inputs import is_columns
 from accel_train.hf.trainer import Trainer
 
-_DEFAULT_MAX_LENGTH = 20  # of transformers' generate, where no generation config says another
+# Default of transformers' generate without a length in the generation config.
+_DEFAULT_MAX_LENGTH = 20
 
 
 class Seq2SeqTrainer(Trainer):
-    """Train, evaluate and predict with the arguments of `transformers.Seq2SeqTrainer`.
+    """Trains, evaluates, and predicts with the arguments of `transformers.Seq2SeqTrainer`.
 
-    With `predict_with_generate` of Seq2SeqTrainingArguments, evaluate and predict generate the texts that compute_metrics gets as
-    predictions: token ids, padded as transformers does. Every sample is generated once, in order, on any number of processes.
+    With `predict_with_generate` of Seq2SeqTrainingArguments, evaluate and predict generate texts. compute_metrics
+    receives them as predictions: token ids, padded as in transformers. Every sample is generated once, in order, on any
+    number of processes.
 
     Raises:
-        ValueError: an argument or an overridden method cannot be honoured; the text names it and says what to do.
+        ValueError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
     generates = True
@@ -30,7 +32,7 @@ class Seq2SeqTrainer(Trainer):
     _pad_tensors_to_max_len = StockSeq2SeqTrainer._pad_tensors_to_max_len
 
     def _adopt(self, model: nn.Module) -> None:
-        """Set the model, with the generation config of the arguments where they name one."""
+        """Set the model, with the generation config of the arguments if they name one."""
         super()._adopt(model)
         self._gen_kwargs = {}
         named: str | GenerationConfig | None = getattr(self.args, "generation_config", None)
@@ -45,9 +47,10 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluate one data set, or each of a dict of them; `gen_kwargs` are for `generate`: `max_length`, `num_beams`, ...
+        """Evaluate one dataset, or each of a dict of datasets, and return the metrics.
 
-        Without them the arguments' `generation_max_length` and `generation_num_beams` hold, else the model's generation config.
+        `gen_kwargs` go to `generate`: `max_length`, `num_beams`, ... Without them, `generation_max_length` and
+        `generation_num_beams` of the arguments hold, or the model's generation config.
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, dict) and not is_columns(data):
@@ -67,12 +70,15 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """Return the generated ids (without predict_with_generate, the logits) and labels in order, and metrics; `gen_kwargs` as in evaluate."""
+        """Return the generated ids and labels in order, with metrics. `gen_kwargs` are used as in evaluate.
+
+        Without predict_with_generate, return logits instead of ids.
+        """
         self._gen_kwargs = self._with_arguments(gen_kwargs)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _with_arguments(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what `generate` is given: the arguments stand in for what the call does not say."""
+        """Return the arguments of `generate`: `gen_kwargs`, completed by the training arguments."""
         given = {name: value for name, value in gen_kwargs.items() if value is not None}
         if "max_new_tokens" not in given:
             given.setdefault("max_length", getattr(self.args, "generation_max_length", None))
@@ -87,9 +93,9 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return loss, generated ids and labels of one batch, both padded to the length of the model's generation config.
+        """Return loss, generated ids, and labels of one batch, padded to the generation config's length.
 
-        Without predict_with_generate, or for the loss alone, it is Trainer's.
+        Without predict_with_generate, or for the loss alone, return the result of Trainer.prediction_step.
         """
         if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
@@ -99,7 +105,7 @@ class Seq2SeqTrainer(Trainer):
         given = {name: value for name, value in inputs.items() if name != "labels"}
         decoder = given.get("decoder_input_ids")
         if labels is not None and decoder is not None and decoder.shape == labels.shape:
-            # Made from the labels: the text would begin with them.
+            # These inputs are made from the labels, so the generated text would begin with the labels.
             given = {
                 name: each
                 for name, each in given.items()
@@ -112,7 +118,7 @@ class Seq2SeqTrainer(Trainer):
         return loss, self._padded(tokens), None if labels is None else self._padded(labels)
 
     def _padded(self, tokens: Tensor) -> Tensor:
-        """Return ids padded as transformers pads them: with the padding token, up to the most that the generation config allows."""
+        """Return ids padded as in transformers: with the padding token, to the generation config's maximum."""
         inner: Any = self.model
         config = inner.generation_config
         width, most_new = config.max_length or _DEFAULT_MAX_LENGTH, config.max_new_tokens

@@ -1,4 +1,7 @@
-"""Models spread over processes, by `fsdp`, `deepspeed` and `parallelism_config`: the recipe's `parallel` section, and forwards and saves of it."""
+"""Sharded models: the recipe's `parallel` section from the training arguments, forward passes, and saves.
+
+The arguments are `fsdp`, `deepspeed`, and `parallelism_config`.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -20,10 +23,13 @@ OURS = "the recipe's `parallel` section has it: accel-train run"
 
 
 def parallel_leaves(args: TrainingArguments) -> dict[str, Any]:
-    """Return the fields of the recipe that `fsdp`, `deepspeed` and `parallelism_config` set; none: every process holds the model.
+    """Return the recipe fields that the arguments `fsdp`, `deepspeed`, and `parallelism_config` set.
+
+    Without sharding, the dict is empty.
 
     Raises:
-        ValueError: two of them are given, or one asks for what is not here; the text names it and says what to do.
+        ValueError: two of them contradict each other, or one asks for an unsupported feature. The message names the
+            remedy.
     """
     given = [name for name in ("fsdp", "deepspeed", "parallelism_config") if getattr(args, name)]
     if {"fsdp", "deepspeed"} <= set(given):
@@ -35,36 +41,39 @@ def parallel_leaves(args: TrainingArguments) -> dict[str, Any]:
 
 
 def recomputes_activations(args: TrainingArguments) -> bool:
-    """Return whether the model checkpoints activations, by the argument's new name, the one before transformers 5.23, or `fsdp_config`."""
+    """Return whether the model checkpoints activations.
+
+    The argument's new name, its name before transformers 5.23, and `fsdp_config` can all request it.
+    """
     names = ("activation_checkpointing", "gradient_checkpointing")
     by_fsdp = bool(args.fsdp) and str((args.fsdp_config or {}).get(names[0], False)).lower() == "true"
     return by_fsdp or any(getattr(args, name, False) for name in names)
 
 
 def accelerator_settings(config: Any) -> dict[str, Any]:
-    """Return the fields of an `accelerator_config`, in whichever form it is given."""
+    """Return the fields of an `accelerator_config`, given as a dict, an object, or None."""
     return config if isinstance(config, dict) else {} if config is None else config.to_dict()
 
 
 def train_batch_size(args: TrainingArguments) -> int:
-    """Return the samples of a micro-batch of one process.
+    """Return the samples per micro-batch of one process.
 
     Raises:
-        ValueError: `split_batches` is set, and the batch cannot be split.
+        ValueError: `split_batches` is set, but the batch cannot be split.
     """
     size = args.per_device_train_batch_size
     if not accelerator_settings(args.accelerator_config).get("split_batches"):
         return size
     if size % args.world_size:
         raise ValueError(
-            f"per_device_train_batch_size={size} cannot be split over {args.world_size} processes, as accelerator_config's split_batches "
-            "asks for; use a multiple"
+            f"per_device_train_batch_size={size} cannot be split over {args.world_size} processes, "
+            "as accelerator_config's split_batches asks for; use a multiple"
         )
     return size // args.world_size
 
 
 def get_total_train_batch_size(trainer: "Trainer", args: TrainingArguments | None = None) -> int:
-    """Return the samples of a step over all processes."""
+    """Return the samples per step over all processes."""
     args = args or trainer.args
     return train_batch_size(args) * args.world_size * args.gradient_accumulation_steps
 
@@ -81,11 +90,16 @@ def _of_fsdp(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
 
 
 def _of_deepspeed(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
-    """`trainer_config_process` of transformers has put the arguments in place of each `auto`, and noted what contradicts them."""
+    """Yield the `parallel` fields of a DeepSpeed configuration.
+
+    `trainer_config_process` of transformers has filled in each `auto` and noted contradictions to the arguments.
+    """
     config: Any = args.hf_deepspeed_config
     if config.mismatches:
-        raise ValueError(f"deepspeed: its configuration contradicts the arguments ({'; '.join(map(str.strip, config.mismatches))}); "
-                         "write auto there")  # fmt: skip
+        raise ValueError(
+            f"deepspeed: its configuration contradicts the arguments ({'; '.join(map(str.strip, config.mismatches))}); "
+            "write auto there"
+        )
     if config.is_offload():
         raise ValueError("deepspeed: offloading is not supported; use fsdp with fsdp_config={'cpu_offload': True}")
     optimizer = config.get_value("optimizer.type")
@@ -101,7 +115,8 @@ def _of_deepspeed(args: TrainingArguments) -> Iterator[tuple[str, Any]]:
 
 def _of_sizes(config: Any, *, is_zero: bool) -> dict[str, Any]:
     for name in ("tp_size", "cp_size", "sp_size"):
-        if (size := getattr(config, name, 1)) > 1:  # older versions of Accelerate have no sp_size
+        # Older versions of Accelerate have no sp_size.
+        if (size := getattr(config, name, 1)) > 1:
             raise ValueError(
                 f"parallelism_config: {name}={size}: a model of yours is trained with whole layers and sequences; "
                 f"leave it at 1 ({OURS})"
@@ -114,16 +129,16 @@ def _of_sizes(config: Any, *, is_zero: bool) -> dict[str, Any]:
 
 
 def check_sharded(trainer: "Trainer", recipe: Recipe, stock: Path | None) -> None:
-    """Refuse what a sharded model cannot be trained with.
+    """Check that the trainer's settings work with a sharded model.
 
     Raises:
-        ValueError: names it, and what to do.
+        ValueError: a setting does not. The message names it and the remedy.
     """
     args, strategy = trainer.args, recipe.parallel.strategy
     if recipe.parallel.num_sharing > 1:
         raise ValueError(
-            f"{recipe.parallel.shared_by}={recipe.parallel.num_sharing} (the launch): accel_train.Trainer trains whole layers and whole "
-            f"sequences; launch with launch/fsdp2.yaml ({OURS})"
+            f"{recipe.parallel.shared_by}={recipe.parallel.num_sharing} (the launch): "
+            f"accel_train.Trainer trains whole layers and whole sequences; launch with launch/fsdp2.yaml ({OURS})"
         )
     if strategy == "ddp" or args.world_size == 1:
         return
@@ -131,9 +146,15 @@ def check_sharded(trainer: "Trainer", recipe: Recipe, stock: Path | None) -> Non
     if trainer.strategy is not None:
         problem = "this trainer's model is sharded by now; make a new Trainer, with the model that the first has saved"
     elif stock is not None:
-        problem = f"{stock} is a checkpoint of transformers' Trainer; resume it unsharded for a step, and go on from what that saves"
+        problem = (
+            f"{stock} is a checkpoint of transformers' Trainer; resume it unsharded for a step, "
+            "and go on from what that saves"
+        )
     elif trainer.given_optimizers[0] is not None:
-        problem = "the optimizer that is given holds whole weights; override create_optimizer, which is called once they are sharded"
+        problem = (
+            "the optimizer that is given holds whole weights; "
+            "override create_optimizer, which is called once they are sharded"
+        )
     elif trainer.makes_optimizer:
         problem = f"optim={args.optim} is not tested to train as one process does; use adamw_torch or sgd"
     elif args.bf16_full_eval or args.fp16_full_eval:
@@ -143,10 +164,13 @@ def check_sharded(trainer: "Trainer", recipe: Recipe, stock: Path | None) -> Non
 
 
 def load_whole(model: nn.Module) -> None:
-    """* Give a model whole weights that `from_pretrained` has loaded in parts, as it does under ZeRO 3 once there are arguments that
-    say so; what is loaded from now on is whole, too."""
+    """* Give the model whole weights, and load later weights whole, too.
+
+    With ZeRO 3 arguments, `from_pretrained` loads only parts of the weights on each process.
+    """
     unset_hf_deepspeed_config()
-    found: dict[int, nn.Parameter] = {}  # one for tied weights
+    # Tied weights share one entry.
+    found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, part in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if hasattr(part, "ds_id"):
@@ -157,7 +181,10 @@ def load_whole(model: nn.Module) -> None:
 
 
 def copy_whole(trainer: "Trainer", recipe: Recipe) -> nn.Module | None:
-    """Return a copy of a model that is about to be sharded, on the main process: what its whole weights are loaded into to be saved."""
+    """Return a copy of a model that is about to be sharded, on the main process, or None.
+
+    Saves load the whole weights into this copy.
+    """
     is_spread = recipe.parallel.strategy != "ddp" and trainer.args.world_size > 1
     return copy.deepcopy(trainer.model) if is_spread and trainer.args.process_index == 0 else None
 
@@ -168,7 +195,7 @@ def is_spread(trainer: "Trainer") -> bool:
 
 
 def whole_model(trainer: "Trainer") -> nn.Module:
-    """* Return the model with all its weights on the main process; all processes call it, where it is sharded."""
+    """* Return the model with all its weights on the main process. All processes of a sharded model must call it."""
     if not is_spread(trainer):
         return trainer.model
     tensors = trainer.strategy.full_weights()
@@ -180,8 +207,11 @@ def whole_model(trainer: "Trainer") -> nn.Module:
 
 
 def prediction_step(trainer: "Trainer", inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None) -> Any:
-    """Call `trainer.prediction_step`; of a sharded model inside the module that is sharded as a whole, whose hooks gather what
-    lies outside of the blocks."""
+    """Return the result of `trainer.prediction_step`.
+
+    For a sharded model, call it inside the outermost sharded module, because its hooks gather the weights outside of
+    the blocks.
+    """
     if not is_spread(trainer):
         return trainer.prediction_step(trainer.model, inputs, loss_only, ignore_keys=ignore_keys)
     return trainer.strategy.inner((inputs, loss_only, ignore_keys), "predictions")

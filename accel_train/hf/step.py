@@ -1,4 +1,4 @@
-"""Parts of a step: the loss and the outputs of a batch, as transformers' Trainer computes them, and what callbacks see of the update."""
+"""Parts of a step: loss and outputs of a batch, as in transformers' Trainer, and update events of callbacks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OF_AN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
 CACHES = ["past_key_values", "cache"]
-"""What a model returns for generation: its name before transformers 5.24, and since."""
+"""Names of a model's generation cache among its outputs: before transformers 5.24, and since."""
 ASKS_NOTHING = (
     DefaultFlowCallback,
     PrinterCallback,
@@ -43,10 +43,10 @@ def compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
-    """Return the mean loss of one micro-batch over its targets; `num_items_in_batch` are this micro-batch's.
+    """Return the mean loss of one micro-batch over its targets. `num_items_in_batch` counts only this micro-batch.
 
-    Override it for a loss of your own: return a mean, or a sum divided by `num_items_in_batch`. The loop multiplies by
-    the targets, adds up over micro-batches and processes, and divides once by all targets of the step.
+    Override it for a custom loss. Return a mean, or a sum divided by `num_items_in_batch`. The loop multiplies by the
+    number of targets, adds up over micro-batches and processes, and divides once by all targets of the step.
 
     Raises:
         ValueError: the model returned no loss.
@@ -65,8 +65,8 @@ def compute_loss(
         loss = trainer.label_smoother(outputs, labels, **options)
     elif isinstance(outputs, dict) and "loss" not in outputs:
         raise ValueError(
-            f"the model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}; give it labels, pass "
-            "compute_loss_func, or override compute_loss"
+            f"the model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}; "
+            "give it labels, pass compute_loss_func, or override compute_loss"
         )
     else:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
@@ -74,17 +74,18 @@ def compute_loss(
 
 
 def compute_loss_context_manager(trainer: "Trainer") -> AbstractContextManager[Any]:
-    """Return the context in which `compute_loss` is called; override it for one of your own. Autocast is around it already."""
+    """Return the context in which `compute_loss` is called, inside autocast. Override it for a custom context."""
     return nullcontext()
 
 
 def training_step(
     trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
 ) -> Tensor:
-    """Return the loss of one micro-batch, detached, after `self.accelerator.backward(loss)`.
+    """Return the detached loss of one micro-batch, after `self.accelerator.backward(loss)`.
 
-    Override it as in transformers, with a call of this method or with a backward of your own. The loop takes the loss that is
-    handed to `backward`, of several their sum, and goes backward once: no gradients are there when the call returns.
+    Override it as in transformers, with a call of this method or with a custom backward. The loop takes the loss that
+    is passed to `backward`, or the sum of several losses, and runs backward once. Gradients do not exist yet when the
+    call returns.
     """
     model.train()
     with trainer.compute_loss_context_manager():
@@ -94,10 +95,10 @@ def training_step(
 
 
 def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Return the mean loss of a micro-batch, with its graph.
+    """Return the mean loss of a micro-batch with its graph.
 
     Raises:
-        ValueError: an overridden training_step went backward in another way, or not at all.
+        ValueError: an overridden training_step called backward in another way, or not at all.
     """
     num_items = num_items_in(trainer, inputs)
     if not trainer.overrides("training_step"):
@@ -115,24 +116,25 @@ def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -
         return returned
     if not handed:
         raise ValueError(
-            f"{type(trainer).__name__}.training_step never called self.accelerator.backward(loss); call that, and not loss.backward(): "
-            "the loop goes backward itself, once it is known what the loss is divided by"
+            f"{type(trainer).__name__}.training_step never called self.accelerator.backward(loss); call that, "
+            "and not loss.backward(): the loop goes backward itself, once it is known what the loss is divided by"
         )
     return torch.stack(handed).sum() if len(handed) > 1 else handed[0]
 
 
 def floating_point_ops(trainer: "Trainer", inputs: dict[str, Any]) -> int:
-    """Return 6 x tokens x parameters without embeddings (forward and backward), as in transformers; for `total_flos`."""
+    """Return 6 x tokens x parameters without embeddings (forward and backward) for `total_flos`, as in transformers."""
     main = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
     return 6 * main.numel() * trainer._num_flops_parameters if isinstance(main, Tensor) else 0
 
 
 def num_items_in(trainer: "Trainer", inputs: dict[str, Any]) -> Tensor | int | None:
-    """Return `num_items_in_batch` of one batch; None where nothing divides by it, as in transformers."""
+    """Return `num_items_in_batch` of one batch, or None if no loss divides by it, as in transformers."""
     if "labels" not in inputs or not (trainer.signature.takes_num_items or trainer.compute_loss_func is not None):
         return None
     count = targets_in(inputs, trainer.signature)
-    return count.clamp(min=1) if isinstance(count, Tensor) else count  # without targets a sum is 0, and 0 / 0 is NaN
+    # Without targets the sum is 0, and 0 / 0 would be NaN.
+    return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 
 def prediction_step(
@@ -142,9 +144,9 @@ def prediction_step(
     prediction_loss_only: bool,
     ignore_keys: list[str] | None = None,
 ) -> tuple[Tensor | None, Any, Any]:
-    """Return loss, outputs (but the loss and what the model says to ignore) and labels of one batch.
+    """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys.
 
-    An override is used in evaluate and predict.
+    evaluate and predict use an override of this method.
     """
     names = trainer.signature.label_names
     has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
@@ -174,7 +176,7 @@ def prediction_step(
 
 
 def looks_into_steps(callback: TrainerCallback) -> bool:
-    """Return whether a callback has something for the update itself."""
+    """Return whether a callback overrides an event of the optimizer update."""
     own = (getattr(getattr(callback, event), "__func__", None) for event in OF_AN_UPDATE)
     return any(method is not getattr(TrainerCallback, event) for method, event in zip(own, OF_AN_UPDATE, strict=True))
 
@@ -185,13 +187,17 @@ def watch_updates(
     call: Callable[[str], None],
     hooks: ExitStack,
 ) -> None:
-    """Call what callbacks have for the update itself, until `hooks` are closed: before it gradients are clipped, after it they are
-    still there. An update that is skipped on the device is announced all the same."""
+    """Call the update events of the callbacks until `hooks` is closed.
+
+    Gradients are clipped before the first event and still exist in the second one. The events are also called for
+    updates that are skipped on the device.
+    """
     if not any(map(looks_into_steps, callbacks)):
         return
 
     def before(updated: Any, *_: Any) -> None:
-        if (scale := getattr(updated, "grad_scale", None)) is not None:  # the clip, which the fused update would do
+        # Apply the clipping here, because the fused update would only apply it later.
+        if (scale := getattr(updated, "grad_scale", None)) is not None:
             for parameter in (each for group in updated.param_groups for each in group["params"]):
                 if parameter.grad is not None:
                     parameter.grad.div_(scale)
@@ -203,7 +209,7 @@ def watch_updates(
 
 
 def rate_in_use(scheduler: AdafactorSchedule) -> float:
-    """Return the rate of the last update, which Adafactor derives from its state; show it in `get_last_lr` and in its groups."""
+    """Return the rate of Adafactor's last update, derived from its state. Write it to `get_last_lr` and the groups."""
     optimizer: Any = scheduler.optimizer
     firsts = [(group, optimizer.state.get(group["params"][0])) for group in optimizer.param_groups]
     if all(state for _, state in firsts):
@@ -214,7 +220,7 @@ def rate_in_use(scheduler: AdafactorSchedule) -> float:
 
 
 class RecipeRates(LRScheduler):
-    """The recipe's schedule for callbacks to read, in place of a scheduler: the loop sets the rates, so nothing is stepped."""
+    """A read-only scheduler that shows the recipe's rates to callbacks. The loop sets the rates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, peak: float) -> None:
         self.optimizer, self.base_lrs = optimizer, [peak for _ in optimizer.param_groups]
@@ -225,7 +231,7 @@ class RecipeRates(LRScheduler):
 
 
 class NextRates:
-    """The learning rates of the step to come: set before callbacks see the one before, so that one they change holds for a step."""
+    """The learning rates of the next step, set before callbacks run. A change by a callback lasts one step."""
 
     def __init__(self, run: "RunContext") -> None:
         self._run, self._schedule, self._step = run, run.schedule, -1
@@ -246,12 +252,12 @@ class NextRates:
 
 
 def may_ask(callbacks: list[TrainerCallback]) -> bool:
-    """Return whether a callback can request something, so that the host has to wait for each step."""
+    """Return whether a callback may request something. The host then waits for each step."""
     return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
 
 
 def signals_of_all(trainer: "Trainer") -> list[bool]:
-    """* Return what callbacks of any process ask for: to stop, to save, to evaluate."""
+    """* Return whether callbacks of any process ask to stop, to save, and to evaluate."""
     control = trainer.control
     signals = torch.tensor(
         [control.should_training_stop, control.should_save, control.should_evaluate], dtype=torch.int32
@@ -263,7 +269,7 @@ def signals_of_all(trainer: "Trainer") -> list[bool]:
 
 
 def sum_of_all(trainer: "Trainer", number: Any) -> float:
-    """* Return a number, or a tensor of one, summed over all processes."""
+    """* Return the sum of a number, or of a one-element tensor, over all processes."""
     if trainer.args.world_size == 1:
         return float(number)
     total = torch.as_tensor(number, device=trainer.accelerator.device)
@@ -272,17 +278,19 @@ def sum_of_all(trainer: "Trainer", number: Any) -> float:
 
 
 def stop_in_last_epoch(control: TrainerControl, length: Length, step: int) -> None:
-    """Turn a callback's request to end the epoch at this step into one to stop, if it is the last; where it ends anyway nothing changes.
+    """Turn a callback's request to end the last epoch at this step into a request to stop.
+
+    A request at the end of an epoch changes nothing.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: the request concerns an epoch before the last one.
     """
     epochs, step_in_epoch = divmod(step, length.steps_per_epoch)
     if not control.should_epoch_stop or step_in_epoch == 0:
         return
     if epochs < length.num_epochs - 1:
         raise ValueError(
-            f"a callback set control.should_epoch_stop at step {step}: which samples make a step is fixed beforehand, so "
-            "no epoch but the last can end early; set should_training_stop, or lower num_train_epochs"
+            f"a callback set control.should_epoch_stop at step {step}: which samples make a step is fixed beforehand, "
+            "so no epoch but the last can end early; set should_training_stop, or lower num_train_epochs"
         )
     control.should_training_stop = True

@@ -1,4 +1,4 @@
-"""The user's model, data sets and collator as a task of the loop."""
+"""The user's model, datasets, and collator as a task of the loop."""
 
 import hashlib
 import json
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 
 
 PLAIN = (TableDataset, list, tuple, Columns)
-"""Data sets whose rows no code makes."""
+"""Dataset types with plain rows. Other types compute rows in a program's `__getitem__`."""
 
 
 class HFTask(Task):
-    """A Trainer as a task: its data in order, its model, `compute_loss`; evaluations are those of `Flow.evaluate`."""
+    """A Trainer as a task: its data in order, its model, and `compute_loss`. `Flow.evaluate` evaluates."""
 
     def __init__(
         self, trainer: "Trainer", flow: Flow, length: Length, source: Any, loader: DataLoader[Any] | None
     ) -> None:
         self.trainer, self.flow, self.length, self.source = trainer, flow, length, source
         self.loader = loader
-        """The loader of an overridden get_train_dataloader."""
+        """Loader of an overridden get_train_dataloader. None otherwise."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Return the training data as rows in our order, or as a stream."""
+        """Return the training data as rows in the loop's order, or as a stream."""
         trainer, args = self.trainer, self.trainer.args
         dataset: Any = readable(trainer, self.source) if self.loader is None else None
         streamed = self.loader is not None or is_stream(dataset)
@@ -75,7 +75,8 @@ class HFTask(Task):
                 note = "training data differ from read to read: a resume compares their number, not their content"
                 facts["notes"] = [note]
         return TaskData(
-            train=Subset(dataset, range(per_epoch)) if streamed else dataset,  # only its length is read
+            # For streams only the length of the Subset is read.
+            train=Subset(dataset, range(per_epoch)) if streamed else dataset,
             eval=None,
             collate=collate_of(trainer),
             fingerprint=fingerprint(dataset) if self.loader is None else type(self.loader).__name__,
@@ -87,21 +88,22 @@ class HFTask(Task):
         )
 
     def _code(self) -> dict[str, str]:
-        """Return digests of the program's functions and classes, by name: a resume says which have changed."""
+        """Return digests of the program's functions and classes by name. A resume lists the ones that have changed."""
         trainer = self.trainer
         parts = {"data_collator": trainer.data_collator, "compute_loss_func": trainer.compute_loss_func}
         parts["the class of the trainer"] = type(trainer)
-        # Of a collator of another class the code alone: the tokenizer in it changes while it is used.
+        # For a collator object only the class's code counts, because its tokenizer changes while it is used.
         return {
             name: digest_of_code(part if isinstance(part, type | FunctionType) else type(part))
             for name, part in parts.items()
         }
 
     def _read_from(self, first_step: int) -> Iterator[list[tuple[dict[str, Any], int]]]:
-        """Yield each step's micro-batches, out of batches that can only be read in order: a resume reads up to its place.
+        """Yield each step's micro-batches from batches that can only be read in order. A resume reads up to its step.
 
-        Every process reads all of them and keeps each W-th. A process that has none forwards the step's first one, with no
-        target. Processes of a sharded model meet in each forward, so each forwards as many as any of them.
+        Every process reads all batches and keeps each W-th. A process without a batch forwards the step's first batch
+        with 0 targets. Processes of a sharded model meet in each forward, so all of them forward the same number of
+        batches.
         """
         args = self.trainer.args
         for number, step in enumerate(islice(self._steps(), first_step, self.length.max_steps), first_step):
@@ -130,7 +132,8 @@ class HFTask(Task):
 
     def _batches_of(self, epoch: int) -> Iterator[Any]:
         args = self.trainer.args
-        torch.manual_seed(args.seed + epoch)  # a shuffle without its own generator is the same on all processes
+        # This makes a shuffle without its own generator the same on all processes.
+        torch.manual_seed(args.seed + epoch)
         source: Any = self.loader if self.loader is not None else self.source
         for settable in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
             if settable is not None and hasattr(settable, "set_epoch"):
@@ -140,8 +143,10 @@ class HFTask(Task):
         return in_batches(source, train_batch_size(args), collator_of(self.trainer))
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Return the user's model itself, so that `trainer.model` is what was trained; once it is sharded, a copy of it to load
-        whole weights into."""
+        """Return the user's model itself, so that training changes `trainer.model`.
+
+        Once the model is sharded, return a copy for loading whole weights.
+        """
         trainer, args = self.trainer, self.trainer.args
         if is_spread(trainer) and trainer.whole_model is not None:
             return trainer.whole_model
@@ -159,32 +164,33 @@ class HFTask(Task):
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return `compute_loss`, a mean whichever way the model counts, times the number of its targets."""
+        """Return `compute_loss`, a mean however the model counts, times the batch's number of targets."""
         trainer = self.trainer
         inputs = dict(batch)
         if not all(isinstance(value, Tensor) for value in inputs.values()):
-            inputs = send_to_device(inputs, trainer.accelerator.device)  # what is nested; the reader moved the rest
+            # This moves nested values. The reader has moved the tensors.
+            inputs = send_to_device(inputs, trainer.accelerator.device)
         self.flow.count(inputs)
         return loss_of_step(trainer, model, inputs).float() * targets_in(inputs, trainer.signature)
 
     def predict_batch(self, model: nn.Module, batch: Any) -> Any:
-        """Return what `prediction_step` of the trainer does: of a sharded model, whose forward has to come through here."""
+        """Return the result of `prediction_step`. The forward of a sharded model must pass through here."""
         inputs, loss_only, ignore_keys = batch
         return self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write configuration and tokenizer, so that `from_pretrained` reads a checkpoint."""
+        """Write the configuration and tokenizer, so that `from_pretrained` reads a checkpoint."""
         save_description(self.trainer, model, folder)
 
     def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the weights, configuration and tokenizer."""
+        """Write the weights, configuration, and tokenizer."""
         save_pretrained(self.trainer, model, folder)
 
 
 def fingerprint(data: Any) -> str:
-    """Return a digest of the number of rows, and of 16 rows where the data set is plain values (no code makes them).
+    """Return a digest of the number of rows, and of 16 rows if the dataset has plain rows.
 
-    Rows that a `__getitem__` makes may differ each time, so `digest_of_data` reads them twice, on the main process.
+    Rows that a `__getitem__` makes may differ at each read. For them `digest_of_data` reads twice on the main process.
     """
     digest = hashlib.sha256(type(data).__name__.encode())
     if is_stream(data):
@@ -205,7 +211,7 @@ def _plain(value: Any) -> Any:
 
 
 def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
-    """Return the tokens of each training sample: the column of lengths, else counted in the model's main input.
+    """Return the length of each training sample in tokens, from the length column or the model's main input.
 
     Raises:
         ValueError: the samples have neither.
@@ -216,13 +222,14 @@ def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
         return np.asarray(data[column], dtype=np.int64)
     if len(data) == 0 or not isinstance(data[0], Mapping) or input_name not in data[0]:
         raise ValueError(
-            f"train_sampling_strategy=group_by_length needs samples with {input_name!r}, or a column {column!r} with lengths"
+            f"train_sampling_strategy=group_by_length needs samples with {input_name!r}, "
+            f"or a column {column!r} with lengths"
         )
     return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
 
 
 def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
-    """Write what `from_pretrained` needs besides the weights."""
+    """Write the files that `from_pretrained` needs in addition to the weights."""
     if isinstance(model, PreTrainedModel):
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
@@ -237,7 +244,10 @@ def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
 
 
 def save_model(trainer: "Trainer", output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """Write weights, configuration and tokenizer for `from_pretrained`, on the main process; all processes call it of a sharded model."""
+    """Write weights, configuration, and tokenizer for `from_pretrained` on the main process.
+
+    All processes of a sharded model must call it.
+    """
     model = whole_model(trainer)
     if trainer.is_world_process_zero():
         save_pretrained(trainer, model, Path(output_dir or trainer.args.output_dir))
@@ -246,7 +256,7 @@ def save_model(trainer: "Trainer", output_dir: str | None = None, _internal_call
 
 
 def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
-    """Write weights, configuration and tokenizer as transformers' Trainer.save_model does."""
+    """Write weights, configuration, and tokenizer as transformers' Trainer.save_model does."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PreTrainedModel) or _is_peft_model(model):
         model.save_pretrained(folder)
@@ -254,5 +264,6 @@ def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
         tensors = {name: tensor.cpu() for name, tensor in model_tensors(model).items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     save_description(trainer, model, folder)
-    arguments = trainer.args.to_json_string()  # tokens are masked in it
+    # Access tokens are masked in this JSON.
+    arguments = trainer.args.to_json_string()
     (folder / "training_args.json").write_text(arguments, encoding="utf-8")

@@ -1,12 +1,14 @@
-"""`accel_train.Trainer`: transformers' Trainer by its interface, our loop inside.
+"""`accel_train.Trainer`: the interface of transformers' Trainer on top of the loop of accel_train.
 
     from accel_train import Trainer
-    trainer = Trainer(model, TrainingArguments("out", num_train_epochs=3), train_dataset=rows, processing_class=tokenizer)
+    args = TrainingArguments("out", num_train_epochs=3)
+    trainer = Trainer(model, args, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
 
-TrainingArguments become a Recipe (`hf.arguments`), model, data sets and collator a Task (`hf.task`), callbacks an observer
-(`hf.callbacks`), and evaluate and predict read every sample once (`hf.evaluation`). Steps, guard, data order, checkpoints and
-resume are the loop's own. docs/hf_trainer.md says what becomes of every argument, and where this differs from transformers.
+TrainingArguments become a Recipe (`hf.arguments`). Model, datasets, and collator become a Task (`hf.task`). Callbacks
+become an observer (`hf.callbacks`). evaluate and predict read every sample once (`hf.evaluation`). The loop provides
+steps, guard, data order, checkpoints, and resume. docs/hf_trainer.md lists how each argument is treated, and the
+differences from transformers.
 """
 
 import time
@@ -63,14 +65,14 @@ __all__ = ["Trainer", "get_last_checkpoint"]
 
 
 class Trainer:
-    """Train, evaluate and predict with the arguments of `transformers.Trainer`.
+    """Trains, evaluates, and predicts with the arguments of `transformers.Trainer`.
 
     Raises:
-        ValueError: an argument or an overridden method cannot be honoured; the text names it and says what to do.
+        ValueError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
     generates = False
-    """Evaluations may generate texts (Seq2SeqTrainer)."""
+    """Whether evaluations may generate texts, as in Seq2SeqTrainer."""
     signature: Signature
     _accepts_loss_kwargs: bool | None = None
 
@@ -83,7 +85,7 @@ class Trainer:
         save_state,
     )
 
-    # Methods of transformers' Trainer that read nothing but `args`, `state`, `control` and `callback_handler`.
+    # Methods of transformers' Trainer that read only `args`, `state`, `control`, and `callback_handler`.
     add_callback = StockTrainer.add_callback
     pop_callback = StockTrainer.pop_callback
     remove_callback = StockTrainer.remove_callback
@@ -95,7 +97,7 @@ class Trainer:
     create_scheduler = StockTrainer.create_scheduler
     get_optimizer_cls_and_kwargs = staticmethod(StockTrainer.get_optimizer_cls_and_kwargs)
 
-    # For overrides to call: a subclass cannot replace them.
+    # Overrides may call these methods, but a subclass cannot replace them.
     _get_collator_with_removed_columns = StockTrainer._get_collator_with_removed_columns
     _get_output_dir = StockTrainer._get_output_dir
     _get_eval_sampler = StockTrainer._get_eval_sampler
@@ -105,14 +107,16 @@ class Trainer:
     _prepare_inputs = StockTrainer._prepare_inputs
     _remove_unused_columns = StockTrainer._remove_unused_columns
     _set_signature_columns_if_needed = StockTrainer._set_signature_columns_if_needed
-    is_deepspeed_enabled = is_fsdp_enabled = False  # sharding is the loop's, without plugins to set up
+    # The loop shards the model, so plugins of Accelerate are not used.
+    is_deepspeed_enabled = is_fsdp_enabled = False
     is_model_parallel, place_model_on_device = False, True
     hp_search_backend = deepspeed = loss_is_scaled_for_ga = None
-    current_flos = 0  # the loop adds them to state.total_flos
+    # The loop adds its FLOPs to state.total_flos.
+    current_flos = 0
     current_gradient_accumulation_steps = 1
-    """The divisor of a micro-batch's loss in a training_step copied from transformers: the loop itself divides, once."""
+    """Divisor of a micro-batch's loss in a training_step copied from transformers. Always 1: the loop divides once."""
 
-    # Methods that other modules here define.
+    # Methods that other modules of this package define.
     get_total_train_batch_size = sharding.get_total_train_batch_size
     call_model_init = search.call_model_init
     hyperparameter_search = search.hyperparameter_search
@@ -156,13 +160,13 @@ class Trainer:
     ) -> None:
         check_overrides(type(self), Trainer)
         self.match_transformers = match_transformers
-        """Weigh and leave out as transformers does, where this differs on purpose: docs/hf_trainer.md has the table."""
+        """Whether to weigh and drop samples as transformers does, where accel_train differs (docs/hf_trainer.md)."""
         self.args = args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
         self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
         self._memory_tracker.start()
         self.is_in_train = False
-        """True while train() runs, its evaluations included."""
+        """Whether train() is running, including its evaluations."""
         logging.set_verbosity(args.get_process_log_level())
         if (model is None) == (model_init is None):
             raise ValueError("give exactly one of model and model_init")
@@ -182,11 +186,11 @@ class Trainer:
         check_combinations(self)
         self._trained_optimizer = self.optimizer
         self.recipe: Recipe | None = None
-        """The translated arguments, once train() has begun."""
+        """Recipe made from the arguments. None before train()."""
         self.strategy: Any = None
-        """How the model of the last train() is spread over processes."""
+        """Strategy by which the last train() distributed the model. None before train()."""
         self.whole_model: nn.Module | None = None
-        """Of a sharded model, on the main process: a copy to load its whole weights into."""
+        """Copy of a sharded model on the main process, for loading whole weights. None otherwise."""
         self.trial: Any = None
         self.hp_space: Any = None
         self.hp_name: Any = None
@@ -219,18 +223,20 @@ class Trainer:
         super().__init_subclass__(**options)
         if StockTrainer in cls.__mro__:
             raise ValueError(
-                f"class {cls.__name__}: it is derived from transformers.Trainer too, whose loop would train; derive it from "
-                "accel_train.Trainer alone (TRL, sentence-transformers and setfit need transformers.Trainer)"
+                f"class {cls.__name__}: it is derived from transformers.Trainer too, whose loop would train; "
+                "derive it from accel_train.Trainer alone (TRL, sentence-transformers and setfit need "
+                "transformers.Trainer)"
             )
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """True if the model divides its loss by `num_items_in_batch`; scripts may set it, as in transformers."""
+        """Return whether the model divides its loss by `num_items_in_batch`. Scripts may set it, as in transformers."""
         return self.signature.takes_num_items
 
     @model_accepts_loss_kwargs.setter
     def model_accepts_loss_kwargs(self, accepts: bool) -> None:
-        self._accepts_loss_kwargs = accepts  # holds for models that model_init makes later
+        # Kept for models that model_init makes later.
+        self._accepts_loss_kwargs = accepts
         weighs_batches = self.match_transformers and self.compute_loss_func is None and not accepts
         self.signature = replace(self.signature, takes_num_items=accepts, weighs_batches=weighs_batches)
 
@@ -240,23 +246,23 @@ class Trainer:
 
     @property
     def neftune_noise_alpha(self) -> float | None:
-        """The argument of this name."""
+        """Return the argument `neftune_noise_alpha`."""
         return self.args.neftune_noise_alpha
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """Gather tensors of all processes."""
+        """Return the function that gathers tensors of all processes."""
         return self.accelerator.gather_for_metrics
 
     def overrides(self, name: str) -> bool:
-        """Return whether a subclass, or the object itself, brings its own method of this name."""
+        """Return whether a subclass, or the object itself, overrides the method `name`."""
         return getattr(type(self), name) is not getattr(Trainer, name) or name in vars(self)
 
     def _seed(self) -> None:
         enable_full_determinism(self.args.seed) if self.args.full_determinism else transformers.set_seed(self.args.seed)
 
     def _adopt(self, model: nn.Module) -> None:
-        """Set the model, and find out how it computes its loss."""
+        """Set the model, and determine how it computes its loss."""
         model = with_plain_names(model)
         validate_quantization_for_training(model)
         if self.args.deepspeed:
@@ -291,16 +297,18 @@ class Trainer:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as the arguments say. An earlier run in output_dir is resumed if requested, else archived.
+        """Train as the arguments say. Resume an earlier run in output_dir if requested, or archive it otherwise.
 
         Args:
-            resume_from_checkpoint: True: the newest valid checkpoint of output_dir; or a checkpoint's folder.
+            resume_from_checkpoint: True for the newest valid checkpoint of output_dir, or the folder of a checkpoint.
 
         Raises:
-            ValueError: something cannot be honoured, or there is no checkpoint to resume from.
-            TrainingStopped: the guard's budget of skipped steps is spent; the last checkpoint is good.
-            Preempted: the job was asked to stop (SIGTERM, Ctrl-C), and saved; train(resume_from_checkpoint=True) resumes.
-            RestartNeeded: a process of a sharded model ran out of memory; train(resume_from_checkpoint=True) uses smaller micro-batches.
+            ValueError: an argument is not supported, or the checkpoint to resume from does not exist.
+            TrainingStopped: the guard's budget of skipped steps is spent. The last checkpoint is good.
+            Preempted: the job was asked to stop (SIGTERM, Ctrl-C) and has saved. train(resume_from_checkpoint=True)
+                resumes.
+            RestartNeeded: a process of a sharded model ran out of memory. train(resume_from_checkpoint=True) uses
+                smaller micro-batches.
         """
         self._memory_tracker.start()
         if self.model_init is not None:
@@ -309,8 +317,9 @@ class Trainer:
         knows_tokens = isinstance(self.processing_class, PreTrainedTokenizerBase | transformers.ProcessorMixin)
         if knows_tokens and isinstance(self.model, PreTrainedModel):
             align_special_tokens(self.model, self.processing_class)
-        if self.optimizer is not self._trained_optimizer:  # create_optimizer() was called, or the attribute was set
-            # Of create_scheduler, for a number of steps, or of the recipe.
+        # Since the last train(), create_optimizer() was called or the attribute was set.
+        if self.optimizer is not self._trained_optimizer:
+            # A scheduler from create_scheduler, or the recipe's stand-in, is made again for the new run.
             is_made_anew = getattr(self, "_created_lr_scheduler", False) or isinstance(
                 self.lr_scheduler, step.RecipeRates
             )
@@ -339,15 +348,15 @@ class Trainer:
 
     @property
     def makes_optimizer(self) -> bool:
-        """True where the optimizer's class comes from transformers or from the user, and not from the recipe."""
+        """Return whether the optimizer's class comes from transformers or the user instead of the recipe."""
         own = self.optimizer_cls_and_kwargs is not None or self.overrides("get_optimizer_cls_and_kwargs")
         return own or not has_recipe_optimizer(self.args)
 
     def end(self) -> None:
-        """Finish the trackers and leave the process group; call it last."""
+        """Finish the trackers and leave the process group. Call it last."""
         self.accelerator.end_training()
 
     @cached_property
     def accelerator(self) -> Accelerator:
-        """The Accelerator of the last train(), else a new one."""
+        """Accelerator of the last train(), or a new one before train()."""
         return evaluation_accelerator(self.args)

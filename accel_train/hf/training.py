@@ -1,4 +1,4 @@
-"""One call of Trainer.train(): translate, prepare, run the loop, and leave the state that transformers' users expect."""
+"""A call of Trainer.train(): translate the arguments, prepare, run the loop, and set the state that users expect."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sized
@@ -61,10 +61,10 @@ if TYPE_CHECKING:
 def run_training(
     trainer: "Trainer", resume_from_checkpoint: str | bool | None, ignore_keys: list[str] | None
 ) -> tuple[Flow, int]:
-    """Train; return the observer with the numbers, and how many steps this process made.
+    """Train, and return the observer with its numbers and the number of steps of this call.
 
     Raises:
-        ValueError: something cannot be honoured.
+        ValueError: an argument is not supported.
     """
     args = trainer.args
     method = "get_train_dataloader"
@@ -76,10 +76,12 @@ def run_training(
         raise ValueError("training needs a train_dataset")
     rows = readable(trainer, source) if loader is None else None
     num_samples = len(rows) if isinstance(rows, Sized) else None
-    num_batches = length_hint(loader) or None  # 0 without a loader, and for one over a data set without a length
+    # length_hint is 0 without a loader, and for a loader over a dataset without a length.
+    num_batches = length_hint(loader) or None
     length = length_of(args, num_samples, num_batches, args.world_size)
     counts_tokens = args.include_num_input_tokens_seen not in ("no", False)
-    asks = may_ask(trainer.callback_handler.callbacks) or trainer.overrides("log")  # which may sum up what steps left
+    # An overridden `log` may use sums of steps that the host must wait for.
+    asks = may_ask(trainer.callback_handler.callbacks) or trainer.overrides("log")
     by_callbacks = asks or args.eval_delay > 0 or counts_tokens
     requests = Requests() if by_callbacks else None
     recipe = to_recipe(
@@ -114,10 +116,12 @@ def run_training(
         if args.eval_on_start and trainer.eval_dataset is not None:
             trainer.evaluate(ignore_keys=ignore_keys)
     except BaseException:
-        run.resources.close()  # the lock on the folder, which train_run releases once it has begun
+        # This releases the lock on the folder. Once train_run has begun, train_run releases it.
+        run.resources.close()
         raise
     train_run(run)
-    if run.strategy.average is not None:  # a schedule-free optimizer's: what evaluations and saves from now on use
+    # Later evaluations and saves use the averaged weights of a schedule-free optimizer.
+    if run.strategy.average is not None:
         with torch.no_grad():
             averages = run.strategy.average.tensors()
             for name, parameter in trainer.model.named_parameters():
@@ -128,7 +132,7 @@ def run_training(
 
 
 def log_plan(trainer: "Trainer", length: Length, num_samples: int | None, first_step: int) -> None:
-    """Log what transformers' Trainer logs before the first step, at `log_level="info"`."""
+    """Log the lines that transformers' Trainer logs before the first step, at `log_level="info"`."""
     args, logger = trainer.args, logging.get_logger("transformers.trainer")
     logger.info("***** Running training *****")
     for name, number in (
@@ -149,10 +153,11 @@ def log_plan(trainer: "Trainer", length: Length, num_samples: int | None, first_
 def extensions_of(
     trainer: "Trainer", recipe: Recipe, flow: Flow, order: Callable[[int], NDArray[np.int64]] | None
 ) -> Extensions:
-    """Return what the arguments and the trainer bring along that no recipe can say."""
+    """Return the settings of the arguments and the trainer that a recipe cannot express."""
     args, rates = trainer.args, ScheduledRates(trainer, flow, flow.length.max_steps)
     finds_unused = isinstance(trainer.model, PreTrainedModel) and recipe.precision.recomputed == "nothing"
-    given = args.ddp_find_unused_parameters  # none: as transformers, for its own models
+    # None: as in transformers, for its own models.
+    given = args.ddp_find_unused_parameters
     return Extensions(
         observers=(flow,),
         build_optimizer=rates.build_optimizer,
@@ -167,7 +172,7 @@ def extensions_of(
 
 
 def resume_stock(trainer: "Trainer", run: RunContext, folder: Path) -> None:
-    """Go on from a checkpoint that transformers' own Trainer wrote: weights are loaded, the optimizer's state and the step follow."""
+    """Restore optimizer state and step from a checkpoint of transformers' Trainer. Its weights are loaded already."""
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     trained = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
     groups = [[each for name, each in trained if (name in decayed) is is_decayed] for is_decayed in (True, False)]
@@ -176,15 +181,15 @@ def resume_stock(trainer: "Trainer", run: RunContext, folder: Path) -> None:
     run.observer.on_event(
         "stock_checkpoint",
         run.state.step,
-        f"goes on from {folder}, which transformers' Trainer wrote: weights, optimizer, step and log are taken; {lost}dropout has "
-        "other random numbers, and the rates are those of the schedule",
+        f"goes on from {folder}, which transformers' Trainer wrote: weights, optimizer, step and log are taken; "
+        f"{lost}dropout has other random numbers, and the rates are those of the schedule",
     )
 
 
 def create_optimizer(trainer: "Trainer", model: nn.Module | None = None) -> torch.optim.Optimizer:
-    """Set and return the optimizer: the one that is there, one of `optimizer_cls_and_kwargs`, or what `optim` names.
+    """Set and return the optimizer: the existing one, one of `optimizer_cls_and_kwargs`, or the one that `optim` names.
 
-    One that was made before train() is the one that train() uses.
+    train() uses an optimizer that was made before it.
     """
     if trainer.recipe is None or trainer.optimizer is not None or trainer.makes_optimizer:
         return StockTrainer.create_optimizer(trainer, model)
@@ -194,10 +199,10 @@ def create_optimizer(trainer: "Trainer", model: nn.Module | None = None) -> torc
 
 
 def check_optimizer(trainer: "Trainer") -> None:
-    """Refuse an `optim` that transformers cannot make here, and a given optimizer whose state no checkpoint could hold.
+    """Check that `optim` can be built here, and that checkpoints can hold the state of a given optimizer.
 
     Raises:
-        ValueError: its package is missing, say, or `optim_args` are wrong.
+        ValueError: the package of `optim` is missing, `optim_args` are wrong, or the state cannot be saved.
     """
     args, given = trainer.args, trainer.given_optimizers[0]
     if given is not None:
@@ -206,15 +211,16 @@ def check_optimizer(trainer: "Trainer") -> None:
     if not (is_given or has_recipe_optimizer(args) or trainer.overrides("create_optimizer")):
         try:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-        except Exception as error:  # each of its handlers raises another
+        # Each handler of transformers raises another type of error.
+        except Exception as error:
             raise ValueError(f"optim={name_of(args.optim)}: {error}") from error
 
 
 def with_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
-    """Replace layers of the model by those of liger-kernel.
+    """Replace layers of the model with layers of liger-kernel.
 
     Raises:
-        ValueError: there is no GPU, or no liger-kernel.
+        ValueError: the device is a CPU, or liger-kernel is not installed.
     """
     if args.device.type == "cpu":
         raise ValueError(
@@ -228,10 +234,10 @@ def with_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
 
 @contextmanager
 def model_hooks(trainer: "Trainer") -> Iterator[None]:
-    """Inside, the model has the hooks that the arguments ask for.
+    """Attach the hooks that the arguments request to the model, inside the block.
 
     Raises:
-        ValueError: neftune_noise_alpha is given, and the model has no input embeddings.
+        ValueError: neftune_noise_alpha is set, but the model has no input embeddings.
     """
     args, handle = trainer.args, None
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
@@ -254,8 +260,8 @@ MAKERS = ("create_optimizer", "create_scheduler", "create_optimizer_and_schedule
 class ScheduledRates:
     """The optimizer of `create_optimizer`, and the rates of its torch scheduler as a function of the step.
 
-    The scheduler is stepped ahead of the loop, once for each step; one that follows a metric (ReduceLROnPlateau), after each
-    evaluation.
+    The scheduler runs ahead of the loop, with one call per step. A scheduler that follows a metric (ReduceLROnPlateau)
+    is stepped after each evaluation.
     """
 
     _optimizer: torch.optim.Optimizer
@@ -268,13 +274,13 @@ class ScheduledRates:
             or any(map(trainer.overrides, MAKERS))
             or schedule_of(trainer.args) is None
         )
-        """Optimizer or schedule are the user's own; else the recipe has the rates."""
+        """Whether the user or transformers made the optimizer or schedule. Otherwise the recipe sets the rates."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer, and begin its rates.
+        """Return the optimizer, and start its rates.
 
         Raises:
-            ValueError: the scheduler is none of torch's.
+            ValueError: the scheduler is not from torch.optim.lr_scheduler.
         """
         trainer = self._trainer
         if self.are_used:
@@ -287,7 +293,8 @@ class ScheduledRates:
                 self._flow.scheduler = scheduler
             elif not isinstance(scheduler, LRScheduler):
                 raise ValueError(
-                    f"the scheduler is a {type(scheduler).__name__}, which is none of torch.optim.lr_scheduler; use one of those"
+                    f"the scheduler is a {type(scheduler).__name__}, which is none of torch.optim.lr_scheduler; "
+                    "use one of those"
                 )
             self._scheduler, self._rates = scheduler, [self._current()]
             return self._optimizer
@@ -295,14 +302,15 @@ class ScheduledRates:
 
     def __call__(self, step: int) -> list[float]:
         in_use = self._current()
-        if self._flow.scheduler is not None:  # each evaluation sets them
+        # Each evaluation sets the rates.
+        if self._flow.scheduler is not None:
             return in_use
         while len(self._rates) <= step:
-            self._set(self._rates[-1])  # many schedulers compute from the rate that they find
+            # Many schedulers compute the next rate from the current one.
+            self._set(self._rates[-1])
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # that the optimizer has not stepped yet: it is ahead of it
+                # Torch warns that the optimizer has not stepped yet. The scheduler is ahead on purpose.
+                warnings.simplefilter("ignore", UserWarning)
                 self._scheduler.step()
             self._rates.append(self._current())
         self._set(in_use)
@@ -317,10 +325,10 @@ class ScheduledRates:
 
 
 def evaluation_accelerator(args: TrainingArguments) -> Accelerator:
-    """Return an Accelerator for evaluate() and predict() without a train() before them.
+    """Return an Accelerator for evaluate() and predict() before any train().
 
     Raises:
-        ValueError: the launcher started more processes than there are here, or the device lacks the precision.
+        ValueError: the launcher started more processes than the process group has, or the device lacks the precision.
     """
     processes = start_processes()
     check_launcher(processes.num_processes)

@@ -1,3 +1,4 @@
-"""Uses of a finished run: evaluate, predict, generate, export.
+"""Use a finished run: evaluate, predict, generate, export.
 
-None of it trains."""
+No module here trains.
+"""

@@ -1,4 +1,4 @@
-"""A finished run's metrics, on the data it was evaluated on or on other data."""
+"""Evaluate a finished run on its own evaluation data or on other data."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from accel_train.task import Scores
 
 
 def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
-    """Return the run with data to evaluate it on.
+    """Return the run, opened with data to evaluate on.
 
     Raises:
-        ValueError: there is no finished run, no data to evaluate on, or a file of the user's where the result is to go.
+        ValueError: the run is not finished, has no evaluation data, or the result would replace a user's file.
     """
     check_finished(folder)
     path = evaluation_file(folder, data)
@@ -31,9 +31,10 @@ def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] 
 
 
 def measure(run: TrainedRun, text: str = "evaluating") -> Scores:
-    """Evaluate on all of the data, as the run itself does at its end: with the same weights, the same numbers.
+    """Return the scores on all evaluation data. Equal weights give the numbers that the run itself reports at its end.
 
-    The metrics are the loss, the task's, and `num_targets`; they are the same on all processes. `text` names the work while it lasts.
+    The metrics are the loss, the task's metrics, and `num_targets`. They are equal on all processes. `text` labels the
+    progress bar.
     """
     size = run.sizes.per_device_eval_batch_size
     reader = EvaluationReader(run.accelerator, run.data, size, run.reading, counted=partial(counted, text=text))
@@ -52,19 +53,19 @@ def write_evaluation(run: TrainedRun, measured: Scores, data: str | None) -> Pat
 
 
 def evaluation_file(folder: Path, data: str | None) -> Path:
-    """Return `evaluation.json` for the run's own data, `evaluation-NAME.json` for other data."""
+    """Return `evaluation.json` for the run's own data, or `evaluation-NAME.json` for other data."""
     return folder / ("evaluation.json" if data is None else f"evaluation-{short_name(data)}.json")
 
 
 def short_name(data: str) -> str:
-    """Return a data source's name within a file name: `test` for `tables/test.csv`, `user-set` for `user/set`."""
+    """Return a data source's name for a file name: `test` for `tables/test.csv`, `user-set` for `user/set`."""
     path = Path(data)
     stem = path.stem if path.exists() else data
     return re.sub(r"[^A-Za-z0-9_]+", "-", stem).strip("-") or "data"
 
 
 def format_augmentation(details: Mapping[str, Any]) -> str:
-    """Return the metrics with and without test-time augmentation, a line each; empty where there was none."""
+    """Return the metrics with and without test-time augmentation, one per line. Empty without augmentation."""
     part = details.get("test_time_augmentation")
     if not part:
         return ""
@@ -76,13 +77,13 @@ def format_augmentation(details: Mapping[str, Any]) -> str:
 
 
 def baselines_of(folder: Path, data: str | None) -> dict[str, Any]:
-    """Return the scores of baselines that the run has written down; none on other data."""
+    """Return the baseline scores that the run recorded. Empty for other data."""
     found = {} if data is not None else read_record(folder / SUMMARY_FILE).get("baselines", {})
     return found if isinstance(found, dict) else {}
 
 
 def format_measured(measured: Scores, baselines: Mapping[str, Any]) -> str:
-    """Return metrics beside the baselines', those with test-time augmentation, and the classification report where there is one."""
+    """Return the text of the results: metrics with baselines, test-time augmentation, and the classification report."""
     report = str(measured.details.get("classification", {}).get("report_text", "")).rstrip()
     parts = [format_scores(measured.metrics, baselines), format_augmentation(measured.details), report]
     return "\n\n".join(part for part in parts if part)

@@ -1,6 +1,6 @@
-"""A finished run's model in a folder for others: as `from_pretrained` loads it, or with its matrices in int8.
+"""Export a finished run's model to a folder, for `from_pretrained` or with int8 matrices.
 
-`load_exported(folder)` loads either.
+`load_exported(folder)` loads both kinds.
 """
 
 import copy
@@ -36,15 +36,16 @@ from accel_train.task import TASKS
 
 EXPORT_FILE = "export.json"
 INT8_FILE = "model-int8.safetensors"
-"""Not `model.safetensors`: `from_pretrained` would load what it knows of it, and leave the rest random."""
+"""Name of the int8 file. With `model.safetensors`, `from_pretrained` would leave unknown weights random."""
 COPIED_SUFFIXES = (".safetensors", ".json", ".txt", ".md", ".model", ".spm", ".tiktoken", ".jinja")
 COPIED_NAMES = ("LICENSE", "NOTICE")
-"""Weights, configurations, tokenizers and texts; no pickle (`*.bin`, `*.pt`) and no code."""
+"""Files to copy: weights, configurations, tokenizers and texts, but no pickles (`*.bin`, `*.pt`) and no code."""
 _CODE_BLOCK = re.compile(r"```python\n.*?```\n", re.DOTALL)
 _HOW_TO_LOAD = """
 ## int8
 
-The matrices are int8 (weight-only, by torchao), in `{file}`; `from_pretrained` does not know them, and refuses this folder.
+The matrices are int8 (weight-only, by torchao), in `{file}`; `from_pretrained` does not know them, \
+and refuses this folder.
 Load the model so (a tokenizer or image processor loads with transformers as ever):
 
 ```python
@@ -60,19 +61,20 @@ class Export(NamedTuple):
 
     folder: Path
     record: dict[str, Any]
-    """The contents of export.json."""
+    """Contents of export.json."""
 
 
 def export_run(
     folder: Path, out: Path | None = None, quantize: str | None = None, settings: Sequence[str] = ()
 ) -> Export:
-    """Write a finished run's model into its own folder, completely or not at all.
+    """Export a finished run's model to a folder, atomically, and return the export.
 
-    With `quantize="int8"` its matrices become int8, and size, speed and metrics are compared with what they were.
-    `settings` may be `--task MODULE:CLASS`, which allows the run's own code.
+    With `quantize="int8"`, matrices become int8, and size, speed and metrics are compared with the original. `settings`
+    may be `--task MODULE:CLASS`, to allow the run's own code.
 
     Raises:
-        ValueError: no finished run, code that is not allowed, a folder that holds something else, or a package that is not installed.
+        ValueError: the run is not finished, code is not allowed, the folder has other files, or a package is
+            missing.
     """
     recipe = recipe_of_trained(folder, settings=settings)
     target = out or folder / ("export" if quantize is None else f"export-{quantize}")
@@ -108,10 +110,10 @@ def export_run(
 
 
 def load_exported(folder: str | Path) -> PreTrainedModel:
-    """Return the model of an exported folder, ready to evaluate: int8 where it was exported so.
+    """Return the model of an exported folder in evaluation mode, with int8 matrices if exported so.
 
     Raises:
-        ValueError: the folder holds no export, or is not complete; or torchao is not installed.
+        ValueError: the folder is not an export or is incomplete, or torchao is not installed.
     """
     folder = Path(folder)
     if not (folder / EXPORT_FILE).is_file():
@@ -137,7 +139,7 @@ def _class_of(config: Any, folder: Path) -> Any:
 
 
 def _open_to_compare(folder: Path, record: dict[str, Any], settings: Sequence[str]) -> TrainedRun | None:
-    """Return the run on its own data, to measure the cost of int8; None where nothing is measured (`record` says why)."""
+    """Return the run on its own data, to measure the cost of int8. None if it has none; `record` gets the reason."""
     try:
         run = open_run(folder, settings=[*settings, "--precision.compile", "false"])
     except DataNotFound as error:
@@ -152,7 +154,8 @@ def _open_to_compare(folder: Path, record: dict[str, Any], settings: Sequence[st
 def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed: bool) -> PreTrainedModel | None:
     """Return the model as `from_pretrained` loads it, with its adapters.
 
-    A custom task may have saved no model of transformers: an error if it is `needed`, else None, and `record` says so.
+    A custom task may have saved a model that is not from transformers. This is an error if the model is `needed`.
+    Otherwise, the result is None, and `record` gets the reason.
     """
     source = folder / "model"
     logging.disable_progress_bar()
@@ -166,7 +169,8 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
             raise ValueError(
                 f"{source} does not hold {lacking[0]} of {model_class.__name__}, which from_pretrained would make up"
             )
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of another shape
+    # RuntimeError: a tensor with another shape.
+    except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         if needed or recipe.task in TASKS:
             raise ValueError(f"{reason}; copy {source} as it is, if that is what you want") from error
@@ -179,7 +183,7 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
 
 
 def _transformers_class(folder: Path) -> Any:
-    """Return the class of transformers that loads a model folder, without code that lies in the folder."""
+    """Return the transformers class that loads a model folder. Code in the folder is not run."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -191,7 +195,7 @@ def _transformers_class(folder: Path) -> Any:
 
 
 def copy_known(source: Path, target: Path) -> list[str]:
-    """Copy the files of a model that run no code when they are read; return those left out (pickles, code, others)."""
+    """Copy the files of a model that run no code on loading. Return the other files (pickles, code, others)."""
     left_out: list[str] = []
 
     def unknown(folder: str, names: list[str]) -> list[str]:
@@ -219,7 +223,7 @@ def _bytes_of_weights(folder: Path) -> int:
 
 
 def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[str, Any]:
-    """Replace the weights of a folder by int8 ones; return what was done and its effect on speed and metrics."""
+    """Replace the weights in a folder with int8 weights. Return the details and the effect on speed and metrics."""
     model = copy.deepcopy(whole)
     names = quantize_int8(model)
     _remove_weights(folder)
@@ -227,7 +231,8 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
     save_file(tensors, folder / INT8_FILE)
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {type(model).__name__}\n"
-    text = _CODE_BLOCK.sub("", text)  # it loads what is no longer there
+    # The code would load files that no longer exist.
+    text = _CODE_BLOCK.sub("", text)
     card.write_text(text + _HOW_TO_LOAD.format(file=INT8_FILE), encoding="utf-8")
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     num_int8 = sum(model.get_parameter(f"{name}.weight").numel() for name in names)

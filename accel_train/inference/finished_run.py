@@ -1,4 +1,4 @@
-"""A finished run, opened again: its model and data, as something to evaluate, predict with or export."""
+"""Open a finished run with its model and data, to evaluate, predict or export."""
 
 import json
 import os
@@ -47,7 +47,7 @@ _PROBLEM_TYPES = {
 
 
 class DataNotFound(ValueError):
-    """Raised when a run's own data is not where its recipe says, and no other is given."""
+    """Raised when a run's own data is not where its recipe says, and no other data is given."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +61,27 @@ class TrainedRun:
     data: TaskData
     accelerator: Accelerator
     inner: TrainingModule
-    """The model on its device, in the recipe's precision, in no wrapper that synchronises it."""
+    """The model on its device, in the recipe's precision, without a wrapper that synchronizes it."""
     sizes: BatchSizes
-    """The run's batch sizes: the same evaluation batches give the same numbers, on any number of processes."""
+    """The run's batch sizes. Equal evaluation batches give equal numbers, on any number of processes."""
     reading: Reading
     steps: int | None
-    """Steps that the run was trained for."""
+    """Number of steps that the run was trained for."""
     notes: tuple[str, ...] = ()
-    """Differences in how other data was read, and why."""
+    """Notes on how other data was read differently, and why."""
 
 
 def open_run(
     folder: Path, *, data: str | None = None, settings: Sequence[str] = (), labels_optional: bool = False
 ) -> TrainedRun:
-    """Load a run's model, and the data that it was evaluated on, or other data.
+    """Return a run, opened with its model and with its own evaluation data or other data.
 
-    `settings` are `--section.field VALUE`, on top of the run's recipe. Other data that has no `data.id_column` is read without
-    it; with `labels_optional`, without labels as well where it cannot be read with them.
+    `settings` are `--section.field VALUE` flags that override the run's recipe. Other data without the `data.id_column`
+    is read without it. With `labels_optional`, other data whose labels cannot be read is read without labels.
 
     Raises:
-        ValueError: there is no finished run in the folder, or the data does not fit its model.
-        DataNotFound: the run's own data is not there, and no other is given.
+        ValueError: the folder has no finished run, or the data does not fit its model.
+        DataNotFound: the run's own data is missing, and no other data is given.
     """
     recipe = recipe_of_trained(folder, data, settings)
     if data is None:
@@ -123,10 +123,10 @@ def open_run(
 
 
 def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[str] = ()) -> Recipe:
-    """Return a finished run's recipe, changed so that its task builds the trained model; `data` replaces its data.
+    """Return a finished run's recipe, changed so that its task builds the trained model. `data` replaces its data.
 
     Raises:
-        ValueError: the folder holds no finished run, or a setting would change nothing.
+        ValueError: the folder has no finished run, or a setting would have no effect.
     """
     check_finished(folder)
     check_settings(settings)
@@ -134,7 +134,8 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     weights = folder / "model"
     config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
-    changes["frozen_dtype"] = "auto"  # the weights there are fp32, as they were computed with
+    # The saved weights are fp32, as used in the computation.
+    changes["frozen_dtype"] = "auto"
     changes["problem_type"] = _PROBLEM_TYPES.get(config.get("problem_type"), recipe.model.problem_type)
     model = recipe.model.model_copy(update=changes)
     section = located(recipe.data, _started_in(folder))
@@ -142,20 +143,22 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
         check_own_encoding(folder, section)
-        if recipe.origin("data.missing_labels").kind != "command line":  # each row of other data has its prediction
+        # Each row of other data needs a prediction.
+        if recipe.origin("data.missing_labels").kind != "command line":
             section = section.model_copy(update={"missing_labels": "error"})
         by_index = config.get("id2label") if changes["problem_type"] != "regression" else None
         names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
         section = section.model_copy(
             update={"train": data, "eval": data, "label_names": names or section.label_names, "group_by_length": False}
         )
-    # A tokenizer that was trained or loaded is saved with the weights; `bytes` is code, and as fast as it was.
+    # A trained or loaded tokenizer is saved with the weights. `bytes` is code, and is faster than the saved one.
     has_own = (weights / "tokenizer_config.json").is_file()
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
     precision = recipe.precision
-    if precision.mixed_precision == "fp8":  # its weights are fp32, and no GPU with float8 has to be here
+    # The weights are fp32, and the machine may lack a GPU with float8.
+    if precision.mixed_precision == "fp8":
         precision = precision.model_copy(update={"mixed_precision": "auto"})
-    # Weights of classes are for training, and would ask this data for every class.
+    # Class weights are only for training, and would require every class in this data.
     loss = Loss(chunked=recipe.loss.chunked, router_aux=False)
     return recipe.model_copy(
         update={"model": model, "data": section, "tokenizer": tokenizer, "loss": loss, "precision": precision}
@@ -163,16 +166,16 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
 
 
 def _started_in(folder: Path) -> str | None:
-    """Return the folder from which a run was started: relative paths of its recipe are relative to it."""
+    """Return the folder in which a run was started, or None. Relative paths of its recipe refer to it."""
     started_in = read_record(folder / SUMMARY_FILE).get("started_in")
     return started_in if isinstance(started_in, str) else None
 
 
 def check_own_encoding(folder: Path, data: Data) -> None:
-    """Check that a run's own files, where they are still there, were not UTF-8 read as Latin-1.
+    """Check that a run's own files, if they still exist, were not UTF-8 read as Latin-1.
 
     Raises:
-        ValueError: they were: other data would hold characters that the model never saw.
+        ValueError: they were. Other data would then have characters that the model never saw.
     """
     for name in [data.train] if isinstance(data.train, str) else data.train:
         path = Path(name).expanduser()
@@ -199,10 +202,10 @@ def _check_data_is_there(folder: Path, data: Data) -> None:
 
 
 def check_finished(folder: Path) -> None:
-    """Refuse a folder without a trained model.
+    """Check that a folder has a trained model.
 
     Raises:
-        ValueError: says what is missing or damaged, and what to give.
+        ValueError: a file is missing or damaged; the message names it and the fix.
     """
     recipe = check_run_folder(folder)
     if not (folder / "model" / "config.json").is_file():
@@ -215,7 +218,7 @@ def check_finished(folder: Path) -> None:
 def _load(
     recipe: Recipe, *, is_other: bool, labels_optional: bool, progress: bool
 ) -> tuple[Recipe, Task, TaskData, tuple[str, ...]]:
-    """Return the data (of other data as much as can be read), and notes on what was left out."""
+    """Return recipe, task, data and notes. If necessary, other data is read without ids or labels."""
     notes: list[str] = []
     if is_other and recipe.origin("data.encoding").kind != "command line":
         section, notes = in_its_encoding(recipe.data)
@@ -244,10 +247,10 @@ def _load(
 
 
 def check_weights(model: nn.Module, folder: Path, task: str) -> None:
-    """Refuse a model whose weights are not those of a folder: a head for other labels, say, would be new and random.
+    """Check that a model's weights equal the weights in a folder. For example, a head for other labels would be random.
 
     Raises:
-        ValueError: it does not, or the folder holds no weights.
+        ValueError: a weight differs, or the folder has no weights.
     """
     check_weight_files(folder)
     state = model.state_dict()
@@ -261,8 +264,8 @@ def check_weights(model: nn.Module, folder: Path, task: str) -> None:
     if wrong or not common:
         what = f"{wrong[0]} is another" if wrong else "no weight has the same name"
         raise ValueError(
-            f"task={task}: the model that is built for this data is not the one in {folder} ({what}). Are the labels those it "
-            "was trained on? A task of your own must load model.pretrained where it is given"
+            f"task={task}: the model that is built for this data is not the one in {folder} ({what}). Are the labels "
+            "those it was trained on? A task of your own must load model.pretrained where it is given"
         )
 
 
@@ -270,7 +273,7 @@ def put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
     """Load the adapters of an unmerged run from `folder` into its model, in place.
 
     Raises:
-        ValueError: they are missing, damaged, or those of another model.
+        ValueError: the adapters are missing, damaged, or belong to another model.
     """
     from accel_train.model.lora import ADAPTER, add_adapters
 
@@ -297,13 +300,14 @@ def with_model(run: TrainedRun, model: nn.Module) -> TrainedRun:
 
 
 def counted(batches: Iterable[T], total: int, text: str) -> Iterator[T]:
-    """Yield the batches, with a bar on stderr, on rank 0; outside a terminal with a line before the first."""
+    """Yield batches with a progress bar on stderr on rank 0. Without a terminal, only one line is printed."""
     stream = sys.stderr
     if os.environ.get("RANK", "0") != "0" or stream is None:
         yield from batches
     elif is_terminal(stream) and width_of(stream):
         yield from tqdm(batches, text, total, leave=False, file=stream, dynamic_ncols=True, unit=" batches")
     else:
-        with suppress(OSError, ValueError):  # its reader has closed it
+        # The reader has closed the stream.
+        with suppress(OSError, ValueError):
             print(f"{text} ...", file=stream, flush=True)
         yield from batches

@@ -1,4 +1,4 @@
-"""Text from a trained language model."""
+"""Generate text with a trained language model."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from accel_train.model.generation import chat_prompt, check_sampling, generate_t
 
 
 def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: float) -> None:
-    """Refuse, without an import of torch, a folder without a model and arguments out of their range.
+    """Check that a folder has a model and that arguments are in range, without importing torch.
 
     Raises:
-        ValueError: says which.
+        ValueError: the model is missing or an argument is out of range; the message names it.
     """
     check_sampling(max_new_tokens, temperature)
     if not (Path(run_folder) / "model" / "config.json").is_file():
@@ -20,10 +20,10 @@ def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: floa
 def generate_from_run(
     run_folder: Path, prompt: str = "", *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """Return a text that the finished run's model (`RUN/model`) writes, beginning with the prompt; of a chat model its answer.
+    """Return a text from the finished run's model (`RUN/model`): prompt and continuation, or a chat model's answer.
 
     Raises:
-        ValueError: the folder holds no trained model, or an argument is out of its range.
+        ValueError: the folder has no trained model, or an argument is out of range.
     """
     check_generation(run_folder, max_new_tokens=max_new_tokens, temperature=temperature)
     folder = Path(run_folder) / "model"
@@ -42,8 +42,8 @@ def generate_from_run(
         reason = str(error).strip().partition("\n")[0]
         if "custom code" in reason:
             raise ValueError(
-                f"{folder} brings code of its own, which generate does not run; read that code, and if you trust it load the "
-                "model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
+                f"{folder} brings code of its own, which generate does not run; read that code, and if you trust it "
+                "load the model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
             ) from error
         raise ValueError(
             f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
@@ -57,7 +57,7 @@ def generate_from_run(
 
 
 def _is_chat(run_folder: Path) -> bool:
-    """Return whether a run was trained on chats; a recipe that cannot be read says nothing."""
+    """Return whether a run was trained on chats. False if its recipe cannot be read."""
     from accel_train.checkpoint.run_recipe import read_recipe_only
 
     try:

@@ -1,7 +1,8 @@
-"""Matrices in int8, by torchao: weight-only, symmetric, one scale for each output; saved without pickle.
+"""Quantize matrices to int8 with torchao: weight-only, symmetric, one scale per output; saved without pickle.
 
-A matrix W (outputs x inputs) becomes Q = round(W / s) in int8 and s = max |W_row| / 127.5 in fp32, and a layer computes
-y = (x Q^T) s + b, with Q turned to the type of x: a quarter of the memory of fp32, and no integer arithmetic.
+A matrix W (outputs x inputs) becomes Q = round(W / s) in int8, with s = max |W_row| / 127.5 in fp32. A layer computes y
+= (x Q^T) s + b, with Q converted to the type of x. This takes a quarter of the memory of fp32 and uses no integer
+arithmetic.
 """
 
 import logging
@@ -19,10 +20,10 @@ INT8, SCALE = ".int8", ".scale"
 
 
 def quantize_int8(model: nn.Module) -> tuple[str, ...]:
-    """Turn the model's matrices to int8, in place, and return their names; GPT-2's Conv1D become linear layers first.
+    """Quantize the model's matrices to int8, in place, and return their names.
 
-    Embeddings, norms and convolutions stay as they are, and so does a matrix that shares its weights (an output layer
-    tied to the embedding).
+    GPT-2's Conv1D become linear layers first. Embeddings, norms and convolutions stay unchanged. A matrix with shared
+    weights, such as an output layer tied to the embedding, also stays.
 
     Raises:
         ValueError: torchao is not installed, or the model has no matrix.
@@ -30,25 +31,26 @@ def quantize_int8(model: nn.Module) -> tuple[str, ...]:
     names = matrices(model)
     if not names:
         raise ValueError(
-            f"--quantize int8: {type(model).__name__} has no linear layer whose weights could become int8; leave --quantize out"
+            f"--quantize int8: {type(model).__name__} has no linear layer whose weights could become int8; leave "
+            "--quantize out"
         )
     _quantize(model, names)
     return names
 
 
 def matrices(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linear layers (Conv1D of GPT-2 included) that share their weights with no other."""
+    """Return the names of the linear layers (including GPT-2's Conv1D) whose weights are not shared."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return tuple(
         name
         for name, module in model.named_modules()
-        # Subclasses (the output of nn.MultiheadAttention) are computed elsewhere, from their plain weights.
+        # Subclasses (such as the output of nn.MultiheadAttention) are computed elsewhere, from their plain weights.
         if type(module) in (nn.Linear, Conv1D) and owners[id(module.weight)] == 1
     )
 
 
 def left_alone(model: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
-    """Return the parameters that stay in floating point, by the kind of module that holds them."""
+    """Return the number of parameters that stay in floating point, by type of module."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -72,7 +74,7 @@ def _quantize(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 def _as_linear(module: Conv1D) -> nn.Linear:
-    """Return the same layer as nn.Linear; Conv1D keeps its matrix as inputs x outputs."""
+    """Return the same layer as nn.Linear. Conv1D stores its matrix as inputs x outputs."""
     num_inputs, num_outputs = module.weight.shape
     linear = nn.Linear(num_inputs, num_outputs, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().T.contiguous())
@@ -81,7 +83,7 @@ def _as_linear(module: Conv1D) -> nn.Linear:
 
 
 def int8_tensors(model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return all tensors of a quantised model by name; shared ones once."""
+    """Return all tensors of a quantized model by name. Shared tensors occur once."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -99,7 +101,7 @@ def put_int8_tensors(model: nn.Module, names: tuple[str, ...], tensors: Mapping[
     """Load saved int8 tensors into a model of the same configuration, in place.
 
     Raises:
-        ValueError: the tensors are not those of this model.
+        ValueError: the tensors belong to another model.
     """
     _quantize(model, names)
     rest = dict(tensors)
@@ -120,10 +122,10 @@ def put_int8_tensors(model: nn.Module, names: tuple[str, ...], tensors: Mapping[
 
 
 def require_torchao() -> Any:
-    """Return torchao's quantisation, imported without its warnings on libraries that weight-only int8 does not use.
+    """Return torchao's quantization module, imported without warnings about libraries that int8 does not use.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: torchao is not installed.
     """
     with _quiet():
         try:

@@ -1,4 +1,4 @@
-"""The cost of int8: speed and metrics of a run before and after, and the text that `accel-train export` prints."""
+"""Measure the cost of int8 (speed and metrics before and after), and format the output of `accel-train export`."""
 
 import time
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _TIMED_SECONDS = 1.0
 
 
 def compare(before: TrainedRun, after: TrainedRun) -> dict[str, Any]:
-    """Return metrics and speed of two runs that differ in their model, measured on the data they held out."""
+    """Return metrics and speed of two runs that differ in their model, measured on their evaluation data."""
     metrics = {
         "before": measure(before, "evaluating the model as it is").metrics,
         "after": measure(after, "evaluating it in int8").metrics,
@@ -32,13 +32,13 @@ def compare(before: TrainedRun, after: TrainedRun) -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return the device in words, with its threads where it is a CPU."""
+    """Return a description of the device. For a CPU, it includes the number of threads."""
     threads = format_count(torch.get_num_threads(), "thread")
     return device_name(device) + (f", {threads}" if device.type == "cpu" else "")
 
 
 def samples_per_second(runs: list[TrainedRun], *, seconds: float) -> list[float]:
-    """Return how fast each evaluates the same few batches, already read: the best of several rounds, taken in turns."""
+    """Return each run's evaluation speed on the same preloaded batches: the best of several alternating rounds."""
     size, accelerator = runs[0].sizes.per_device_eval_batch_size, runs[0].accelerator
     assert runs[0].data.eval is not None
     num_samples = min(len(runs[0].data.eval), _TIMED_BATCHES * size)  # type: ignore[arg-type]
@@ -53,7 +53,8 @@ def samples_per_second(runs: list[TrainedRun], *, seconds: float) -> list[float]
                 for batch in batches:
                     run.inner(batch, "counts")
                 took = _now(accelerator.device) - started
-            if number:  # the first round warms up
+            # The first round warms up.
+            if number:
                 best[which] = min(best[which], took)
         if number >= 2 and time.perf_counter() - begin > seconds * len(runs):
             break
@@ -67,7 +68,7 @@ def _now(device: torch.device) -> float:
 
 
 def format_export(folder: Path, record: Mapping[str, Any]) -> str:
-    """Return what was written, and for int8 a table of size, speed and metrics before and after."""
+    """Return a description of the export. For int8, a table of size, speed and metrics before and after."""
     sizes = record["weights_bytes"]
     left_out = ", ".join(record["left_out"])
     notes = [f"left out, because only weights, configurations and texts are copied: {left_out}"] if left_out else []
@@ -94,7 +95,8 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
         lines.append(f"\nspeed: the model alone, on this machine ({record['measured_on']})")
         if rates["after"] < 0.95 * rates["before"]:
             lines.append(
-                "int8 is slower here: the weights are turned back into floating point for each product; it saves memory, not time"
+                "int8 is slower here: the weights are turned back into floating point for each product; it saves "
+                "memory, not time"
             )
     else:
         lines.append(f"\nspeed and metrics are not compared: {record['not_compared']}")

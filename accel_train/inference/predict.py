@@ -1,4 +1,4 @@
-"""A finished run's predictions: a row for each sample, in a table; for segmentation a mask for each image."""
+"""Write a finished run's predictions: a table with a row per sample, and for segmentation a mask per image."""
 
 import csv
 import io
@@ -28,21 +28,22 @@ from accel_train.recipe.yaml_core import is_number
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 MAX_SCORE_COLUMNS = 20
-"""Up to this many classes a table has a column for the score of each; of more classes they are not kept."""
+"""Most classes for which a table has a score column each. With more classes, scores are dropped."""
 IGNORED_LABEL = -100
 _PALETTE_SEED = 7
 
 Columns = dict[str, list[Any]]
-"""Plain values by column, None where there is none; all of one length."""
+"""Plain values by column, None if missing. All columns have equal length."""
 
 
 def open_for_prediction(
     folder: Path, data: str | None, out: str | None, settings: Sequence[str] = ()
 ) -> tuple[TrainedRun, Path]:
-    """Return the run with the data to predict for, and the table's path.
+    """Return the run, opened with data to predict, and the path of the table.
 
     Raises:
-        ValueError: there is no finished run, no data, or its task predicts nothing for a sample; or a file of no known kind.
+        ValueError: the run is not finished, has no data, or its task has no predictions, or the table has an unknown
+            format.
     """
     task = recipe_of_trained(folder, data, settings).task
     table = folder / "predictions.csv" if out is None else output_path(out)
@@ -55,10 +56,12 @@ def open_for_prediction(
         check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
     if task == "causal-lm":
         raise ValueError(
-            f"{folder} is a language model, which has no label for a sample; `accel-train generate {folder}` writes text"
+            f"{folder} is a language model, which has no label for a sample; `accel-train generate {folder}` writes "
+            "text"
         )
     if task == "masked-lm" and data is not None:
-        settings = (*settings, "--data.label_column", "null")  # rows with masks to fill, not text to mask
+        # Reads rows with masks to fill, not text to mask.
+        settings = (*settings, "--data.label_column", "null")
     run = open_run(folder, data=data, settings=settings, labels_optional=True)
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to predict; name some: accel-train predict {folder} DATA")
@@ -67,10 +70,10 @@ def open_for_prediction(
 
 @torch.no_grad()
 def predict(run: TrainedRun, out: Path) -> Path | None:
-    """Predict every sample once, over all processes, and write the table; return its path on the main process.
+    """Predict every sample once, over all processes, and write the table. Return its path on the main process.
 
     Raises:
-        RecipeError: the task predicts nothing for a sample.
+        RecipeError: the task has no predictions per sample.
     """
     masks = _masks_of(out)
     main = run.accelerator.is_main_process
@@ -102,7 +105,7 @@ def _masks_of(table: Path) -> Path:
 
 
 def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
-    """Return the prediction of each sample, in order, on the main process; write masks into their folder."""
+    """Return the predictions of all samples, in order, on the main process. Write masks to their folder."""
     assert run.data.eval is not None
     rows: dict[str, list[Tensor]] = {}
     size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
@@ -127,7 +130,7 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
 
 
 def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, labelled: bool) -> Columns:
-    """Return a table's columns: the prediction by name, its score, and the true label where it is known."""
+    """Return a table's columns: the predicted label by name, its score, and the true label if known."""
     truth = rows.get("truth") if labelled else None
     columns: Columns = {}
     if "value" in rows:
@@ -151,7 +154,8 @@ def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, lab
 
 
 def _name(index: int, names: Sequence[str]) -> str | None:
-    if index < 0:  # no label
+    # The row has no label.
+    if index < 0:
         return None
     return names[index] if index < len(names) else str(index)
 
@@ -161,15 +165,15 @@ def _joined(chosen: NDArray[Any], names: Sequence[str]) -> str:
 
 
 def _numbers(values: NDArray[Any]) -> list[float]:
-    """Return the shortest decimals that are exact: 0.9 for the float32 nearest to it, not 0.8999999761581421."""
+    """Return float32 values as the shortest exact decimals: 0.9, not 0.8999999761581421."""
     return [float(str(value)) for value in values]
 
 
 def write_table(columns: Columns, out: Path, home: Path) -> Path:
-    """Write a csv, jsonl or parquet file, by the end of its name, completely or not at all; return its path.
+    """Write a csv, jsonl or parquet file by the suffix of its name, atomically, and return its path.
 
-    `home` is the run folder, which keeps its digest. Texts stay as they are: those that a spreadsheet may run as formulas are counted
-    on stderr.
+    `home` is the run folder that keeps its digest. Texts stay unchanged. Texts that a spreadsheet may run as formulas
+    are counted on stderr.
     """
     kind = out.suffix.lower()
     if kind == ".parquet":
@@ -180,15 +184,16 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
         pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
         return write_file(out, buffer.getvalue(), home)
     text = io.StringIO(newline="")
-    if kind != ".jsonl":  # a device has no ending
+    # A device has no suffix and gets csv.
+    if kind != ".jsonl":
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
         cells = ([_cell(value) for value in values] for values in columns.values())
         writer.writerows(zip(*cells, strict=True))
         if num_formulas := sum(map(_may_be_formula, chain(columns, *columns.values()))):
             print(
-                f"{out}: {format_count(num_formulas, 'cell')} may run as formulas in a spreadsheet: they begin with = + - or @. For data "
-                "of strangers use --out FILE.jsonl",
+                f"{out}: {format_count(num_formulas, 'cell')} may run as formulas in a spreadsheet: they begin with = "
+                "+ - or @. For data of strangers use --out FILE.jsonl",
                 file=sys.stderr,
             )
     else:
@@ -198,27 +203,30 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
 
 
 def _may_be_formula(value: Any) -> bool:
-    """Return whether a spreadsheet may compute a text; csv has no way to say that it is a text."""
+    """Return whether a spreadsheet may run a text as a formula. csv cannot mark a cell as text."""
     return isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not is_number(value)
 
 
 def _cell(value: Any) -> Any:
-    """Return a value as csv holds it: a list as JSON."""
+    """Return a value for a csv cell. A list becomes JSON."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def _mask_name(run: TrainedRun, index: int) -> str:
-    """Return a unique file name: the sample's number, and the end of its id."""
+    """Return a unique file name: the sample's number and the end of its id."""
     stem = Path(str(run.data.source.row_ids(index))).stem
     return f"{index:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', stem)[:80]}.png"
 
 
 def _write_masks(folder: Path, run: TrainedRun, indices: Sequence[int], found: Mapping[str, NDArray[Any]]) -> None:
-    """Write each mask as a PNG of classes with a palette, cropped to `height` and `width` where images of several sizes share a batch."""
+    """Write each mask as a PNG of classes with a palette.
+
+    If images of several sizes share a batch, masks are cropped to `height` and `width`.
+    """
     from PIL import Image
 
     folder.mkdir(exist_ok=True)
-    # Black for class 0, which most often is the background; the others far from each other, and the same in every run.
+    # Class 0, usually the background, is black. Other colors are far apart and the same in every run.
     palette = np.random.default_rng(_PALETTE_SEED).integers(40, 256, (256, 3), dtype=np.uint8)
     palette[0] = 0
     masks = found["mask"]

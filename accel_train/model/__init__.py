@@ -1,3 +1,4 @@
-"""Changes to one model on one device: attention, compiling, freezing, LoRA, memory, loading.
+"""Change one model on one device: attention, compilation, freezing, LoRA, memory estimates, loading.
 
-How a model is spread over processes is in `parallel`, how it learns in `optim`."""
+The package `parallel` spreads a model over processes. The package `optim` updates its weights.
+"""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a forward keeps for the backward pass, and what that computes again."""
+"""Activation checkpointing: select the tensors that the forward pass keeps. The backward pass recomputes the rest."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,7 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from accel_train.recipe.schema import Precision
 
 WIDEST = 8
-"""An output is kept up to this multiple of its input's width; wider ones (an adapter's, say) cost little to compute again."""
+"""Largest ratio of output width to input width at which an output is kept. A wider output, for example an adapter's, is
+cheap to recompute.
+"""
 
 _aten = torch.ops.aten
 _DROPOUT_OF: Mapping[Any, int] = {
@@ -21,19 +23,23 @@ _DROPOUT_OF: Mapping[Any, int] = {
     _aten._scaled_dot_product_efficient_attention.default: 5,
     _aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-"""The attention operators of all backends, and where `dropout_p` stands among their arguments."""
+"""Attention operators of all backends, mapped to the position of `dropout_p` among their arguments."""
 _WEIGHT_OF: Mapping[Any, int] = {_aten.mm.default: 1, _aten.addmm.default: 2}
-"""The products of linear layers, and where the weight stands, (inputs, outputs)."""
+"""Matrix products of linear layers, mapped to the position of the weight (inputs, outputs) among their arguments."""
 _OF_DOCUMENTS = "torch_attn._varlen_attn.default"
-"""Attention within documents (`kernels/documents.py`), which has no dropout; torch knows it from the first call on."""
+"""Operator for attention within documents (`kernels/documents.py`). It has no dropout. torch registers it at the first
+call.
+"""
 
 
 def checkpoint_activations(model: nn.Module, precision: Precision) -> None:
-    """Let the blocks of a model of transformers keep what `precision.gradient_checkpointing` says; a model that already
-    checkpoints is left as it is, and so is every model under a memory budget, which is the compiler's.
+    """Turn on checkpointing in the blocks of a transformers model, as `precision.gradient_checkpointing` says.
+
+    A model that already checkpoints stays unchanged. A model under a memory budget also stays unchanged, because the
+    compiler chooses for it.
 
     Raises:
-        ValueError: the model has no blocks of transformers.
+        ValueError: the model is not a transformers model with blocks that support checkpointing.
     """
     if precision.recomputed in ("nothing", "budget") or any(
         getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
@@ -42,25 +48,29 @@ def checkpoint_activations(model: nn.Module, precision: Precision) -> None:
     enable = enable_method(model)
     if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
         raise ValueError(
-            f"precision.gradient_checkpointing={precision.recomputed}: {type(model).__name__} has no blocks that can be checkpointed, "
-            "as models of transformers have; set it to off, and call torch.utils.checkpoint in the model's own forward"
+            f"precision.gradient_checkpointing={precision.recomputed}: {type(model).__name__} has no blocks that can "
+            "be checkpointed, as models of transformers have; set it to off, and call torch.utils.checkpoint in the "
+            "model's own forward"
         )
     selects = {"context_fn": partial(create_selective_checkpoint_contexts, keep_or_recompute)}
     enable({"use_reentrant": False, **(selects if precision.recomputed == "selective" else {})})
 
 
 def enable_method(model: nn.Module) -> Callable[[dict[str, Any] | None], None] | None:
-    """Return the method of a model of transformers that switches checkpointing on: 5.23 has renamed it."""
+    """Return the model's method that turns on checkpointing, or None. transformers 5.23 renamed this method."""
     old = getattr(model, "gradient_checkpointing_enable", None)
     return getattr(model, "activation_checkpointing_enable", old)
 
 
 def keep_or_recompute(_: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return what happens to an operator's output under `selective`.
+    """Return whether `selective` checkpointing saves or recomputes an operator's output.
 
-    Kept are attention and products whose output is at least as wide as their input. A narrower one is the last of its block,
-    which nothing in the block needs again, or cheap for its size: keys and values of grouped heads. Attention with dropout is
-    computed again: to skip it would leave the generator behind, and the dropout after it would have another mask.
+    It saves attention without dropout, and matrix products whose output is at least as wide as their input. A narrower
+    output is either the last one of its block or cheap for its size. The rest of the block does not need the last
+    output again. Keys and values of grouped heads are cheap.
+
+    Attention with dropout is recomputed. Skipping it would leave the random generator behind, and the next dropout
+    would draw another mask.
     """
     is_kept = False
     if op in _DROPOUT_OF:

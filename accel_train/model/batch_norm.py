@@ -1,4 +1,4 @@
-"""Running statistics, of batch norms and other modules: a step that is skipped leaves no trace in them either."""
+"""Running statistics of batch norms and other modules. A skipped step leaves them unchanged."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,21 +15,27 @@ INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class RunningStatistics:
-    """Buffers that a forward in training mode changes, put back where its step turns out to be skipped.
+    """Snapshot of the buffers that a training forward changes, restored when the step is skipped.
 
-    Those of batch norms, and whichever others the first step changes (a codebook, a moving average). One NaN in a batch makes a
-    running mean NaN for ever, and evaluation with it, however well the weights are guarded. And a feature of 1e30 has an infinite
-    variance but is normalised to 0, so that neither loss nor gradients show it: statistics that were finite and are not any more are put
-    back whatever became of the step. All is done on the device, in a dozen kernels a step; a model without such buffers costs a
-    comparison in the first step.
+    It covers batch norms and every other buffer that the first step changes (a codebook, a moving average). One NaN in
+    a batch would otherwise make a running mean NaN permanently, and evaluation uses that mean.
+
+    Statistics that were finite and are now infinite or NaN are restored even if the step was applied. A feature of 1e30
+    has an infinite variance but is normalized to 0, so neither the loss nor the gradients show it.
+
+    All work runs on the device, in about a dozen kernels per step. A model without such buffers costs one comparison in
+    the first step.
     """
 
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
-        """`shared`: all processes go on with those of process 0 in each step, as DDP has it, where nobody else sees to it."""
+        """Find the buffers of `module`; with `shared`, every step starts from the buffers of process 0.
+
+        DDP does the same. Set `shared` only if nothing else keeps the processes' buffers equal.
+        """
         self._shared = shared
         self._groups: dict[torch.dtype, list[_Buffer]] = defaultdict(list)
         self._others: list[_Buffer] = []
-        """Buffers of which the first step will show whether they change."""
+        """Buffers that join the snapshot if the first step changes them."""
         self._copies: list[Tensor] = []
         self._before: dict[torch.dtype, Tensor] = {}
         for part in module.modules():
@@ -44,21 +50,21 @@ class RunningStatistics:
             self._groups[each.now.dtype].append(each)
 
     def keep(self) -> None:
-        """Copy them before the forward."""
+        """Copy the buffers before the forward."""
         if self._shared:
             self.share()
         self._copies = [each.now.clone() for each in self._others]
         self._before = {dtype: _flat(buffers) for dtype, buffers in self._groups.items()}
 
     def share(self) -> None:
-        """Give all processes those of process 0, which are saved, to evaluate with."""
+        """Broadcast the buffers of process 0 to all processes. Checkpoints save the buffers of process 0."""
         for buffers in self._groups.values():
             values = _flat(buffers)
             dist.broadcast(values.view(torch.uint8), 0)
             _write(values, buffers)
 
     def put_back(self, skipped: Tensor) -> None:
-        """After the update: as they were, where `skipped` (0-dim, on the device) is 1 or they are not finite any more."""
+        """Restore the buffers after the update if `skipped` (0-dim, on the device) is 1 or one became Inf or NaN."""
         if self._others:
             self._find_changing()
         if not self._groups:
@@ -72,7 +78,7 @@ class RunningStatistics:
             _write(torch.where(is_bad, self._before[dtype], now[dtype]), buffers)
 
     def _find_changing(self) -> None:
-        """Take in the other buffers that the first step has changed, on any process."""
+        """Add the other buffers that the first step has changed on any process."""
         is_other = [each.differs_from(copy) for each, copy in zip(self._others, self._copies, strict=True)]
         if dist.is_initialized():
             flags = torch.tensor(is_other, dtype=torch.uint8, device=self._others[0].now.device)
@@ -93,18 +99,19 @@ class RunningStatistics:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer by its place: a forward may put another tensor there."""
+    """A buffer identified by its module and name, because a forward may replace the tensor."""
 
     part: nn.Module
     name: str
 
     @property
     def now(self) -> Tensor:
-        buffer: Tensor = getattr(self.part, self.name)  # get_buffer takes twice as long, for each several times a step
+        # get_buffer takes twice as long, and this runs several times per step for each buffer.
+        buffer: Tensor = getattr(self.part, self.name)
         return buffer
 
     def differs_from(self, copy: Tensor) -> bool:
-        """Return whether a bit has changed; False where it is of another type or shape now, as a cache is that grows."""
+        """Return whether any bit differs from `copy`; False if the type or shape has changed, as in a growing cache."""
         now = self.now
         if now.shape != copy.shape or now.dtype != copy.dtype:
             return False
@@ -112,17 +119,17 @@ class _Buffer:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm of torch's own or one derived from it."""
+    """Return whether a module is a torch batch norm or derived from one."""
     return _can_keep_statistics(module) and not isinstance(module, INSTANCE_NORMS)
 
 
 def trained_batch_norms(module: nn.Module) -> list[nn.Module]:
-    """Return the batch norms that normalise by the statistics of each micro-batch."""
+    """Return the batch norms that normalize by the statistics of each micro-batch."""
     return [each for each in module.modules() if is_batch_norm(each) and each.training]
 
 
 class _SumOfAll(torch.autograd.Function):
-    """The sum of a tensor over all processes; its gradient is the sum of all processes' gradients."""
+    """Differentiable sum of a tensor over all processes. Its gradient is the sum of the gradients of all processes."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -138,9 +145,10 @@ class _SumOfAll(torch.autograd.Function):
 
 
 class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """A batch norm whose statistics are of the micro-batches of all processes together, on any device.
+    """A batch norm that computes its statistics over the micro-batches of all processes, on any device.
 
-    torch's SyncBatchNorm refuses tensors of a CPU. In evaluation mode, and alone, it is the batch norm that it was made of.
+    torch's SyncBatchNorm refuses CPU tensors. In evaluation mode, or with a single process, this class acts as the
+    original batch norm.
     """
 
     @classmethod
@@ -154,7 +162,7 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         """Accept any input with channels."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        """Normalise (N, C, ...) by mean and variance over N and ... of all processes."""
+        """Normalize (N, C, ...) by the mean and variance over all dimensions except C, across all processes."""
         if not (self.training and dist.is_initialized()):
             return super().forward(input)
         others = [0, *range(2, input.dim())]
@@ -174,7 +182,7 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _keep(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics, as torch's batch norms do."""
+        """Update the running statistics as torch's batch norms do."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -189,10 +197,10 @@ def _sum_of_all(values: Tensor) -> Tensor:
 
 
 def sync_batch_norms(module: nn.Module) -> int:
-    """Let the trained batch norms of torch in a module share their statistics over processes; return their number.
+    """Replace the trained torch batch norms in a module by synced ones; return their number.
 
     Raises:
-        ValueError: none is trained, or one is of a class derived from torch's.
+        ValueError: the module trains no batch norm, or one is of a class derived from torch's.
     """
     norms = trained_batch_norms(module)
     if not norms:
@@ -211,12 +219,13 @@ def sync_batch_norms(module: nn.Module) -> int:
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Return whether it keeps running statistics, or could: its kernels take no 16-bit weights with statistics in fp32."""
+    """Return whether a module has batch or instance norms, whose kernels refuse 16-bit weights with fp32 statistics."""
     return any(map(_can_keep_statistics, module.modules()))
 
 
 def _can_keep_statistics(module: nn.Module) -> bool:
-    return hasattr(module, "track_running_stats")  # all batch and instance norms have it
+    # All batch and instance norms have this attribute.
+    return hasattr(module, "track_running_stats")
 
 
 def _write(values: Tensor, buffers: list[_Buffer]) -> None:

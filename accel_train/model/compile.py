@@ -1,6 +1,6 @@
-"""torch.compile, block by block where a model repeats blocks: the same code is compiled once and used for all of them.
+"""torch.compile, applied block by block: a model's repeated blocks share one compiled block.
 
-What is compiled is kept in a folder of the user, so that the next start loads it instead of compiling.
+Compiled code is kept in a folder of the user. The next start loads it instead of compiling.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from accel_train.recipe.schema import MemoryBudget, Precision
 from accel_train.runtime.private import header_folder, set_activation_memory_budget, set_constant_floats
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Read by torch (and by Triton's part of it) whenever it compiles or loads."""
+"""Environment variable that torch and Triton read each time they compile or load code."""
 BUILD_MARK = "_CxxBuild"
-"""Ending of the folder that torch makes before it starts a C++ compiler, and removes when the compiler is done."""
+"""Suffix of the folder that torch makes before it starts a C++ compiler and removes when the compiler is done."""
 
 
 class GraphCount:
-    """The number of graphs that torch.compile has made in this process for the modules that were compiled with it."""
+    """Number of graphs that torch.compile has made in this process for the modules compiled with this counter."""
 
     num_graphs = 0
 
     def keep_all(self, guards: Sequence[Any]) -> list[bool]:
-        """Count a graph: torch asks once for each which of its guards to keep (`guard_filter_fn`), and all are kept."""
+        """Count one graph and keep all of its guards. torch calls this once per graph (`guard_filter_fn`)."""
         self.num_graphs += 1
         return [True] * len(guards)
 
@@ -46,18 +46,20 @@ class GraphCount:
 def compile_module(
     module: nn.Module, precision: Precision, graphs: GraphCount | None = None, *, lengths_vary: bool = False
 ) -> dict[str, Choice[Any]]:
-    """Compile in place, before the module is wrapped; parameter names stay as they were. Returns what was chosen.
+    """Compile a module in place, before it is wrapped; return the choices. Parameter names do not change.
 
-    With `lengths_vary` the first graph is for any shape: else torch makes one for the first shape, and at the second shape
-    another one for all. (Two dimensions of the first batch that happen to be equal are taken for one, which costs a second graph.)
+    With `lengths_vary`, the first graph accepts any shape. Without it, torch compiles one graph for the first shape and
+    another for any shape at the second one. If two dimensions of the first batch are equal, torch treats them as one,
+    at the cost of a second graph.
     """
     requested, checkpointing = precision.compile, precision.gradient_checkpointing
     if requested is False:
         return {"precision.compile": Choice("no", "as set")}
     set_activation_memory_budget(checkpointing.memory_budget if isinstance(checkpointing, MemoryBudget) else 1.0)
-    # With `dynamic=True` floats are unknown, too; torch finds at the end that it needs their values, and traces all again.
+    # With `dynamic=True`, torch also treats floats as unknown. It finds at the end that it needs their values, and then
+    # traces everything again.
     set_constant_floats(lengths_vary)
-    # Dynamo looks for it where a graph continues after a loss that is computed outside of graphs (`chunked_loss.py`).
+    # Dynamo reads `.grad` where a graph continues after a loss that is computed outside of graphs (`chunked_loss.py`).
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
@@ -68,9 +70,11 @@ def compile_module(
     else:
         choice = Choice("blocks", f"{len(blocks)} x {type(blocks[0]).__name__} share one compiled block")
         compiled = blocks
-    mode = precision.compile_mode  # torch takes a mode or options, not both
+    # torch accepts a mode or options, not both.
+    mode = precision.compile_mode
     by: dict[str, Any] = {"options": {"guard_filter_fn": count.keep_all}} if mode == "default" else {"mode": mode}
-    if precision.compile_backend != "inductor":  # else torch's default, which a program may have set
+    # Without a backend, torch uses its default. A program may have changed it.
+    if precision.compile_backend != "inductor":
         by["backend"] = precision.compile_backend
     for each in compiled:
         each.compile(
@@ -83,7 +87,7 @@ def compile_module(
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the longest nn.ModuleList of two or more modules of one class; empty where there is none."""
+    """Return the longest nn.ModuleList of at least two modules of one class, as a list; empty if the model has none."""
     lists = [
         list(child)
         for child in module.modules()
@@ -93,10 +97,11 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def choose_cache() -> Choice[str]:
-    """Choose and set the folder that compiled code is kept in: by TORCHINDUCTOR_CACHE_DIR, else in the user's cache folder.
+    """Choose the folder for compiled code, set it in the environment, and return the choice.
 
-    Its files are executed, so a folder that another user owns, or may write to, is not used: what is compiled then lies in a
-    temporary folder, for this start alone. Files that a killed process left unfinished are removed.
+    TORCHINDUCTOR_CACHE_DIR names the folder; the default is in the user's cache folder. The folder's files are
+    executed. A folder that another user owns or may write to is therefore not used: a temporary folder replaces it for
+    this start. Files that a killed process left unfinished are removed.
     """
     choice = _choose_folder()
     folder, headers = Path(choice.value), header_folder()
@@ -104,7 +109,8 @@ def choose_cache() -> Choice[str]:
         problem = _make_private(headers.parent)
     except OSError as error:
         problem = str(error)
-    if problem:  # torch's folder has a name that other users can guess, and lies in /tmp
+    # The name of torch's folder is predictable for other users, and the folder is in /tmp.
+    if problem:
         headers = header_folder(folder / headers.name)
     num_dropped = drop_unfinished(folder, "??/*") + drop_unfinished(headers, "*")
     if not num_dropped:
@@ -114,11 +120,13 @@ def choose_cache() -> Choice[str]:
 
 
 def drop_unfinished(folder: Path, pattern: str) -> int:
-    """Remove files in `folder` that a compiler was killed in, before torch loads them; returns their number.
+    """Remove the files in `folder` that a killed compiler left unfinished; return their number.
 
-    torch renames its own files into place, and takes a file that exists for complete. C++ compilers write in place.
-    torch makes a folder `KEY..._CxxBuild` next to their output before they start, and removes it when they are done.
-    It holds the key's lock meanwhile, so the files of another process that compiles now are left alone.
+    This must run before torch loads the files, because torch takes an existing file for complete. torch renames its own
+    files into place, but C++ compilers write in place.
+
+    torch makes a folder `KEY..._CxxBuild` next to their output before they start, and removes it when they are done. It
+    holds the key's lock meanwhile. Files that another process is compiling are therefore left alone.
     """
     num_dropped = 0
     unfinished = filter(_is_unfinished, folder.glob(pattern))
@@ -128,33 +136,39 @@ def drop_unfinished(folder: Path, pattern: str) -> int:
             lock.parent.mkdir(exist_ok=True)
             with FileLock(lock, timeout=0):
                 files = sorted(parent.glob(f"{key}*"))
-                if not any(map(_is_unfinished, files)):  # another process has removed it by now
+                # Another process has removed the unfinished file.
+                if not any(map(_is_unfinished, files)):
                     continue
                 outputs = [each for each in files if each.suffix in (".so", ".o", ".gch", ".pch")]
                 for each in outputs:
                     each.unlink()
-                for each in files:  # last: what a kill leaves here is still marked
+                # Remove the marks last: after a kill here, the remaining files are still marked.
+                for each in files:
                     if each.name.endswith(BUILD_MARK):
                         shutil.rmtree(each)
                 num_dropped += len(outputs)
-        except OSError:  # a lock that is held is a TimeoutError; or the user may not write to the folder
+        # A held lock raises TimeoutError, which is an OSError. The user may also lack write permission.
+        except OSError:
             continue
     return num_dropped
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Return whether this is the mark of an unfinished compiler, or a library shorter than its header says."""
+    """Return whether a path marks an unfinished compilation, or is a library shorter than its header says."""
     if path.name.endswith(BUILD_MARK):
-        # TORCHINDUCTOR_CPP_WRAPPER=1: another key's lock guards the second part of a kernel, so it may be in use.
+        # With TORCHINDUCTOR_CPP_WRAPPER=1, another key's lock guards the second part of a kernel, so the part may be in
+        # use.
         return not path.name.endswith(f".optimized{BUILD_MARK}")
     if path.suffix != ".so":
         return False
     try:
         with path.open("rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
-    except OSError:  # another process has removed it
+    # Another process has removed the file.
+    except OSError:
         return False
-    if size >= 64 and header.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian
+    # A 64-bit, little-endian ELF file.
+    if size >= 64 and header.startswith(b"\x7fELF\x02\x01"):
         sections_begin, section_size, num_sections = struct.unpack("<40xQ10xHH2x", header)
         return bool(size < sections_begin + section_size * num_sections)
     return size < 64 or (sys.platform == "linux" and not header.startswith(b"\x7fELF"))
@@ -169,7 +183,8 @@ def _choose_folder() -> Choice[str]:
         problem = _make_private(folder.parent) or _make_private(folder)
         if any(map(str.isspace, str(folder))):
             problem = f"{folder} has a blank in its name, and torch's commands for compilers split at it"
-    except (OSError, RuntimeError) as error:  # no room, no permission, or no home folder
+    # The disk is full, the permission is missing, or the user has no home folder.
+    except (OSError, RuntimeError) as error:
         problem = str(error)
     if problem:
         folder = Path(tempfile.mkdtemp(prefix="accel-train-compiled-"))
@@ -180,7 +195,10 @@ def _choose_folder() -> Choice[str]:
 
 
 def machine_kind() -> str:
-    """Return a name for torch's version and this CPU: its kernels use the CPU's own instructions, which torch's keys do not name."""
+    """Return a name for torch's version and this CPU's features.
+
+    Compiled kernels use instructions of this CPU, and torch's cache keys do not name the CPU.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -191,18 +209,21 @@ def machine_kind() -> str:
 
 
 def _is_torchs_own(folder: Path) -> bool:
-    """Return whether this is the folder that torch chooses, and then sets in this process as if the user had."""
+    """Return whether torch chose this folder. torch also writes its choice into the environment variable."""
     return folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("torchinductor_")
 
 
 def _make_private(folder: Path) -> str:
-    """Make a folder that this user alone can enter; return why it is not one, or nothing."""
+    """Make a folder that only this user can enter; return the problem, or an empty string."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not S_ISDIR(found.st_mode):
         return f"{folder} is a link, and compiled code is executed; make it a folder"
     if found.st_uid != os.getuid():
-        return f"{folder} belongs to user {found.st_uid}, and compiled code is executed; remove it, or make it yours (chown)"
+        return (
+            f"{folder} belongs to user {found.st_uid}, and compiled code is executed; remove it, or make it yours "
+            "(chown)"
+        )
     if found.st_mode & 0o022:
         return f"other users may write to {folder}, and compiled code is executed; remove it"
     folder.chmod(0o700)

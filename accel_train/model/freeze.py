@@ -1,4 +1,4 @@
-"""Frozen parts of a model: parameters by pattern, and batch norms with their running statistics."""
+"""Freeze parts of a model: parameters by name pattern, and batch norms with their running statistics."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -12,7 +12,7 @@ from accel_train.recipe.schema import Model
 
 
 def matching(names: Sequence[str], patterns: Sequence[str], leaf: str) -> set[str]:
-    """Return the names that some pattern matches (`*`, `?`, `[0-3]` as in a shell).
+    """Return the names that match at least one pattern (`*`, `?`, `[0-3]` as in a shell).
 
     Raises:
         ValueError: a pattern matches nothing.
@@ -23,17 +23,18 @@ def matching(names: Sequence[str], patterns: Sequence[str], leaf: str) -> set[st
         if not hits:
             near = get_close_matches(pattern, names, n=1, cutoff=0.3)
             raise ValueError(
-                f"{leaf}: no parameter of the model matches {pattern!r}; there is, for example, {(near or list(names))[0]}"
+                f"{leaf}: no parameter of the model matches {pattern!r}; there is, for example, "
+                f"{(near or list(names))[0]}"
             )
         found |= hits
     return found
 
 
 def freeze(model: nn.Module, section: Model) -> Choice[int]:
-    """Stop training what the recipe freezes; returns how many numbers that are. Call it in training mode.
+    """Freeze the weights that the recipe names; return the number of frozen elements. Call it in training mode.
 
     Raises:
-        ValueError: a pattern matches no parameter, or `freeze_batch_norm` is set and there is no batch norm.
+        ValueError: a pattern matches no parameter, or `freeze_batch_norm` is set and the model has no batch norm.
     """
     parameters = dict(model.named_parameters())
     frozen = matching(list(parameters), section.freeze, "model.freeze")
@@ -43,7 +44,7 @@ def freeze(model: nn.Module, section: Model) -> Choice[int]:
     if section.freeze_batch_norm and not norms:
         raise ValueError("model.freeze_batch_norm is set, but this model has no batch norm; leave it out")
     for norm in norms:
-        # In evaluation mode a batch norm uses its running statistics, and does not move them.
+        # In evaluation mode, a batch norm uses its running statistics and does not update them.
         norm.eval()
         norm.requires_grad_(False)
     count = sum(parameter.numel() for parameter in parameters.values() if not parameter.requires_grad)

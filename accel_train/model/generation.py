@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def check_sampling(max_new_tokens: int, temperature: float) -> None:
-    """Raise ValueError for a length or temperature that makes no sense."""
+    """Raise ValueError if the length or the temperature is out of range."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     if not 0 <= temperature < float("inf"):
@@ -19,7 +19,7 @@ def check_sampling(max_new_tokens: int, temperature: float) -> None:
 
 
 def chat_prompt(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
-    """Return a user's message in the chat template, up to where the answer begins, without a beginning-of-text token."""
+    """Return the chat template around a user's message, up to the start of the answer, without the begin token."""
     messages = [{"role": "user", "content": text}]
     check_template(tokenizer, [messages])
     prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -35,11 +35,13 @@ def generate_text(
     temperature: float,
     seed: int,
 ) -> str:
-    """Return the prompt and what the model writes after it, up to the end of the document.
+    """Return the prompt and its continuation by the model, up to the end of the document.
 
-    The model reads a document separator first, as in training. A text longer than the model's positions goes on from its
-    second half. Rows that pad the vocabulary past the tokenizer are never sampled. The caller's random state and the
-    model's mode are left as they were. Temperature 0 takes the likeliest token.
+    The model reads a document separator first, as in training. When the text fills the model's positions, generation
+    continues from its second half. Vocabulary rows that only pad the embedding are never sampled. Temperature 0 takes
+    the most likely token.
+
+    The caller's random state and the model's mode are restored.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Run a forward that leaves no trace: random numbers, buffers and gradients are put back."""
+"""Run a forward without side effects: restore random generators and buffers afterwards."""
 
 import random
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from accel_train.model.tensors import is_writable
 
 
 class RandomState:
-    """The state of torch's random generators: of the host, and of this process's device."""
+    """State of torch's random generators on the host and on this process's device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -22,14 +22,14 @@ class RandomState:
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def put_back(self) -> None:
-        """Set the generators to this state."""
+        """Restore the saved state of the generators."""
         torch.set_rng_state(self.host)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 class Buffers:
-    """A copy of a module's buffers, to be put back: those of batch norm change with every forward."""
+    """Copy of a module's buffers, for restoring them. For example, every forward changes the buffers of batch norms."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [
@@ -40,7 +40,7 @@ class Buffers:
         ]
 
     def put_back(self) -> None:
-        """Restore the buffers, tensors and contents."""
+        """Restore the buffers: both the tensor objects and their contents."""
         with torch.no_grad():
             for part, name, buffer, content in self._kept:
                 buffer.copy_(content)
@@ -49,7 +49,7 @@ class Buffers:
 
 @contextmanager
 def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and random generators on leaving, whatever the module computed inside."""
+    """Restore the module's buffers and all random generators (torch, Python, NumPy) when the context exits."""
     buffers, states = Buffers(module), (RandomState(device), random.getstate(), np.random.get_state())
     try:
         yield
@@ -62,9 +62,9 @@ def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def without_batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let batch norm normalise by its running statistics inside, so that no row depends on the others.
+    """Make batch norms normalize by their running statistics inside the context, so rows do not affect each other.
 
-    Running statistics that are not finite become 0 and 1; the caller puts the buffers back.
+    Running statistics that are not finite become 0 and 1. The caller must restore the buffers.
     """
     norms: list[Any] = [part for part in module.modules() if is_batch_norm(part) and part.training]
     for norm in norms:

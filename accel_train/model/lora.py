@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021), by peft: put in before training, written into the weights after it."""
+"""Low-rank adapters (LoRA, Hu et al. 2021), by peft: added before training, merged into the weights after it."""
 
 import copy
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ ADAPTER = "default"
 
 
 def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
-    """Put adapters into the model, in place, and train them alone (and what `train_also` names); returns their size.
+    """Add adapters to the model in place; return the number of trained elements.
 
-    Adapters start as the identity: the model computes what it did before.
+    Only the adapters and the weights that `train_also` names are trained. Adapters start as the identity, so the
+    model's output does not change.
 
     Raises:
-        ValueError: no module has a target's name.
+        ValueError: a target name matches no module.
     """
     from peft import inject_adapter_in_model
 
@@ -46,7 +47,10 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
 
 
 def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
-    """Return peft's configuration; `all-linear` is spelled out, less the heads (the output embedding, and what is trained whole)."""
+    """Return peft's configuration for a model.
+
+    `all-linear` becomes a list of layers, without the output embedding and the layers that `train_also` trains whole.
+    """
     from peft import LoraConfig
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
@@ -58,7 +62,7 @@ def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
             for name, module in layers.items()
             if module is not head and not _matches(f"{name}.weight", section.train_also)
         ]
-    # GPT-2 keeps its matrices as inputs x outputs, in a class of its own.
+    # GPT-2 keeps its matrices as (inputs, outputs), in the class Conv1D.
     chosen = [module for name, module in layers.items() if any(name == t or name.endswith(f".{t}") for t in targets)]
     return LoraConfig(
         r=section.rank,
@@ -70,7 +74,7 @@ def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
 
 
 def without_adapters(model: nn.Module, *, merge: bool = False) -> nn.Module:
-    """Return a copy of the model without adapters; with `merge` they are added into its weights first: W + alpha / rank B A."""
+    """Return a copy of the model without adapters; `merge` first adds them to its weights: W + alpha / rank * B A."""
     bare = copy.deepcopy(model)
     for name in _adapted(bare):
         layer: Any = bare.get_submodule(name)
@@ -81,7 +85,7 @@ def without_adapters(model: nn.Module, *, merge: bool = False) -> nn.Module:
 
 
 def save_adapters(model: nn.Module, recipe_model: Model, folder: Path) -> None:
-    """Write the adapters alone, as `PeftModel.from_pretrained(base, folder)` reads them."""
+    """Write only the adapters, in the format that `PeftModel.from_pretrained(base, folder)` reads."""
     assert recipe_model.lora is not None
     folder.mkdir(exist_ok=True)
     bare = without_adapters(model)

@@ -1,8 +1,8 @@
-"""Estimate the memory of a run without using any: its own forward and backward, on tensors that have a shape and no storage.
+"""Estimate the memory of a run without allocating it: run forward and backward on tensors with shapes but no storage.
 
-The parts that follow from counts (weights, gradients, optimizer) are arithmetic. Activations and the loss are found by
-running one micro-batch of the task on `FakeTensorMode` tensors and adding up what is alive at the worst moment, in eager
-mode. It holds for any model and loss, with and without gradient checkpointing.
+Weights, gradients, and optimizer state follow from counts. Activations and the loss are measured. One micro-batch of
+the task runs on `FakeTensorMode` tensors in eager mode, and the peak of the live storages is recorded. This works for
+any model and loss, with and without gradient checkpointing.
 """
 
 import weakref
@@ -29,17 +29,19 @@ from accel_train.runtime.private import fake_tensors, watch_operators
 from accel_train.task import TASKS, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""CUDA context, kernels and cuBLAS workspaces of one process: 0.5 to 0.7 GiB with recent drivers."""
+"""Memory of one process for its CUDA context, kernels, and cuBLAS workspaces, in bytes. Recent drivers take 0.5 to 0.7
+GiB.
+"""
 
 LEAST_IN_8_BITS = 4096
-"""Numbers of the smallest tensor whose moments bitsandbytes keeps in 8 bits."""
+"""Number of elements from which on bitsandbytes keeps a tensor's moments in 8 bits."""
 BLOCK_OF_8_BITS = 256
-"""Numbers that share a scale there."""
+"""Number of 8-bit elements that share one scale."""
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One share of the memory of a process; `num_bytes` is None where it could not be found out."""
+    """One share of a process's memory. `num_bytes`: None if unknown."""
 
     name: str
     num_bytes: int | None
@@ -48,22 +50,24 @@ class MemoryPart:
 
 
 def num_moments(section: Optimizer) -> int:
-    """Return the tensors that the optimizer keeps beside each weight; for muon, beside each matrix in a block."""
+    """Return the number of tensors that the optimizer keeps per weight; for muon, per matrix in a block."""
     if section.name == "sgd" and not section.momentum:
         return 0
     return optimizer_kind(section.name).moments
 
 
 def state_bytes(model: nn.Module, section: Optimizer) -> int:
-    """Return the bytes that the optimizer keeps beside the weights; of a class of somebody else's, as of AdamW."""
+    """Return the optimizer's state in bytes. A custom optimizer class is counted as AdamW."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained = sum(weight.numel() for weight in weights)
     state = optimizer_kind(section.name).state
-    if state == "rows_and_columns":  # a row and a column of each matrix
+    # One row and one column per matrix.
+    if state == "rows_and_columns":
         matrices = [weight for weight in weights if weight.dim() > 1]
         factors = sum(matrix.numel() // matrix.shape[dim] for matrix in matrices for dim in (-1, -2))
         return 4 * (trained - sum(matrix.numel() for matrix in matrices) + factors)
-    if state == "muon":  # AdamW's two for all that is no matrix
+    # AdamW, with two moments, for every weight that is not a matrix in a block.
+    if state == "muon":
         return 4 * (2 * trained - sum(matrix.numel() for matrix in hidden_matrices(model)))
     if state == "8_bits":
         whole = {id(weight) for weight in embeddings(model)}
@@ -72,14 +76,17 @@ def state_bytes(model: nn.Module, section: Optimizer) -> int:
 
 
 def _bytes_in_8_bits(weight: Tensor, *, whole: bool) -> int:
-    """Return the bytes of two moments: 1 for each number, 4 for each block, and the table of codes; or all in fp32."""
+    """Return the bytes of two moments: 1 per element, 4 per block, and the code table; 4 per element with `whole`."""
     if whole or weight.numel() < LEAST_IN_8_BITS:
         return 8 * weight.numel()
     return 2 * (weight.numel() + 4 * -(-weight.numel() // BLOCK_OF_8_BITS) + 4 * 256)
 
 
 def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
-    """Return the samples of the micro-batch that takes the most memory: as training draws them, the longest where they differ in length."""
+    """Return the samples of the micro-batch that takes the most memory.
+
+    The samples are drawn as in training. If their lengths are known, the longest are used.
+    """
     num_samples = len(data.train)  # type: ignore[arg-type]
     if data.lengths is not None:
         longest = np.argsort(data.lengths)[::-1][:count].tolist()
@@ -90,7 +97,7 @@ def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
 
 
 def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Module:
-    """Return the model that a run would build, on the meta device; of a pretrained one only the configuration is loaded.
+    """Return the model of a run on the meta device. For a pretrained model, only the configuration is loaded.
 
     Raises:
         ValueError: the model cannot be built from its configuration.
@@ -117,11 +124,13 @@ def estimate_memory(
     device_type: str,
     gathered: bool = False,
 ) -> list[MemoryPart]:
-    """Return the memory of one process that holds the whole model and trains on micro-batches like `batch`, part by part.
+    """Return the memory parts of one process that holds the whole model and trains on micro-batches like `batch`.
 
-    `model` is on the meta device (and is not afterwards), `batch` is what the task's collate makes without `num_targets`,
-    `device_type` is what the run computes on. `gathered`: the weights of a forward are in 16 bits already (FSDP2 in mixed
-    precision), so that autocast keeps no copies of them.
+    Args:
+        model: on the meta device. It is moved to fake CPU tensors.
+        batch: the result of the task's collate, without `num_targets`.
+        device_type: device type that the run computes on.
+        gathered: the forward gets 16-bit weights (FSDP2 in mixed precision), so autocast keeps no copies of them.
     """
     held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
@@ -131,7 +140,8 @@ def estimate_memory(
         "moments": f"{num_moments(section)} x 4 bytes each",
         "muon": "1 x 4 bytes each for the matrices in blocks, 2 x 4 bytes for the rest (AdamW)",
         "rows_and_columns": "4 bytes for each row, column and vector element",
-        "8_bits": f"2 x 1 byte each, and scales; 2 x 4 for embeddings and tensors of fewer than {LEAST_IN_8_BITS:,} numbers",
+        "8_bits": "2 x 1 byte each, and scales; 2 x 4 for embeddings and tensors of fewer than "
+        f"{LEAST_IN_8_BITS:,} numbers",
     }[optimizer_kind(section.name).state]
     kept = f"{section.name}: {of_state}"
     if ":" in section.name:
@@ -145,7 +155,10 @@ def estimate_memory(
         "budget": ", of which memory_budget leaves a part that only the compiler knows",
     }[recipe.precision.recomputed]
     parts = [
-        MemoryPart("parameters", held_bytes, "arithmetic", "4 bytes each (fp32)" if is_fp32 else "2 bytes each (bf16) of frozen matrices, 4 of the others"),
+        MemoryPart(
+            "parameters", held_bytes, "arithmetic",
+            "4 bytes each (fp32)" if is_fp32 else "2 bytes each (bf16) of frozen matrices, 4 of the others",
+        ),
         MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
         MemoryPart("optimizer", state, "estimate" if ":" in section.name else "arithmetic", kept),
     ]  # fmt: skip
@@ -157,7 +170,8 @@ def estimate_memory(
         peak = simulate_step(task, model, batch, mixed_precision, like_cuda=like_cuda, gathered=gathered)
         parts.append(MemoryPart("activations", peak["activations"], "estimate", eager))
         parts.append(MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"))
-    except (RuntimeError, TypeError) as error:  # an operator that needs values, or has no fake form
+    # An operator needs values, or has no fake implementation.
+    except (RuntimeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0][:80] or type(error).__name__
         parts.append(MemoryPart("activations", None, "estimate", f"this model does not run without values: {reason}"))
     if device_type == "cuda":
@@ -174,12 +188,12 @@ def simulate_step(
     like_cuda: bool = False,
     gathered: bool = False,
 ) -> Counter[str]:
-    """Bytes beyond parameters and gradients at the worst moment of a forward and backward: `activations`, `logits`.
+    """Return the bytes beyond parameters and gradients at the peak of a forward and backward: `activations`, `logits`.
 
     Raises:
-        RuntimeError: the forward depends on values (`.item()`), and there are none.
+        RuntimeError: the forward depends on values (`.item()`). Fake tensors do not have values.
     """
-    # fp8 is counted as bf16: float8 copies take a little more than what they save.
+    # fp8 counts as bf16. The float8 copies take slightly more memory than float8 saves.
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
     with fake_tensors() as fake:
         _take_shapes_only(model, dtype if gathered else None)
@@ -193,7 +207,10 @@ def simulate_step(
 
 
 def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Move a model from the meta device to fake CPU tensors (of the active mode), in `dtype` or as they are, with gradients and ties."""
+    """Move a model from the meta device to fake CPU tensors of the active mode, with gradients and ties.
+
+    `dtype` is the new element type; None keeps the types.
+    """
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -201,7 +218,8 @@ def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None) -> None:
                 new = nn.Parameter(
                     torch.empty_like(parameter, device="cpu", dtype=dtype), requires_grad=parameter.requires_grad
                 )
-                # There from the start, as with DDP's buckets and with accumulation; without both, an upper bound.
+                # Gradients exist from the start with DDP's buckets and with accumulation. Otherwise this is an upper
+                # bound.
                 new.grad = torch.empty_like(new) if parameter.requires_grad else None
                 moved[id(parameter)] = new
             setattr(module, name, moved[id(parameter)])
@@ -210,12 +228,12 @@ def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def vocabulary_rows(model: nn.Module) -> int | None:
-    """Rows of the first embedding, which is that of the tokens in the models of transformers; None without one."""
+    """Return the rows of the first embedding, the token embedding in transformers models; None without an embedding."""
     return next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
 class PeakTracker:
-    """Adds up the storages that operators make and that are still alive; `peak` holds the worst moment, by kind."""
+    """Sums the live storages that operators allocate. `peak` holds the largest sum, by kind."""
 
     def __init__(self, vocabulary_rows: int | None) -> None:
         self.vocabulary_rows = vocabulary_rows
@@ -224,7 +242,7 @@ class PeakTracker:
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def see(self, arguments: Any, result: Any) -> None:
-        """Add what an operator has made of its arguments."""
+        """Add the storages that an operator has allocated for its result."""
         given = [tensor.untyped_storage() for tensor in tensors_in(arguments)]
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
@@ -241,10 +259,11 @@ class PeakTracker:
 
 @contextmanager
 def _like_cuda() -> Iterator[None]:
-    """Compute as a GPU does inside: autocast takes powers in fp32, attention keeps no scores for dropout's sake, and a loss in
-    chunks copies no 16-bit factors to fp32.
+    """Make operators allocate as on a GPU while the context is active.
 
-    Patched, because no mode of torch reaches the recomputation of a checkpointed block.
+    Autocast computes powers in fp32, attention keeps no scores for dropout, and a chunked loss does not copy 16-bit
+    factors to fp32. The functions are patched, because torch's modes do not reach the recomputation of a checkpointed
+    block.
     """
     attention, power, product = functional.scaled_dot_product_attention, torch.pow, chunked_loss.product
 

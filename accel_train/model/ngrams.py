@@ -1,8 +1,10 @@
-"""A text classifier for few texts: a linear layer over all n-grams of a text's characters and words, weighted by how rare they are.
+"""Text classifier for small data sets: a linear layer over the character and word n-grams of a text.
 
-For a few thousand texts without a pretrained model, such features do better than a network that has to learn its own (Wang and
-Manning 2012, Joulin et al. 2017). Save and load it as any model of transformers: this file is written beside its weights, and
-imports nothing of the package.
+n-grams are weighted by their rarity. With a few thousand texts and no pretrained model, they are better features than a
+network can learn (Wang and Manning 2012, Joulin et al. 2017).
+
+Save and load the model like any transformers model. Saving copies this file next to the weights, so it must not import
+the package.
 """
 
 from collections.abc import Iterable
@@ -13,17 +15,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-_FACTORS = (-7046029254386353131, -4658895280553007687)  # of 64-bit mixing (Steele et al. 2014), as signed numbers
+# Factors of 64-bit mixing (Steele et al. 2014), as signed numbers.
+_FACTORS = (-7046029254386353131, -4658895280553007687)
 
 
 class NgramsConfig(PreTrainedConfig):
     """Sizes of the features.
 
     Args:
-        vocab_size: tokens of the tokenizer, which is that of bytes: ids 0 to 255.
-        num_buckets: rows of the table of weights; n-grams are hashed into them.
-        max_characters: n-grams of 1 to so many bytes.
-        max_words: n-grams of 1 to so many words.
+        vocab_size: size of the byte tokenizer's vocabulary. Bytes have ids 0 to 255.
+        num_buckets: rows of the weight table. n-grams are hashed into them.
+        max_characters: largest n of the byte n-grams.
+        max_words: largest n of the word n-grams.
     """
 
     model_type = "ngrams"
@@ -43,7 +46,11 @@ class NgramsConfig(PreTrainedConfig):
 
 
 class NgramsForSequenceClassification(PreTrainedModel):
-    """Logits are the sum of a row of `table` for each n-gram of the text, weighted by `rarity`, to a vector of length 1."""
+    """Linear classifier over n-grams.
+
+    The logits are a bias and the sum of one row of `table` for each n-gram of the text. The weights of the rows are
+    their `rarity`, scaled to a vector of length 1.
+    """
 
     config_class = NgramsConfig
     base_model_prefix = "ngrams"
@@ -64,7 +71,7 @@ class NgramsForSequenceClassification(PreTrainedModel):
             nn.init.ones_(self.rarity)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the table: its rows are n-grams, more than there are tokens."""
+        """Return the table. Its rows are n-grams, so it has more rows than the vocabulary has tokens."""
         return self.table
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
@@ -76,8 +83,9 @@ class NgramsForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(logits=self.table(buckets, per_sample_weights=weights) + self.bias)
 
     def ngrams(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row of each n-gram, and whether there is one in this place; both of shape (texts, places)."""
-        ids = torch.where((ids >= 65) & (ids <= 90), ids + 32, ids)  # A to Z, as a to z
+        """Return the table row of each n-gram, and a mask of the places that have an n-gram; both (texts, places)."""
+        # Lowercase A to Z.
+        ids = torch.where((ids >= 65) & (ids <= 90), ids + 32, ids)
         keys, there = _sequences(ids, mask, self.config.max_characters, seed=1)
         is_letter = (
             mask & (ids < 256) & ((ids >= 97) & (ids <= 122) | (ids >= 48) & (ids <= 57) | (ids >= 128) | (ids == 95))
@@ -89,7 +97,9 @@ class NgramsForSequenceClassification(PreTrainedModel):
 
     @torch.no_grad()
     def measure_rarity(self, texts: Iterable[Tensor]) -> None:
-        """Set each n-gram's weight to its smoothed inverse document frequency over texts, as scikit-learn's TF-IDF has it."""
+        """Set the weight of each n-gram to its smoothed inverse document frequency, as scikit-learn's TF-IDF computes
+        it.
+        """
         counts, total = torch.zeros_like(self.rarity), 0
         for ids in texts:
             buckets, is_ngram = self.ngrams(ids[None], torch.ones_like(ids[None], dtype=torch.bool))
@@ -99,7 +109,7 @@ class NgramsForSequenceClassification(PreTrainedModel):
 
 
 def register() -> None:
-    """Make `ngrams` a model type of transformers, whose saved models say where their code is."""
+    """Register `ngrams` as a transformers model type whose saved models name the file with their code."""
     AutoConfig.register("ngrams", NgramsConfig, exist_ok=True)
     AutoModelForSequenceClassification.register(NgramsConfig, NgramsForSequenceClassification, exist_ok=True)
     NgramsConfig.register_for_auto_class()
@@ -107,7 +117,7 @@ def register() -> None:
 
 
 def _sequences(items: Tensor, mask: Tensor, longest: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a key for each sequence of 1 to `longest` items, and whether all of its items are there."""
+    """Return a key for each sequence of 1 to `longest` items, and a mask of the sequences without missing items."""
     keys, there = [_mix(items * 31 + seed)], [mask]
     for size in range(1, longest):
         if items.shape[1] > size:
@@ -117,7 +127,7 @@ def _sequences(items: Tensor, mask: Tensor, longest: int, seed: int) -> tuple[li
 
 
 def _words(ids: Tensor, is_letter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a key for each word, a longest sequence of letters and digits, and whether there is a word in this place."""
+    """Return a key for each word (a maximal run of letters and digits), and a mask of the places that have a word."""
     before = torch.nn.functional.pad(is_letter[:, :-1], (1, 0))
     starts = is_letter & ~before
     place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -130,7 +140,7 @@ def _words(ids: Tensor, is_letter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mix(keys: Tensor) -> Tensor:
-    """Return numbers whose low bits depend on all bits of the keys."""
+    """Return hashes whose low bits depend on all bits of the keys."""
     keys = (keys ^ (keys >> 30)) * _FACTORS[1]
     keys = (keys ^ (keys >> 27)) * _FACTORS[0]
     return keys ^ (keys >> 31)

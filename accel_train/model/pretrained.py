@@ -1,4 +1,4 @@
-"""Models of transformers: `model.config` checked, configurations and weights loaded."""
+"""transformers models: check `model.config`, load configurations and weights."""
 
 import json
 import math
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def check_model_config(recipe: Recipe) -> None:
-    """Refuse a `model.config` that transformers would take in silence, or only refuse once the model is built.
+    """Check the `model.config` of a recipe for errors that transformers ignores or reports only when it builds the
+    model.
 
     Raises:
         ValueError: an unknown model_type or field, a value of the wrong type, or too few positions for the samples.
@@ -43,7 +44,8 @@ def check_model_config(recipe: Recipe) -> None:
     default = config_class()
     known = {*default.to_dict(), *config_class.attribute_map} - {"model_type", "transformers_version"}
     if "rope_parameters" in known:
-        known |= {"rope_theta", "rope_scaling"}  # what transformers 4 called them, and 5 still reads
+        # transformers 4 used these names, and transformers 5 still reads them.
+        known |= {"rope_theta", "rope_scaling"}
     problems = [
         *_unknown_fields(recipe, fields, known),
         *_negative_counts(recipe, fields, default),
@@ -51,7 +53,8 @@ def check_model_config(recipe: Recipe) -> None:
     ]
     if problems:
         raise ValueError("\n".join(sorted(problems)))
-    unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}  # a run takes the tokenizer's
+    # A run takes these ids from the tokenizer.
+    unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}
     try:
         config = config_class(**unset | fields)
     except (StrictDataclassError, ValueError, TypeError) as error:
@@ -104,16 +107,17 @@ def _check_positions(recipe: Recipe, config: Any) -> None:
     if reads_windows and positions is not None and not is_rotary and recipe.data.sequence_length > positions:
         field = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ValueError(
-            f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer than "
-            f"the {positions} positions of {config.model_type}; raise model.config.{field}, or lower data.sequence_length"
+            f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer "
+            f"than the {positions} positions of {config.model_type}; raise model.config.{field}, or lower "
+            "data.sequence_length"
         )
 
 
 def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
-    """Return the configuration of `model.pretrained`; no weights are loaded.
+    """Return the configuration of `model.pretrained` without loading weights.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the model cannot be found or loaded.
     """
     from transformers import AutoConfig
 
@@ -134,13 +138,14 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
 
 
 def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
-    """Return the parameters of pretrained weights: those in the files of a local folder, else those of the configuration."""
+    """Return the number of pretrained parameters: from the files of a local folder, or else from the configuration."""
     import torch
     from safetensors import SafetensorError, safe_open
     from transformers import AutoModel, AutoModelForSemanticSegmentation
 
     num_parameters = 0
-    with suppress(SafetensorError):  # the run names a damaged file
+    # The run itself reports a damaged file.
+    with suppress(SafetensorError):
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (it is no mapping)
@@ -157,21 +162,21 @@ def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
 def transformers_model(
     factory: Any, recipe: Recipe, config: "PreTrainedConfig", attention: Mapping[str, str], *, takes_new_head: bool
 ) -> tuple["PreTrainedModel", Mapping[str, Any]]:
-    """Build the recipe's model in fp32 through an Auto class of transformers, and say what of its weights is not pretrained.
+    """Build the recipe's model in fp32 with a transformers Auto class; return it with its loading report.
 
-    Its activations are those of `model.fused_kernels`.
-
-    On the meta device, and without `model.pretrained`, it is made of its configuration alone, and nothing is said.
+    Activations are fused as `model.fused_kernels` says. On the meta device, or without `model.pretrained`, the model is
+    built from its configuration alone, and the loading report is empty.
 
     Args:
-        attention: `attn_implementation`, or nothing where the library chooses.
-        takes_new_head: weights of another shape than the model's are left new; else they are an error.
+        attention: `attn_implementation`, or an empty mapping if the library chooses.
+        takes_new_head: initialize weights whose shape differs from the model's. Without it, a different shape is an
+            error.
 
     Returns:
         The model, and transformers' `missing_keys` and `mismatched_keys`.
 
     Raises:
-        ValueError: the weights cannot be loaded, or are no safetensors; or `loss.router_aux` cannot be had.
+        ValueError: the weights cannot be loaded or are not safetensors, or `loss.router_aux` cannot be computed.
     """
     import torch
 
@@ -189,7 +194,8 @@ def transformers_model(
                 model, loaded = factory.from_pretrained(
                     section.pretrained,
                     config=config,
-                    use_safetensors=True,  # a pickled weight file could run code
+                    # A pickled weight file could run code.
+                    use_safetensors=True,
                     ignore_mismatched_sizes=takes_new_head,
                     output_loading_info=True,
                     **kwargs,
@@ -198,12 +204,13 @@ def transformers_model(
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {reason}") from error
     fuse_activations(model, section.fused_kernels)
-    choose_router_loss(recipe.loss.router_aux, model)  # that the loss which the configuration asks for is known
+    # Check that the router loss is known if the configuration asks for it.
+    choose_router_loss(recipe.loss.router_aux, model)
     return model, loaded
 
 
 def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:
-    """Return the choices of attention and activations in a model of transformers that was built; of another model none."""
+    """Return the choices of attention and activations of a transformers model; empty for any other model."""
     from transformers import PreTrainedModel
 
     from accel_train.model.kernels.activations import describe_activations
@@ -221,19 +228,22 @@ def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any
 
 
 def chosen_attention(recipe: Recipe) -> dict[str, str]:
-    """Return `attn_implementation` for transformers' model factories, if the recipe names one."""
+    """Return `attn_implementation` for transformers' model factories; empty if the recipe leaves it at auto."""
     chosen = recipe.model.attn_implementation
     return {} if chosen == "auto" else {"attn_implementation": chosen}
 
 
 def new_weights(loaded: Mapping[str, Any]) -> list[str]:
-    """Name the weights that were not pretrained, sorted."""
+    """Return the sorted names of the weights that were not pretrained."""
     return sorted({*loaded["missing_keys"], *(entry[0] for entry in loaded["mismatched_keys"])})
 
 
 @contextmanager
 def quiet_bars(*, reports: bool = True) -> Iterator[None]:
-    """Show no progress bar of transformers inside: it would be drawn into ours. Without `reports` no table of new weights either."""
+    """Hide the progress bars of transformers inside the context, because they would disturb ours.
+
+    Without `reports`, also hide the table of newly initialized weights.
+    """
     from transformers.utils import logging
 
     was_on, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -249,10 +259,10 @@ def quiet_bars(*, reports: bool = True) -> Iterator[None]:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Refuse a folder without weights, or with weights that a copy or a full disk has cut short; only headers are read.
+    """Check that a folder holds weight files that a copy or a full disk has not truncated. Only headers are read.
 
     Raises:
-        ValueError: names the file.
+        ValueError: a file is missing or damaged. The message names it.
     """
     from safetensors import SafetensorError, safe_open
 

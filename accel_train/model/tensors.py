@@ -1,4 +1,4 @@
-"""A tensor that is spread over processes (a DTensor), and the part of it that this process holds."""
+"""Tensors that are sharded over processes (DTensors), and the part of a tensor that this process holds."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,12 @@ from accel_train.runtime.private import norms_of
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor, sharing its memory; all of it where it is not sharded."""
+    """Return this process's shard of a tensor, sharing its memory; the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, whole: Tensor) -> Tensor:
-    """Return the tensor that is sharded as `whole` is, and of which this process holds `part`."""
+    """Return a tensor that is sharded like `whole`, with `part` as this process's shard."""
     if not isinstance(whole, DTensor):
         return part
     return DTensor.from_local(
@@ -28,7 +28,9 @@ def like(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def holders(tensor: DTensor) -> dist.ProcessGroup:
-    """Return the processes that hold the parts of one copy of a tensor: all of its mesh, or without the other copies (HSDP)."""
+    """Return the process group that holds the shards of one copy of a tensor: the whole mesh, or one replica under
+    HSDP.
+    """
     mesh = tensor.device_mesh
     if mesh.ndim == 1:
         return mesh.get_group()
@@ -41,9 +43,9 @@ def holders(tensor: DTensor) -> dist.ProcessGroup:
 
 
 def parts_in(whole: Tensor, other: DTensor) -> list[Tensor]:
-    """Return views of a whole tensor: what each of the `holders` of `other` would hold of it, if it were sharded as that is."""
+    """Return views of a whole tensor: the shard that each of the `holders` of `other` would hold under its sharding."""
     parts = [whole]
-    # FSDP2, the first dimension of the mesh, shards what is split already.
+    # FSDP2 is the first dimension of the mesh, and shards tensors that are already split.
     for size, placement in zip(reversed(other.device_mesh.shape), reversed(other.placements), strict=True):
         dim = getattr(placement, "dim", None)
         cut = [[part] * size if dim is None else _chunks(part, size, dim) for part in parts]
@@ -52,19 +54,19 @@ def parts_in(whole: Tensor, other: DTensor) -> list[Tensor]:
 
 
 def _chunks(tensor: Tensor, size: int, dim: int) -> list[Tensor]:
-    """Return views of as many chunks as `size`, the last ones shorter or empty, as FSDP2 makes them."""
+    """Return `size` chunks of a tensor as views. The last ones may be shorter or empty, as FSDP2 makes them."""
     length = tensor.shape[dim]
     bounds = [min(number * -(-length // size), length) for number in range(size + 1)]
     return [tensor.narrow(dim, start, end - start) for start, end in pairwise(bounds)]
 
 
 def is_quantised(parameter: Tensor) -> bool:
-    """Return whether a parameter is one of 4 bits, packed two to a byte (bitsandbytes)."""
+    """Return whether a parameter has 4-bit weights, packed two to a byte (bitsandbytes)."""
     return getattr(parameter, "quant_state", None) is not None
 
 
 def unpacked_numel(parameter: Tensor) -> int:
-    """Return the weights in a parameter, which are more than its elements where it is quantised."""
+    """Return the number of weights in a parameter. A quantized parameter has more weights than elements."""
     state: Any = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else int(state.shape.numel())
 
@@ -79,25 +81,26 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Return whether each element has memory of its own: those of an expanded tensor (an index) share it."""
+    """Return whether every element has separate memory. Elements of an expanded tensor (an index) share memory."""
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def names_not_finite(tensors: Mapping[str, Tensor], *, across_ranks: bool = False) -> list[str]:
     """Return the names of floating-point tensors that hold a NaN or Inf.
 
-    With `across_ranks` all ranks call it at once, each with its shards under the same names, and get the same answer: one
-    collective.
+    With `across_ranks`, all ranks must call this function together, each with its shards under the same names. All get
+    the same answer. The cost is one collective.
     """
     floats = {
         name: local_part(each.detach()) for name, each in tensors.items() if each.is_floating_point() and each.numel()
     }
     if not floats:
         return []
-    # max() of nothing is an error, and a rank may hold nothing of a tensor.
+    # max() of an empty tensor is an error, and a rank may hold an empty shard.
     parts = [part if part.numel() else part.new_zeros(1) for part in floats.values()]
     largest = torch.stack([norm.float() for norm in norms_of(parts, math.inf)])
-    is_broken = (~torch.isfinite(largest)).float()  # MAX does not carry NaN everywhere
+    # On some backends, MAX does not propagate NaN.
+    is_broken = (~torch.isfinite(largest)).float()
     if across_ranks:
         dist.all_reduce(is_broken, op=dist.ReduceOp.MAX)
     return [name for name, broken in zip(floats, is_broken.tolist(), strict=True) if broken]

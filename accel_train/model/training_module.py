@@ -1,4 +1,4 @@
-"""The module that training forwards: a task's loss around the model."""
+"""The module whose forward training calls: the model with its task's loss."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,8 +13,8 @@ from accel_train.task import Task
 class TrainingModule(nn.Module):
     """The module that Accelerate wraps: the model together with its loss.
 
-    Only a scalar leaves the wrapped forward, so Accelerate's conversion of 16-bit outputs to fp32 never copies the logits
-    (2.5 GB for GPT-2 at 12 x 1024 tokens), and DDP sees the one output that is differentiated.
+    The wrapped forward returns only a scalar. Accelerate converts 16-bit outputs to fp32, and logits would be copied
+    (2.5 GB for GPT-2 at 12 x 1024 tokens). DDP also sees only the output that is differentiated.
     """
 
     def __init__(self, model: nn.Module, task: Task, base: frozenset[str] = frozenset()) -> None:
@@ -27,9 +27,11 @@ class TrainingModule(nn.Module):
     def forward(
         self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions", "routing"] = "loss"
     ) -> Any:
-        """Return the loss summed over the targets of the micro-batch, 0-dim; or what evaluation counts, or predicts, by name.
+        """Return the micro-batch's loss summed over its targets (0-dim), or the other result that `wanted` names.
 
-        `routing` is for a task with a router loss (`RouterLoss.over`). All through one forward, because that is what Accelerate casts to the mixed precision.
+        `counts` are the task's evaluation counts, and `predictions` its predictions by name. `routing` is for a task
+        with a router loss (`RouterLoss.over`). All go through this forward, because Accelerate casts it to the mixed
+        precision.
         """
         if wanted == "loss":
             return checked_loss(self.task.loss_sum(self.model, batch))
@@ -43,10 +45,10 @@ class TrainingModule(nn.Module):
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """Return the loss of a micro-batch as it is, where it can be trained on; nothing is read of the device.
+    """Return the loss of a micro-batch unchanged if training can use it. Nothing is read from the device.
 
     Raises:
-        RecipeError: it is no 0-dim tensor, or no gradient leads back from it.
+        RecipeError: the loss is not a 0-dim tensor, or has no gradient.
     """
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__} and no tensor"
@@ -57,6 +59,6 @@ def checked_loss(loss: Any) -> Tensor:
     else:
         return loss
     raise RecipeError(
-        f"loss_sum of the task returned {found}; return the loss summed over the targets of the micro-batch as a 0-dim tensor that "
-        "was computed from the model's output"
+        f"loss_sum of the task returned {found}; return the loss summed over the targets of the micro-batch as a 0-dim "
+        "tensor that was computed from the model's output"
     )

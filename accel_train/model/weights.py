@@ -1,4 +1,4 @@
-"""The groups into which FSDP2 cuts a model: groups that are gathered together, and each weight of a group by its rows."""
+"""The groups into which FSDP2 cuts a model: weights that are gathered together, each divided by its rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,23 @@ Each = TypeVar("Each")
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter: rows are its first dimension, which is what FSDP2 divides."""
+    """One parameter. Its rows are its first dimension. FSDP2 divides this dimension."""
 
     num_rows: int
     row_numel: int
     trainable: bool
     num_bytes: int = FP32_BYTES
-    """Bytes of an element; 2 where a frozen matrix is kept in bf16."""
+    """Bytes per element; 2 for a frozen matrix that is kept in bf16."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole parameter."""
         return self.num_rows * self.row_numel
 
     def part_numel(self, shard_size: int) -> int:
-        """Elements of the largest part, which is also what every process keeps room for: whole rows, padded."""
+        """Return the elements of the largest part: whole rows, with padding. Every process reserves memory for this
+        size.
+        """
         return -(-self.num_rows // shard_size) * self.row_numel
 
 
@@ -42,33 +44,34 @@ class WeightGroup:
 
     @property
     def numel(self) -> int:
-        """Elements of all weights."""
+        """Number of elements of all weights."""
         return sum(weight.numel for weight in self.weights)
 
     @property
     def trainable_numel(self) -> int:
-        """Those that gradients are made for."""
+        """Number of elements that get gradients."""
         return sum(weight.numel for weight in self.weights if weight.trainable)
 
     def part_numel(self, shard_size: int, *, trainable_only: bool = False) -> int:
-        """Elements of one process's parts, padded."""
+        """Return the elements of one process's parts, with padding."""
         return sum(each.part_numel(shard_size) for each in self.weights if each.trainable or not trainable_only)
 
     def part_bytes(self, shard_size: int) -> int:
-        """Bytes of one process's parts, padded."""
+        """Return the bytes of one process's parts, with padding."""
         return sum(each.num_bytes * each.part_numel(shard_size) for each in self.weights)
 
 
 @dataclass(frozen=True)
 class ModelWeights(WeightGroup):
-    """All weights of a model, and how sharding groups them (`fsdp2.shard_model`)."""
+    """All weights of a model, and the groups in which `fsdp2.shard_model` shards them."""
 
     root: WeightGroup
-    """Weights of no repeated block (embeddings, the last norm, the head): gathered for the whole of a step."""
+    """Weights outside the repeated blocks (embeddings, the last norm, the head). They stay gathered for a whole step.
+    """
     blocks: tuple[WeightGroup, ...]
-    """Blocks in the order of the forward pass; empty where the model repeats none."""
+    """Groups of the repeated blocks, in the order of the forward pass; empty for a model without repeated blocks."""
     in_fp32: bool = False
-    """It has batch norm: its weights are gathered in fp32 in any precision."""
+    """Whether the weights are gathered in fp32 in any precision, because the model has batch norm."""
 
     @property
     def groups(self) -> tuple[WeightGroup, ...]:
@@ -76,17 +79,22 @@ class ModelWeights(WeightGroup):
         return (self.root, *self.blocks)
 
     def gathered_bytes(self, compute_bytes: int) -> int:
-        """Return the bytes of an element of gathered weights, where one that is computed with has `compute_bytes`."""
+        """Return the bytes per element of gathered weights, given the bytes per element of the compute type."""
         return FP32_BYTES if self.in_fp32 else compute_bytes
 
     def padding(self, shard_size: int) -> float:
-        """Return the share of padding in what the processes hold together, 0 to 1: rows are not divided."""
+        """Return the share of padding in the memory of all processes, 0 to 1. Padding exists because rows are not
+        divided.
+        """
         held = shard_size * self.part_numel(shard_size)
         return 1 - self.numel / held if held else 0.0
 
 
 def separate_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks, which FSDP2 gathers one at a time; none where one has a weight that is another module's as well."""
+    """Return the repeated blocks for FSDP2 to gather one at a time; empty if a block shares a weight.
+
+    A shared weight is one that another module also has.
+    """
     blocks = repeated_blocks(module)
     kinds = tuple({type(block) for block in blocks})
     owners: dict[int, set[int]] = {}
@@ -105,7 +113,7 @@ def separate_blocks(module: nn.Module) -> list[nn.Module]:
 def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None = None) -> ModelWeights:
     """Return the groups of `fsdp2.shard_model`: each repeated block, and the rest. Tied weights count once.
 
-    `shapes`, by the id of a parameter, are of what tensor parallelism leaves of it to FSDP2.
+    `shapes` gives, by a parameter's id, the shape that tensor parallelism leaves for FSDP2 to shard.
     """
     kinds = tuple({type(block) for block in separate_blocks(model)})
     seen: set[int] = set()
@@ -128,24 +136,26 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
 
 
 def in_rounds(weights: Sequence[Each], numels: Sequence[int], size: int) -> list[list[Each]]:
-    """Return the weights, the largest first, in rounds of at most `size`: one for each process, about as large as the others."""
+    """Return the weights in rounds of at most `size`, largest first. Each round has one weight of similar size per
+    process.
+    """
     order = sorted(range(len(weights)), key=lambda number: -numels[number])
     return [[weights[number] for number in order[first : first + size]] for first in range(0, len(order), size)]
 
 
 def embeddings(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained weights of embeddings, tied output weights included."""
+    """Return the trained embedding weights, including tied output weights."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
     return [weight for table in tables for weight in table.parameters(recurse=False) if weight.requires_grad]
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained weights with two dimensions in the repeated blocks, embeddings left out: what Muon makes orthogonal.
+    """Return the trained 2-D weights in the repeated blocks, without embeddings. Muon orthogonalizes their updates.
 
-    Without repeated blocks (one layer) all of them between the embeddings and the head.
+    Without repeated blocks, return all trained 2-D weights between the embeddings and the head.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has no such weight.
     """
     kinds = tuple({type(block) for block in repeated_blocks(model)})
     found: dict[int, nn.Parameter] = {}
@@ -162,7 +172,10 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _below_the_head(model: nn.Module) -> list[nn.Module]:
-    """Return the leaves of a model that are not its head: the last linear layer, or what a model of transformers adds to its base."""
+    """Return the leaf modules of a model without its head.
+
+    The head is the last linear layer, or everything that a transformers model adds to its base model.
+    """
     base = getattr(model, "base_model", model)
     leaves = [module for module in base.modules() if not list(module.children())]
     head = next((module for module in reversed(leaves) if base is model and isinstance(module, nn.Linear)), None)

@@ -15,7 +15,7 @@ SAME_SPIKE, SAME_SPIKE_AFTER_UPDATE = 0.98, 0.5
 """A spike happens again where loss and gradient norm, computed again, reach this part of it; less where the update was applied."""
 _NEEDED: dict[str, type] = {
     **dict.fromkeys(("kind", "sentence", "classification", "precision"), str),
-    **{"step": int, "world_size": int, "batches": list, "processes": list, "weights": dict},
+    **{"step": int, "world_size": int, "num_sharing": int, "batches": list, "processes": list, "weights": dict},
 }
 """Fields that every reader uses, with their types."""
 Classification = Literal["deterministic", "transient", "unknown"]
@@ -74,7 +74,7 @@ def classify(record: Mapping[str, Any]) -> Classification:
 
 def summarise_incident(record: Mapping[str, Any]) -> str:
     """Return one sentence: whether it happens again, which samples on which process, and in which module."""
-    if record.get("not_diagnosed") is not None:
+    if record["not_diagnosed"] is not None:
         return f"Not diagnosed in the run: {record['not_diagnosed']}"
     findings, kind = record["processes"], record["classification"]
     failed = [f"process {finding['rank']} ({finding['error']})" for finding in findings if finding["error"]]
@@ -104,7 +104,7 @@ def summarise_incident(record: Mapping[str, Any]) -> str:
 def not_finite_then(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the processes of a bad step whose own loss was not finite in it; or, where every loss was, whose gradients."""
     losses = [each for each in findings if not math.isfinite(each["loss_sum_then"])]
-    return losses or [each for each in findings if not each.get("gradients_finite_then", True)]
+    return losses or [each for each in findings if not each["gradients_finite_then"]]
 
 
 def _blame(finding: Mapping[str, Any]) -> str:
@@ -157,7 +157,7 @@ def heaviest_sample(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mappi
 
 def next_actions(record: Mapping[str, Any], *, is_replayed: bool = False) -> list[str]:
     """Return what to do about it, the likeliest first; without the replay where that has been done."""
-    if record.get("not_diagnosed") is not None:
+    if record["not_diagnosed"] is not None:
         return _next_replay(record)
     command = f"accel-train replay {INCIDENTS}/{record['folder']} (from the run folder)"
     replay = [] if is_replayed else [f"{command} computes it again, module by module; --debug stops where it breaks."]

@@ -1,3 +1,4 @@
-"""Schedules, optimizers and the average of the weights: how weights change in a step.
+"""Optimizers, learning rate schedules, and averages of the weights: how a step changes weights.
 
-Nothing here knows how a model is spread over processes."""
+Code in this package does not depend on how a model is spread over processes.
+"""

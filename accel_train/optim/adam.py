@@ -1,4 +1,4 @@
-"""AdamW and Adam by torch's fused kernel, with less Python a step."""
+"""AdamW and Adam by torch's fused kernel, with less Python per step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 
 
 class GroupState(NamedTuple):
-    """The state of a group's parameters, in their order."""
+    """State tensors of one group, in the order of its parameters."""
 
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
@@ -20,14 +20,15 @@ class GroupState(NamedTuple):
 
 
 class FusedAdam(torch.optim.Adam):
-    """torch's fused Adam (Kingma & Ba 2015); with `decoupled_weight_decay` its AdamW (Loshchilov & Hutter 2019).
+    """torch's fused Adam (Kingma & Ba 2015); with `decoupled_weight_decay`, AdamW (Loshchilov & Hutter 2019).
 
-    It calls the same kernel on the same tensors. torch collects them in each step, with some ten lookups a weight; here the lists of
-    weights and state are made once, and a step collects the gradients alone.
+    It calls the same kernel on the same tensors as torch. torch collects the tensors in each step, with about ten
+    lookups per weight. This class builds the lists of weights and state once. Each step then collects only the
+    gradients.
 
     Args:
-        groups: parameters or groups of them, as torch takes them.
-        arguments: those of `torch.optim.Adam`.
+        groups: parameters or groups of parameters, as torch takes them.
+        arguments: arguments of `torch.optim.Adam`.
     """
 
     found_inf: Tensor | None = None
@@ -39,10 +40,11 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights, as `torch.optim.Adam.step` does; returns the closure's loss."""
+        """Update the weights as `torch.optim.Adam.step` does; return the closure's loss."""
         gradients = [[parameter.grad for parameter in group["params"]] for group in self.param_groups]
         if closure is not None or not self._is_current() or any(each is None for some in gradients for each in some):
-            loss = super().step(closure)  # makes the state, and leaves out weights without a gradient
+            # The first step creates the state. torch's step also leaves out weights without a gradient.
+            loss = super().step(closure)
             self._keep()
             return loss
         for group, some, kept in zip(self.param_groups, gradients, self._kept, strict=True):
@@ -68,7 +70,10 @@ class FusedAdam(torch.optim.Adam):
         return None
 
     def _is_current(self) -> bool:
-        """Return whether the lists are those of the state: a restored checkpoint replaces it, and ZeRO the parameters, too."""
+        """Return whether the lists match the optimizer's state.
+
+        Loading a checkpoint replaces the state, and ZeRO also replaces the parameters.
+        """
         if len(self._kept) != len(self.param_groups):
             return False
         for group, kept in zip(self.param_groups, self._kept, strict=True):
@@ -80,7 +85,10 @@ class FusedAdam(torch.optim.Adam):
         return True
 
     def _keep(self) -> None:
-        """Make the lists, where each group has parameters (ZeRO's stage 3 leaves some empty), and each parameter its state."""
+        """Build the lists if every group has parameters and every parameter has state.
+
+        ZeRO stage 3 leaves some groups empty.
+        """
         states = [[self.state.get(parameter) for parameter in group["params"]] for group in self.param_groups]
         self._kept = ()
         if all(some and all(some) for some in states):

@@ -1,7 +1,7 @@
-"""Optimizers of other packages, by a name of ours or that of their class: found, given their options, and tried out before a
-model is built.
+"""Optimizers of other packages: load the class, pass it the recipe's options, and try it before a model is built.
 
-They know nothing of the flag that skips a step, so `update.update_within` reads the gradient norm on the host before each step.
+A recipe names them by a short name or by module:Class. They cannot read the flag that skips a step.
+`update.update_within` therefore reads the gradient norm on the host before each step.
 """
 
 import inspect
@@ -20,9 +20,12 @@ from accel_train.recipe.optimizer import CUSTOM, optimizer_kind
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 from accel_train.task import load_class
 
-BY_HOST = "it cannot skip a bad step by itself: the host reads the gradient norm before each update, one wait for the device a step"
+BY_HOST = (
+    "it cannot skip a bad step by itself: the host reads the gradient norm before each update, one wait for the "
+    "device a step"
+)
 TRIAL_SHAPES = ((64, 64), (64,))
-"""Of weights to try an optimizer on: 8-bit ones keep states of fewer than 4,096 numbers in fp32."""
+"""Shapes of the weights to try an optimizer on. 8-bit optimizers keep states of fewer than 4,096 elements in fp32."""
 
 
 def build_custom(
@@ -31,10 +34,11 @@ def build_custom(
     model: nn.Module | None = None,
     device: torch.device | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that the recipe names by its class, made by Class(groups, lr=..., **options).
+    """Return an optimizer of the class that the recipe names, built by Class(groups, lr=..., **options).
 
     Raises:
-        ValueError: no such class, it is no optimizer, refuses its options, or has no learning rate or weight decay to set.
+        ValueError: the class does not exist, is not an optimizer, refuses its options, or lacks a learning rate or
+            weight decay.
     """
     setting = f"optimizer.name={section.name}"
     kind = optimizer_kind(section.name)
@@ -49,9 +53,10 @@ def build_custom(
     optimizer: torch.optim.Optimizer
     of_adam = {name: getattr(section, name) for name in ("betas", "eps") if name in kind.settings}
     try:
-        # Without names: those who look into the groups themselves expect tensors.
+        # Pass tensors without names. Optimizers that read the groups in their constructor expect tensors.
         optimizer = found(_unnamed(groups), lr=section.learning_rate, **of_adam, **section.options)
-    except Exception as error:  # of a class that we do not know
+    # A custom class may raise any exception.
+    except Exception as error:
         raise ValueError(
             f"{setting}: {found.__name__}(groups, lr={section.learning_rate:g}, **optimizer.options) raised "
             f"{_in_one_line(error)}; correct optimizer.options, which are {dict(section.options)}"
@@ -76,14 +81,14 @@ def build_adamw_8bit(
 
 
 def keep_whole(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Let bitsandbytes keep the moments of these weights in fp32, as transformers does for embeddings, by state that is there already.
+    """Make bitsandbytes keep the moments of these weights in fp32, as transformers does for embeddings.
 
-    Its own way is a list that all optimizers of the process share.
+    It creates the state before the first step. bitsandbytes has a list for this, but all optimizers of the process
+    share it.
     """
     for weight in weights:
-        optimizer.state[weight] = {
-            "step": 0, "state1": torch.zeros_like(weight, dtype=torch.float32), "state2": torch.zeros_like(weight, dtype=torch.float32)
-        }  # fmt: skip
+        moments = {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("state1", "state2")}
+        optimizer.state[weight] = {"step": 0, **moments}
 
 
 def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -95,10 +100,11 @@ def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: bool) -> None:
-    """Make a step on two small weights, and a step with NaN, where the recipe names an optimizer by its class.
+    """Run one step on two small weights and one step with NaN, if the recipe names a custom optimizer.
 
     Raises:
-        ValueError: it cannot be built or stepped, a checkpoint could not hold its state, or the step with NaN changes it.
+        ValueError: the optimizer cannot be built or stepped, a checkpoint cannot hold its state, or the NaN step
+            changes it.
     """
     if not optimizer_kind(section.name).of_class:
         return
@@ -110,15 +116,18 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
     optimizer = build_custom(groups, section)
     setting = f"optimizer.name={section.name}"
     try:
-        optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does where it prepares one
+        # Accelerate also loads the state dict when it prepares an optimizer.
+        optimizer.load_state_dict(optimizer.state_dict())
         before = _settings_of(optimizer)
         _step(optimizer, weights, 0.5)
         problem = _unsaved(optimizer, before, is_sharded=is_sharded)
         held = _bytes_of(optimizer, weights)
         _step(optimizer, weights, math.nan)
-    except Exception as error:  # of a class that we do not know
+    # A custom class may raise any exception.
+    except Exception as error:
         raise ValueError(
-            f"{setting} cannot make a step alone: {_in_one_line(error)}; an optimizer is stepped by step(), with dense gradients"
+            f"{setting} cannot make a step alone: {_in_one_line(error)}; an optimizer is stepped by step(), with "
+            "dense gradients"
         ) from error
     if not problem and _bytes_of(optimizer, weights) != held:
         problem = "says that it is fused, and a step with NaN changes its weights or state; leave out the option fused"
@@ -127,12 +136,12 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
 
 
 def try_given(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step of another optimizer like the given one on two small weights; that one stays as it is.
+    """Run one step of a copy of the given optimizer on two small weights. The given optimizer does not change.
 
-    Nothing is said of a class that cannot be made of groups alone, or needs more than gradients: its state is looked at when there is some.
+    Classes that need more than groups or gradients pass this check. Their state is checked once it exists.
 
     Raises:
-        ValueError: it keeps what a checkpoint could not hold.
+        ValueError: a checkpoint cannot hold its state.
     """
     group = optimizer.param_groups[0]
     device = group["params"][0].device
@@ -145,7 +154,8 @@ def try_given(optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
             weight.grad = torch.full_like(weight, 0.5)
         other.step()
-    except Exception:  # of a class that we do not know
+    # A custom class may raise any exception.
+    except Exception:
         return
     if problem := _unsaved_state(other, is_sharded=False):
         raise ValueError(f"optimizers: {type(optimizer).__name__} {problem}")
@@ -172,7 +182,7 @@ def _bytes_of(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter])
 
 
 def _unsaved(optimizer: torch.optim.Optimizer, before: list[dict[str, str]], *, is_sharded: bool) -> str:
-    """Return why a checkpoint could not hold what an optimizer has kept; empty where it can."""
+    """Return why a checkpoint cannot hold an optimizer's state; empty if it can."""
     for was, now in zip(before, _settings_of(optimizer), strict=True):
         if changed := [key for key in now if was.get(key) != now[key]]:
             return f"keeps {changed[0]} in its parameter groups, which no checkpoint holds; use another optimizer"

@@ -10,11 +10,14 @@ from accel_train.recipe.optimizer import Optimizer
 
 
 class Lion(SkippableOptimizer):
-    """Lion: each weight moves by the learning rate, up or down.
+    """Lion: each weight moves up or down by the learning rate.
 
-    U = sign(beta1 M + (1 - beta1) G);  W = (1 - lr weight_decay) W - lr U;  M = beta2 M + (1 - beta2) G.
+        U = sign(beta1 M + (1 - beta1) G)
+        W = (1 - lr weight_decay) W - lr U
+        M = beta2 M + (1 - beta2) G
 
-    Its authors take a learning rate 3 to 10 times lower than AdamW's, a weight decay as many times higher, and betas 0.9, 0.99.
+    The authors use a learning rate 3 to 10 times lower than AdamW's, a weight decay higher by the same factor, and
+    betas 0.9, 0.99.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are added (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982)."""
+"""Muon: momentum matrices, orthogonalized before the update (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982)."""
 
 import math
 from collections.abc import Sequence
@@ -16,24 +16,26 @@ from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, repla
 from accel_train.recipe.optimizer import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's polynomial, which drives singular values to between 0.68 and 1.13; of the smallest, 0.003 of the norm arrives there."""
+"""Coefficients of Jordan's quintic. The iterations map singular values from 0.003 of the norm up into [0.68, 1.13]."""
 ITERATIONS = 5
 UPDATE_RMS = 0.2
-"""The root mean square of AdamW's usual update, in units of the learning rate: rates found for AdamW carry over."""
+"""Root mean square of AdamW's usual update, in units of the learning rate. Rates tuned for AdamW carry over."""
 
 
 class Muon(SkippableOptimizer):
-    """Muon for the groups with `is_matrix`, torch's fused AdamW for all others.
+    """Muon for the groups with `is_matrix`, torch's fused AdamW for the others.
 
-    M = momentum M + (1 - momentum) G;  U = momentum M + (1 - momentum) G (Nesterov);  O = the orthogonal matrix nearest to U;
-    W = (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) O.
+        M = momentum M + (1 - momentum) G
+        U = momentum M + (1 - momentum) G (Nesterov)
+        O = the orthogonal matrix nearest to U
+        W = (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) O
 
-    O is computed in fp32 (its products in TF32 where `precision.tf32` is on), each by one of the processes in `group`: of those
-    that have all of U, or of those that hold the parts of a sharded one.
+    O is computed in fp32; its products use TF32 if `precision.tf32` is on. One process in `group` computes each O.
+    `group` holds either full copies of U or the parts of a sharded U.
     """
 
     group: dist.ProcessGroup | None = None
-    """The processes that share the matrices; None: each makes all of them orthogonal."""
+    """Processes that share the matrices; None if each process orthogonalizes all of them."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float, **adamw: Any) -> None:
         rest = [group for group in groups if not group["is_matrix"]]
@@ -55,7 +57,7 @@ class Muon(SkippableOptimizer):
         for some in in_rounds(matrices, costs, 1 if self.group is None else self.group.size()):
             self._update_matrices(some, skip)
         if self._adamw is not None:
-            # Of this moment: `load_state_dict` makes new ones.
+            # Assign these at each step, because `load_state_dict` creates new objects.
             self._adamw.state = self.state
             self._adamw.param_groups = [group for group in self.param_groups if not group["is_matrix"]]
             self._adamw.found_inf, self._adamw.grad_scale = self.found_inf, self.grad_scale
@@ -75,7 +77,7 @@ class Muon(SkippableOptimizer):
             replace(self.state_of(parameter, "momentum_buffer"), kept, skip)
 
     def _orthogonal(self, updates: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """* Return what this process holds of one round of matrices, after they were made orthogonal."""
+        """* Return this process's part of one round of matrices, orthogonalized."""
         if self.group is None:
             return [orthogonalise(each) for each in updates]
         sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
@@ -83,21 +85,26 @@ class Muon(SkippableOptimizer):
 
 
 def share(matrices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """* Return matrices made orthogonal, the n-th by the n-th process, at most one for each: gathered, fp32, as wide as the largest."""
+    """* Return orthogonalized matrices, fp32. The n-th process computes the n-th matrix, at most one per process.
+
+    The results are gathered in rows as wide as the largest matrix.
+    """
     rank, width = group.rank(), max(matrix.numel() for matrix in matrices)
     own = matrices[0].new_zeros(width, dtype=torch.float32)
     if rank < len(matrices):
         own[: matrices[rank].numel()] = orthogonalise(matrices[rank]).reshape(-1)
     found = own.new_empty(group.size() * width)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    # The function has this name before torch 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(found, own, group)
     return [row[: matrix.numel()].view(matrix.shape) for row, matrix in zip(found.split(width), matrices, strict=False)]
 
 
 def share_parts(parts: Sequence[Tensor], sharded: Sequence[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """* Return this process's parts of matrices made orthogonal, fp32: the n-th matrix by the n-th process, at most one for each.
+    """* Return this process's parts of orthogonalized matrices, fp32. The n-th process computes the n-th matrix.
 
-    `parts` are what this process holds of matrices that are sharded as `sharded` are. No process gathers another matrix than its own.
+    `parts` are this process's parts of matrices that are sharded like `sharded`: at most one matrix per process. Each
+    process gathers only the matrix that it computes.
     """
     rank, nothing = group.rank(), parts[0].new_empty(0, dtype=torch.float32)
     rest = [nothing] * (group.size() - len(parts))
@@ -114,7 +121,7 @@ def share_parts(parts: Sequence[Tensor], sharded: Sequence[DTensor], group: dist
 
 
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """* Send the n-th tensor to the n-th process, and write what that one sends here into the n-th of `received`: one all-to-all."""
+    """* Send the n-th tensor to the n-th process, and write its tensor into the n-th of `received`: one all-to-all."""
     values = torch.cat([each.reshape(-1) for each in sent])
     sizes, own_sizes = ([each.numel() for each in some] for some in (received, sent))
     found = values.new_empty(sum(sizes))
@@ -124,9 +131,9 @@ def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.Pro
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Return about U V^T for the matrix U S V^T, fp32, by five Newton-Schulz iterations (Jordan et al. 2024).
+    """Return approximately U V^T for the matrix U S V^T, fp32, by five Newton-Schulz iterations (Jordan et al. 2024).
 
-    fp32, because 16 bits turn the rounding of a sum over processes (1e-7) into 1e-3 of the update.
+    fp32 is needed: 16 bits amplify the rounding of a sum over processes (1e-7) to 1e-3 of the update.
     """
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
@@ -148,10 +155,10 @@ def build_muon(groups: list[dict[str, Any]], section: Optimizer, model: nn.Modul
 
 
 def matrix_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """Return the groups, each parted into the matrices of the repeated blocks (`is_matrix`) and the rest.
+    """Return the groups, each split into the matrices of the repeated blocks (`is_matrix`) and the rest.
 
     Raises:
-        ValueError: there is no such matrix.
+        ValueError: the model has no such matrix.
     """
     matrices = {id(parameter) for parameter in hidden_matrices(model)}
     found = []

@@ -1,4 +1,4 @@
-"""Parameter groups and optimizers, fused where torch has a fused kernel, and ready to skip a step on the device."""
+"""Parameter groups and optimizers, fused if torch has a fused kernel, that can skip a step on the device."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -19,11 +19,12 @@ Builder = Callable[[list[dict[str, Any]], OptimizerSection, nn.Module, torch.dev
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """Trainable parameters, grouped by weight decay and `lr_scale` (a factor of the learning rate); each keeps its name.
+    """Return the trainable parameters with their names, grouped by weight decay and learning rate factor (`lr_scale`).
 
-    A parameter is a `norm` when it belongs to a module whose class name contains "norm", an `embedding` when to an
-    `nn.Embedding` (tied output weights included), a `bias` when it is called so. With `layer_decay` a parameter's rate
-    falls with its distance from the output (`layer_scales`); a group of the recipe that matches it comes on top.
+    A parameter is a `norm` if its module's class name contains "norm". It is an `embedding` if it belongs to an
+    `nn.Embedding` (tied output weights included), and a `bias` if its name ends in "bias". With `layer_decay`, the
+    learning rate falls with the distance from the output (`layer_scales`). A matching group of the recipe multiplies
+    that rate.
 
     Raises:
         ValueError: a group of the recipe matches no parameter.
@@ -49,19 +50,19 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
             scale *= group.lr_scale
             decay = decay if group.weight_decay is None else group.weight_decay
         grouped.setdefault((scale, decay), []).append((name, parameter))
-    # With decay before without, as ever: the order of groups is part of a checkpoint's meaning.
+    # Groups with decay come first. Checkpoints depend on this order.
     order = sorted(grouped, key=lambda key: (-key[0], -key[1]))
     return [{"params": grouped[key], "weight_decay": key[1], "lr_scale": key[0]} for key in order]
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Factor of the learning rate by parameter name: decay^(distance from the output), as in BEiT (Bao et al. 2022).
+    """Return learning rate factors by parameter name: decay^(distance from the output), as in BEiT (Bao et al. 2022).
 
-    The n repeated blocks of the model are n steps apart, what comes before them is below the first, and everything else
-    (norms and heads after them) has factor 1. Empty for a decay of 1.
+    The n repeated blocks have the distances n to 1. Weights before the first block have n + 1. All other weights (norms
+    and heads after the blocks) have factor 1 and are left out. The result is empty for a decay of 1.
 
     Raises:
-        ValueError: the model repeats no block, so it has no layers to tell apart.
+        ValueError: the model repeats no block, so its layers cannot be distinguished.
     """
     if decay == 1.0:
         return {}
@@ -83,7 +84,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.device) -> torch.optim.Optimizer:
-    """Return the optimizer of the recipe over the model's trainable parameters; the learning rate is set step by step.
+    """Return the recipe's optimizer over the model's trainable parameters. The learning rate is set at each step.
 
     Raises:
         ValueError: nothing to train, a group that matches nothing, or no matrices for Muon.
@@ -97,7 +98,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[str] | None:
-    """Return what an optimizer does to which weights, or what it costs, where its name does not say it."""
+    """Return a description of a composite or custom optimizer and its cost; None if the name says enough."""
     if isinstance(optimizer, Muon):
         matrices, rest = (
             [each for group in optimizer.param_groups if group["is_matrix"] == is_matrix for each in group["params"]]
@@ -115,7 +116,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[st
 
 
 def name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Give the groups of an optimizer the names of their parameters, by which a checkpoint stores its state; returns it."""
+    """Set the parameter names in an optimizer's groups; return the optimizer. Checkpoints store its state by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])
@@ -124,7 +125,7 @@ def name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[float]) -> float:
-    """Set one learning rate on all groups, each with its factor, or one for each group; returns the (first) rate."""
+    """Set one learning rate on all groups, times each group's factor, or one per group; return the (first) rate."""
     if isinstance(rate, float | int):
         for group in optimizer.param_groups:
             set_rate(group, rate * group["lr_scale"])
@@ -135,7 +136,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[f
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the learning rate of one group; a tensor stays one, because some optimizers (torchao's) take nothing else."""
+    """Set the learning rate of one group. A tensor stays a tensor, because some optimizers (torchao's) require one."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:

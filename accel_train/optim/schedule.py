@@ -1,11 +1,11 @@
-"""The learning rate as a pure function of the step: a multiplier of the peak, no state, no optimizer; and the peak itself.
+"""The learning rate as a pure function of the step: a multiplier of the peak, without state; and the peak.
 
-`make_schedule` joins a linear warmup and one of `recipe.schedule.CURVES`. Its values are those of transformers' and torch's own
-schedulers (`tests/optim/test_schedule.py` holds each against its model, value by value), so a run that moves here from one of
-them keeps its learning rates.
+`make_schedule` joins a linear warmup and one of `recipe.schedule.CURVES`. Its values equal the schedulers in
+transformers and torch. `tests/optim/test_schedule.py` compares each with its model, value by value. A run that moves
+here from one of them keeps its learning rates.
 
 Warmup is step / W, as in transformers: the first of W steps has rate 0, step W has the peak. (step + 1) / W would use
-that first step, but no curve would then agree with transformers at any step of the warmup.
+that first step. But then no curve would agree with transformers at any step of the warmup.
 """
 
 import math
@@ -24,12 +24,12 @@ DEFAULT_WARMUP_RATIO = Fraction(1, 100)
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The length of a run, and why."""
+    """The length of a run and its warmup, with the reasons."""
 
     max_steps: int
     warmup_steps: int
     num_epochs: float
-    """Passes over the training data that `max_steps` make."""
+    """Number of passes over the training data in `max_steps`."""
     max_steps_reason: str
     warmup_reason: str
 
@@ -37,14 +37,14 @@ class StepPlan:
 def resolve_steps(
     schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch = "carry"
 ) -> StepPlan:
-    """Return how many steps a run takes and how many of them warm up.
+    """Return the number of steps and of warmup steps of a run.
 
-    num_epochs becomes ceil(num_epochs x steps of an epoch) steps; `last_batch` says what an epoch's last step is
-    (`sampling.DataOrder`). Ratios count as the decimal that was written (0.07 x 100 is 7, not 7.000000000000001),
-    and round up, as in `transformers.TrainingArguments`.
+    num_epochs becomes ceil(num_epochs x steps of an epoch) steps. `last_batch` defines an epoch's last step
+    (`sampling.DataOrder`). Ratios count as the decimal that was written (0.07 x 100 is 7, not 7.000000000000001). They
+    round up, as in `transformers.TrainingArguments`.
 
     Raises:
-        ValueError: there is no training sample or no whole step, or the warmup is longer than the run.
+        ValueError: the data has no sample or too few for one step, or the warmup is longer than the run.
     """
     if num_samples < 1:
         raise ValueError(
@@ -69,7 +69,8 @@ def resolve_steps(
 def _max_steps(schedule: Schedule, num_samples: int, global_batch_size: int, last_batch: LastBatch) -> tuple[int, str]:
     if schedule.max_steps is not None:
         return schedule.max_steps, "max_steps, as written"
-    assert schedule.num_epochs is not None  # the recipe holds that one of the two is set
+    # The recipe requires one of the two.
+    assert schedule.num_epochs is not None
     epochs = f"{schedule.num_epochs:g} epoch{'' if schedule.num_epochs == 1 else 's'}"
     if last_batch != "carry":
         per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
@@ -100,8 +101,8 @@ def _decimal(number: float) -> Fraction:
 def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Callable[[int], float]:
     """Return the multiplier of the peak learning rate for each 0-based step; from `max_steps` on, the curve's end.
 
-    The warmup rises linearly from 0 to the first value of the curve: to the peak for all types but `one_cycle` and
-    `cyclic`, which begin at `initial_lr_ratio`. That of `warmup_stable_decay` rises from `min_lr_ratio`, as in
+    The warmup rises linearly from 0 to the first value of the curve. Most curves begin at the peak. `one_cycle` and
+    `cyclic` begin at `initial_lr_ratio`. The warmup of `warmup_stable_decay` rises from `min_lr_ratio`, as in
     transformers.
     """
     assert 0 <= warmup_steps <= max_steps, (warmup_steps, max_steps)
@@ -120,11 +121,12 @@ def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Call
 
 
 def scale_learning_rate(learning_rate: float, scaling: LRScaling, sizes: BatchSizes) -> Choice[float]:
-    """Return the peak learning rate for this global batch; the reason is the formula with its numbers.
+    """Return the peak learning rate for this global batch. The reason is the formula with its numbers.
 
     linear: learning_rate x global_batch_size / base_batch_size (Goyal et al. 2017, arXiv 1706.02677; for SGD).
-    sqrt: learning_rate x sqrt(global_batch_size / base_batch_size) (Krizhevsky 2014, arXiv 1404.5997; for Adam:
-    Malladi et al. 2022, arXiv 2205.10287). none: as written.
+    sqrt: learning_rate x sqrt(global_batch_size / base_batch_size) (Krizhevsky 2014, arXiv 1404.5997; for Adam: Malladi
+    et al. 2022, arXiv 2205.10287).
+    none: as written.
     """
     base = scaling.base_batch_size
     if scaling.rule == "linear":

@@ -1,4 +1,7 @@
-"""Schedule-free optimizers: an average of the weights in place of a schedule (Defazio et al. 2024, arXiv 2405.15682; package schedulefree)."""
+"""Schedule-free optimizers: an average of the weights replaces a schedule (Defazio et al. 2024, arXiv 2405.15682).
+
+The optimizers are from the package schedulefree.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +14,14 @@ from accel_train.model.tensors import like, local_part
 from accel_train.optim.ema import Average
 
 COUNTERS = ("k", "weight_sum", "lr_max")
-"""What the package keeps in its groups, and a checkpoint as numbers of each weight."""
+"""Counters that the package keeps in its groups. A checkpoint stores them as numbers of each weight."""
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """An optimizer of the package, always in its training mode: the weights are y, where gradients are taken.
+    """A schedulefree optimizer that stays in training mode: the weights are y, at which gradients are computed.
 
-    `ScheduleFreeAverage` puts x, the weights to evaluate, in their place. The package's own `eval()` and `train()` round, so that
-    a run would depend on when it was evaluated.
+    `ScheduleFreeAverage` swaps in x, the weights to evaluate. The package's `eval()` and `train()` round, so a run
+    would depend on when it was evaluated.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -27,16 +30,17 @@ class ScheduleFree(torch.optim.Optimizer):
 
     @property
     def beta1(self) -> float:
-        """Place of y between the average x and the fastest weights z."""
+        """Position of y between the average x and the fastest weights z."""
         defaults = self.defaults
         return float(defaults["betas"][0] if "betas" in defaults else defaults["momentum"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all weights that have a gradient, and forget the gradients, whose memory it uses."""
+        """Update all weights that have a gradient, and reuse the memory of the gradients."""
         assert closure is None, "gradients are there before the step"
         inner = self._inner
-        inner.state = self.state  # of this moment: `load_state_dict` makes new ones
+        # Assign the state at each step, because `load_state_dict` creates new objects.
+        inner.state = self.state
         inner.param_groups = [{**group, "train_mode": True, **self._counters(group)} for group in self.param_groups]
         inner.step()
         for group in inner.param_groups:
@@ -45,12 +49,12 @@ class ScheduleFree(torch.optim.Optimizer):
         inner.param_groups = self.param_groups
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Read state and groups; a scheduler that was made for the package's optimizer sets the rates in the new groups."""
+        """Load state and groups. A scheduler built for the package's optimizer sets the rates in the new groups."""
         super().load_state_dict(state_dict)
         self._inner.param_groups = self.param_groups
 
     def _counters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the counters of a group after its last step, which all its weights have alike; none before the first one."""
+        """Return the counters of a group after its last step, equal for all weights; empty before the first step."""
         state = next(self._states(group), {})
         return {name: state[name] for name in COUNTERS if name in state}
 
@@ -59,7 +63,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class ScheduleFreeAdamW(ScheduleFree):
-    """`schedulefree.AdamWScheduleFree` by the recipe's options."""
+    """`schedulefree.AdamWScheduleFree` with the recipe's options."""
 
     def __init__(
         self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, **options: Any
@@ -73,13 +77,13 @@ class ScheduleFreeAdamW(ScheduleFree):
 
 
 def always_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the package as `ScheduleFree`, and any other as it is."""
+    """Return a schedulefree optimizer as `ScheduleFree`, and any other optimizer unchanged."""
     is_of_package = type(optimizer).__module__.partition(".")[0] == "schedulefree"
     return ScheduleFree(optimizer) if is_of_package else optimizer
 
 
 class ScheduleFreeAverage(Average):
-    """The average of the weights that a schedule-free optimizer finds, x = y + (1 - 1 / beta1) (z - y): computed when it is read."""
+    """The average that a schedule-free optimizer finds: x = y + (1 - 1 / beta1) (z - y), computed when it is read."""
 
     def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], optimizer: ScheduleFree) -> None:
         self.names = [name for name, _ in named_parameters]
@@ -88,14 +92,17 @@ class ScheduleFreeAverage(Average):
         self._is_in_place = False
 
     def update(self, step: int, skipped: Tensor) -> None:
-        """Do nothing: the optimizer's own step keeps what the average follows from."""
+        """Do nothing. The optimizer's step keeps the state from which the average is computed."""
 
     def begin_anew(self) -> None:
-        """Do nothing: it follows from the optimizer's state."""
+        """Do nothing. The average is computed from the optimizer's state."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the average for its weights; after it, every bit of those it had. It may be called within itself."""
+        """Swap the average into the model inside the context, and restore the weights exactly afterwards.
+
+        Contexts may be nested.
+        """
         if self._is_in_place:
             yield
             return
@@ -109,16 +116,16 @@ class ScheduleFreeAverage(Average):
             yield
         finally:
             self._is_in_place = False
-            # Looked up again: `model.to("cpu:0")`, say, gives weights other memory.
+            # Look the weights up again, because `model.to("cpu:0")`, for example, gives them other memory.
             for parameter, before in zip(self._parameters, kept, strict=True):
                 local_part(parameter.detach()).copy_(before)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the averages by the names of their parameters, in new memory: for the checkpoint, from which none is needed back."""
+        """Return the averages by parameter name, in new memory, for the checkpoint. Resuming does not read them."""
         found = zip(self.names, self._parameters, strict=True)
         return {name: like(self._average_of(parameter), parameter.detach()) for name, parameter in found}
 
     def _average_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the average of what this process holds of a weight; that itself, copied, where no step has changed it."""
+        """Return the average of this process's part of a weight; a copy of the weight if no step has changed it."""
         weight, state = local_part(parameter.detach()), self._optimizer.state.get(parameter, {})
         return weight.lerp(local_part(state["z"]), 1 - 1 / self._optimizer.beta1) if "z" in state else weight.clone()

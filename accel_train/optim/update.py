@@ -1,4 +1,4 @@
-"""One update of the weights: clip the gradients and step the optimizer, or leave every bit as it is."""
+"""One update of the weights: clip the gradients and step the optimizer, or leave every bit unchanged."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,10 @@ from accel_train.runtime.private import norms_of
 
 
 class FlooredGradScaler(torch.amp.GradScaler):
-    """A loss scale that never falls below a floor: torch's own goes to 0 in 166 overflows, and the next good step writes NaN."""
+    """A loss scale with a lower bound.
+
+    torch's loss scale falls to 0 after 166 overflows, and the next good step writes NaN.
+    """
 
     def __init__(self, device: str, *, init_scale: float, growth_interval: int, floor: float) -> None:
         super().__init__(device, init_scale=max(init_scale, floor), growth_interval=growth_interval)
@@ -25,7 +28,7 @@ class FlooredGradScaler(torch.amp.GradScaler):
         self.scale_tensor.clamp_(min=self.floor)
 
     def update_if(self, learned: Tensor) -> None:
-        """Update, or leave scale and growth count as they are where `learned` (0-dim bool, on the device) is False."""
+        """Update the scale; keep scale and growth count if `learned` (0-dim bool, on the device) is False."""
         assert self._growth_tracker is not None, "the count exists from the first scaled loss on"
         kept = [(now, now.clone()) for now in (self.scale_tensor, self._growth_tracker)]
         self.update()
@@ -34,20 +37,20 @@ class FlooredGradScaler(torch.amp.GradScaler):
 
     @property
     def scale_tensor(self) -> torch.Tensor:
-        """The scale, 0-dim fp32 on the device: reading it here does not wait for the device."""
+        """The scale, 0-dim fp32 on the device. Reading this property does not wait for the device."""
         assert self._scale is not None, "the scale exists from the first scaled loss on"
         return self._scale
 
 
 class Update(NamedTuple):
-    """The outcome of one update, 0-dim on the device: nobody waits for it."""
+    """The outcome of one update, 0-dim on the device. Reading it on the host would wait for the device."""
 
     grad_norm: Tensor
-    """Before clipping."""
+    """Gradient norm before clipping."""
     skipped: Tensor
-    """1.0 where the update was not made."""
+    """1.0 if the update was skipped."""
     loss_scale: Tensor | None
-    """That the gradients were computed with."""
+    """Loss scale with which the gradients were computed."""
 
 
 def update_within(
@@ -58,12 +61,13 @@ def update_within(
     share: Tensor | None = None,
     fault: Tensor | None = None,
 ) -> Update:
-    """Clip the gradients and step; or, where their norm is not finite or above the limit, leave weights, moments and step
-    counters untouched to the bit. The same holds where `fault` is NaN, and, for the loss scale too, where `share` is NaN: the batch
-    has no targets.
+    """Clip the gradients and step the optimizer; skip if the gradient norm is not finite or above the limit.
 
-    The fused kernels of torch take `found_inf` (1.0: do nothing) and `grad_scale` (divide gradients by it, which is the clip
-    without another pass over them); both are how `torch.amp.GradScaler` talks to an optimizer.
+    A skipped step leaves weights, moments, and step counters bit-identical. A NaN in `fault` also skips the step. A NaN
+    in `share` (a batch without targets) skips the step and keeps the loss scale.
+
+    torch's fused kernels take `found_inf` (1.0: do nothing) and `grad_scale` (gradients are divided by it). The
+    division clips without another pass over the gradients. `torch.amp.GradScaler` uses the same two attributes.
     """
     scale = None
     if scaler is not None:
@@ -71,7 +75,8 @@ def update_within(
         scaler.unscale_(optimizer)
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     grad_norm = torch.linalg.vector_norm(torch.stack(norms_of(grads)))
-    if isinstance(grad_norm, DTensor):  # one collective more where gradients are sharded
+    # Sharded gradients need one more collective.
+    if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()
     if share is not None:
         grad_norm = nan_without_targets(grad_norm, share)
@@ -82,41 +87,45 @@ def update_within(
     if optimizer.defaults.get("fused", False):
         optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale  # type: ignore[attr-defined]
         optimizer.step()
-    elif not skipped.item():  # one host sync a step: this device has no fused kernel that could decide by itself
+    # One host sync per step: this device has no fused kernel that could decide on the device.
+    elif not skipped.item():
         if limits.clip:
             torch.nn.utils.clip_grads_with_norm_(parameters, limits.clip, grad_norm, foreach=True)
         optimizer.step()
     if scaler is not None:
         scaler.update() if share is None else scaler.update_if(share.isfinite())
-    for parameter in parameters:  # what `zero_grad` comes to, less what it looks up: 20 us a step on a small model
+    # Equals `zero_grad` without its lookups: saves 20 us per step on a small model.
+    for parameter in parameters:
         parameter.grad = None
     return Update(grad_norm, skipped, scale)
 
 
 def nan_without_targets(grad_norm: Tensor, share: Tensor) -> Tensor:
-    """Return the norm, or NaN where `share` (weight of a target, 0-dim) is NaN. The host does not wait.
+    """Return the norm, or NaN if `share` (weight of a target, 0-dim) is NaN. The host does not wait.
 
-    NaN that is sent backward need not arrive: the backward of `cross_entropy` writes 0 for ignored labels.
+    A NaN in the loss may not reach the gradients: the backward of `cross_entropy` writes 0 for ignored labels.
     """
     if share.device.type == "cpu":
         return grad_norm if math.isfinite(number_on_host(share)) else torch.full_like(grad_norm, math.nan)
-    return grad_norm + (share - share).to(grad_norm.device)  # x - x is 0, or NaN where x is NaN
+    # x - x is 0, or NaN if x is NaN.
+    return grad_norm + (share - share).to(grad_norm.device)
 
 
 def _on_host(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return 1.0 where the step is skipped, and what a fused kernel takes: `found_inf` and `grad_scale`, 0-dim.
+    """Return the skip flag (1.0: step skipped), and `found_inf` and `grad_scale` for a fused kernel, all 0-dim.
 
-    Here the norm is there to be seen: tensors of one number cost 10 us a sum, and None saves the kernel a pass.
+    The norm is already on the host. Sums of one-element tensors cost 10 us each, and None saves the kernel a pass.
     """
     norm = number_on_host(grad_norm)
-    is_skipped = not norm <= limits.skip  # NaN is less than nothing, Inf than no limit
+    # Every comparison with NaN is false, and Inf is above every limit.
+    is_skipped = not norm <= limits.skip
     skipped = _flag(is_skipped)
     factor = max((norm + 1e-6) / limits.clip, 1.0) if limits.clip else 1.0
     return skipped, skipped if is_skipped else None, _number(factor) if factor > 1.0 else None
 
 
 def number_on_host(tensor: Tensor) -> float:
-    """Return the value of a 0-dim CPU tensor; numpy has no bf16."""
+    """Return the value of a 0-dim CPU tensor. numpy does not support bf16."""
     return float((tensor if tensor.dtype == torch.float32 else tensor.double()).numpy())
 
 
@@ -126,7 +135,8 @@ def _flag(value: bool) -> Tensor:
 
 
 def _number(value: float) -> Tensor:
-    return torch.full((), value, dtype=torch.float32)  # the fused kernels take no other, in a model of 64 bits too
+    # The fused kernels require fp32, also in a 64-bit model.
+    return torch.full((), value, dtype=torch.float32)
 
 
 def _on_device(grad_norm: Tensor, limits: Limits) -> tuple[Tensor, Tensor, Tensor | None]:

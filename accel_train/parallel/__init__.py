@@ -1,3 +1,4 @@
 """Strategies that spread a model over processes: DDP, FSDP2, ZeRO, tensor and sequence parallelism, mixed precision.
 
-Every question about it is answered here, and nowhere else."""
+Other packages ask a `Strategy` instead of knowing how the model is spread.
+"""

@@ -1,4 +1,4 @@
-"""Data parallelism: every process holds the whole model (DDP); a process that is alone is DDP of one."""
+"""Data parallelism: every process holds the whole model (DDP). A single process uses this strategy too."""
 
 import math
 import warnings
@@ -21,10 +21,10 @@ from accel_train.runtime.private import end_failed_backward
 
 
 class Reduction:
-    """Notes of this process's own gradients, bucket by bucket, before they are averaged.
+    """Records this process's gradients, bucket by bucket, before DDP averages them.
 
-    DDP reduces a bucket of gradients as soon as it is full, in a fixed order, and each is overwritten by the mean. So here is
-    the only place where a gradient can be seen that is not finite on one process and, a moment later, on all.
+    DDP reduces each bucket of gradients as soon as it is full, in a fixed order, and overwrites it with the mean. Only
+    this hook can see a gradient that is not finite on one process. A moment later it is not finite on all processes.
     """
 
     def __init__(self, module: DistributedDataParallel, strategy: Strategy) -> None:
@@ -33,15 +33,18 @@ class Reduction:
         self.sums: list[Tensor] = []
         self._group = module.process_group
         self.is_complete = False
-        """The last bucket of the step is reduced: every parameter took part, or DDP knows which did not."""
+        """Whether the last bucket of the step is reduced: every parameter took part, or DDP knows which did not."""
         module.register_comm_hook(self, Reduction.reduce)
 
     def begin(self) -> None:
-        """Begin a step: forget the buckets of the step before."""
+        """Start a step: clear the records of the step before."""
         self.sums, self.is_complete = [], False
 
     def fill_rest_with_nan(self, device: torch.device) -> bool:
-        """Contribute NaN to all that the others wait for; return False where no step has shown yet how much that is."""
+        """Send NaN to all reductions that the other processes wait for; return False if their sizes are not known yet.
+
+        The first complete step records the sizes.
+        """
         rest = self._layout[len(self.sums) :]
         for size, dtype in rest:
             bucket = torch.full((size,), math.nan, dtype=dtype, device=device)
@@ -50,7 +53,10 @@ class Reduction:
         return bool(rest)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Return the mean over all processes, on its way; DDP's hook, as torch's own `allreduce_hook`."""
+        """Return a future of the bucket's mean over all processes.
+
+        DDP calls this method as its hook, like torch's `allreduce_hook`.
+        """
         if bucket.is_last() and (fault := self._strategy.fault) is not None:
             bucket.buffer()[:1].add_(fault)
         self.note(bucket)
@@ -58,7 +64,7 @@ class Reduction:
         return dist.all_reduce(gradients, group=self._group, async_op=True).get_future().then(_first)
 
     def note(self, bucket: dist.GradBucket) -> None:
-        """Note the sum and size of a bucket before it is reduced."""
+        """Record the sum and size of a bucket before it is reduced."""
         gradients = bucket.buffer()
         if bucket.index() == 0:
             self.sums = []
@@ -76,11 +82,11 @@ def _first(done: "torch.futures.Future[list[Tensor]]") -> Tensor:
 
 
 class Ddp(Strategy):
-    """Every process holds the whole model and its optimizer; gradients are averaged bucket by bucket."""
+    """Strategy in which every process holds the whole model and its optimizer. Gradients are averaged by buckets."""
 
     name = "ddp"
     reduction: Reduction | None = None
-    """Notes what this process puts into the average; None for a process that is alone."""
+    """Recorder of this process's gradients before the average; None for a single process."""
 
     @classmethod
     def choose(cls, section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
@@ -88,36 +94,39 @@ class Ddp(Strategy):
         return Choice(1, "parallel.strategy ddp: every process holds the whole model")
 
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
-        """* Wrap the training module in DDP, with an optimizer over its whole weights."""
-        # DDP keeps batch-norm statistics the same on all processes; else few buffers change, and `RunningStatistics` finds those.
+        """* Wrap the training module in DDP, and build an optimizer over its whole weights."""
+        # DDP keeps batch-norm statistics equal on all processes. Without batch norm, few buffers change, and
+        # `RunningStatistics` finds them.
         self.syncs_buffers = any(map(is_batch_norm, inner.modules()))
         self.accelerator.ddp_handler.broadcast_buffers = self.syncs_buffers
         self.accelerator.ddp_handler.find_unused_parameters = find_unused
-        # Accelerate hands it to DDP by this name, which torch is about to rename.
+        # Accelerate passes `broadcast_buffers` to DDP, and torch is about to rename it.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
         self.take(inner, make_optimizer)
         self.module, prepared = self.accelerator.prepare(inner, self.optimizer)
-        self.optimizer = prepared.optimizer  # the wrapper costs 70 us a step, and hides a skipped step from the kernel
+        # The wrapper costs 70 us per step, and hides a skipped step from the kernel.
+        self.optimizer = prepared.optimizer
         self.note_gradients()
-        # Between machines the gather, 4 bytes a weight, may cost more than it saves.
+        # Between machines, the gather (4 bytes per weight) may cost more than it saves.
         on_one_machine = processes_on_machine(self.accelerator.num_processes) == self.accelerator.num_processes
         if isinstance(self.optimizer, Muon) and isinstance(self.module, DistributedDataParallel) and on_one_machine:
             self.optimizer.group = self.module.process_group
         return None
 
     def look_for_unused(self) -> None:
-        """* Let DDP look for parameters that take no part, from now on in each step."""
+        """* Make DDP look for parameters that take no part, in each step from now on."""
         self.accelerator.ddp_handler.find_unused_parameters = True
         self.undo_step()
 
     def undo_step(self) -> None:
-        """* Wrap the training module anew: DDP has then seen no step, reduced nothing, and lays its buckets out again."""
+        """* Wrap the training module again. The new DDP wrapper has seen no step, and lays its buckets out again."""
         wrapped = self.module
         assert isinstance(wrapped, DistributedDataParallel), (
             "a process that is alone has nobody who waits for a gradient"
         )
         self.optimizer.zero_grad(set_to_none=True)
-        self.reduction = None  # it holds on to the buckets of before
+        # It holds references to the old buckets.
+        self.reduction = None
         wrapped.reducer = wrapped.logger = None  # type: ignore[assignment]  # its hooks on the parameters go with it
         self.module = DistributedDataParallel(
             wrapped.module,
@@ -128,17 +137,20 @@ class Ddp(Strategy):
         self.note_gradients()
 
     def note_gradients(self) -> None:
-        """Note from now on what this process puts into the average of gradients."""
+        """Start recording this process's gradients before the average."""
         if isinstance(self.module, DistributedDataParallel):
             self.reduction, self.waits_for_all_parameters = Reduction(self.module, self), True
             self.looks_for_unused = self.module.find_unused_parameters
 
     def gradient_sum(self) -> Tensor | None:
-        """Return the sum of this process's own gradients, before they were averaged; None for a process that is alone."""
+        """Return the sum of this process's gradients before the average; None for a single process."""
         return None if self.reduction is None else torch.stack([each.float() for each in self.reduction.sums]).sum()
 
     def end_incomplete_reduction(self) -> list[str] | None:
-        """* End a reduction that lacks gradients of this process, with NaN; return the parameters without one, None if none lacks."""
+        """* Complete a reduction that lacks gradients of this process, with NaN; return the parameters without one.
+
+        Return None if the reduction is complete.
+        """
         if self.reduction is None or self.reduction.is_complete:
             return None
         trained = [(name, each) for name, each in self.inner.model.named_parameters() if each.requires_grad]
@@ -147,13 +159,14 @@ class Ddp(Strategy):
         return names
 
     def begin_step(self) -> None:
-        """Forget what was noted of the step before."""
+        """Clear the records of the step before."""
         if self.reduction is not None:
             self.reduction.begin()
 
     def reduce_now(self, batch: Mapping[str, Tensor], *, is_first: bool) -> None:
-        """* Let DDP average the gradients that are there, by a backward pass that adds nothing to them."""
-        if is_first and not self.looks_for_unused:  # with it, DDP's layout stays as it is
+        """* Make DDP average the existing gradients, by a backward pass that adds nothing to them."""
+        # If DDP looks for unused parameters, its bucket layout stays as it is.
+        if is_first and not self.looks_for_unused:
             self._settle_buckets(batch)
         self.begin_step()
         self._reduce(batch)
@@ -165,10 +178,11 @@ class Ddp(Strategy):
         kept.put_back()
 
     def _settle_buckets(self, batch: Mapping[str, Tensor]) -> None:
-        """Let DDP lay out its buckets anew, as it does after its first backward pass, before there is a gradient to reduce.
+        """Make DDP lay out its buckets again, as it does after its first backward pass, before a gradient is reduced.
 
-        Sums of three and more processes are rounded by where a gradient lies in its bucket. So a run that was killed and resumed
-        would differ in the last bit from one that was not, if the first step after each start had another layout than the rest.
+        The position of a gradient in its bucket affects the rounding of sums over three or more processes. Without this
+        call, the first step after each start would have another layout. A run that was killed and resumed would then
+        differ in the last bit.
         """
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         for parameter, _ in gradients:
@@ -178,9 +192,10 @@ class Ddp(Strategy):
             parameter.grad = gradient
 
     def contribute_nan(self) -> bool:
-        """* Fill the buckets that this process has not reduced yet with NaN: no process applies the step.
+        """* Fill the buckets that this process has not reduced yet with NaN, so that no process applies the step.
 
-        Impossible before a step has shown the buckets, and with unused parameters: DDP then has one more collective, on which they are.
+        Return False if this is impossible. Before the first complete step, the buckets are unknown. With unused
+        parameters, DDP runs one more collective to find them.
         """
         module = self.module
         assert isinstance(module, DistributedDataParallel), "a process that is alone has no others"

@@ -1,7 +1,7 @@
-"""Groups of processes that read the same samples: those that split layers or sequences with each other.
+"""Groups of processes that read the same samples, because they split layers or sequences.
 
-Neighbours that split layers (tensor parallelism) compute the same of them, and count them once. Neighbours that split
-sequences (sequence parallelism) have a slice each, and count what is theirs.
+Processes that split layers (tensor parallelism) compute the same results and count them once. Processes that split
+sequences (sequence parallelism) have one slice each and count their own slice.
 """
 
 import os
@@ -17,45 +17,46 @@ from accel_train.recipe.parallel import Parallel
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The place of this process among those that read different samples.
+    """The position of this process among the processes that read different samples.
 
-    Without tensor or sequence parallelism every process reads its own samples: rank and size are the process's and the world's.
+    Without tensor or sequence parallelism, every process reads different samples. `rank` and `size` are then the
+    process's rank and the world size.
     """
 
     rank: int
-    """The share of each global batch that it reads, from 0."""
+    """Index of the share of each global batch that this process reads, from 0."""
     size: int
-    """The number of shares."""
+    """Number of shares."""
     tp_size: int = 1
-    """Neighbours that compute the same of a share, as in Accelerate's mesh."""
+    """Number of processes that compute the same results for a share, as in Accelerate's mesh."""
     sp_size: int = 1
-    """Neighbours that have a slice each of the sequences of a share."""
+    """Number of processes that split the sequences of a share into slices."""
     place: int = 0
-    """The index of this process among all that read its share."""
+    """Index of this process among all processes that read its share."""
 
     @property
     def num_sharing(self) -> int:
-        """Processes that read one share."""
+        """Number of processes that read one share."""
         return self.tp_size * self.sp_size
 
     @property
     def slice_index(self) -> int:
-        """The slice of each sequence that it has, from 0."""
+        """Index of this process's slice of each sequence, from 0."""
         return self.place // self.tp_size
 
     @property
     def is_first_in_group(self) -> bool:
-        """It is the one whose counts are added, of those that count the same."""
+        """Return whether this process's counts are added. Among processes with equal counts, only the first is."""
         return self.place % self.tp_size == 0
 
     @property
     def random_rank(self) -> int:
-        """The rank whose random numbers it draws: those that compute the same draw the same."""
+        """Rank that seeds the random numbers: equal for processes that compute the same results."""
         return self.rank * self.sp_size + self.slice_index
 
 
 def parallel_dims(accelerator: Accelerator) -> ParallelDims:
-    """Return the dims of this process, by how the Accelerator was built."""
+    """Return the dims of this process from the Accelerator's parallelism configuration."""
     config = accelerator.parallelism_config
     tp_size, sp_size = (1, 1) if config is None else (int(config.tp_size), int(config.sp_size))
     index, sharing = accelerator.process_index, tp_size * sp_size
@@ -63,55 +64,60 @@ def parallel_dims(accelerator: Accelerator) -> ParallelDims:
 
 
 def check_divides(setting: str, size: int, world_size: int, alternative: str = "") -> None:
-    """Refuse a number of processes that is no multiple of `parallel.SETTING`.
+    """Check that `parallel.SETTING` divides the number of processes.
 
     Raises:
-        ValueError: names both numbers, and those that fit.
+        ValueError: it does not. The message names both numbers and the sizes that fit.
     """
     if world_size % size:
         fitting = ", ".join(map(str, divisors(world_size)))
         raise ValueError(
-            f"parallel.{setting}={size} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; use "
-            f"{fitting}{alternative or f', or run on {size} or {2 * size} processes'}"
+            f"parallel.{setting}={size} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; "
+            f"use {fitting}{alternative or f', or run on {size} or {2 * size} processes'}"
         )
 
 
 def check_dimensions(model: nn.Module, strategy: str) -> None:
-    """Refuse weights that a strategy cannot divide, because they have no dimension.
+    """Check that a strategy can shard every weight of a model: a weight needs at least one dimension.
 
     Raises:
-        ValueError: names the first.
+        ValueError: a weight is 0-dim. The message names the first one.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ValueError(
-                f"{name} is a weight without dimensions, and parallel.strategy {strategy} cannot shard it; make it a tensor of one number "
-                "(torch.ones(1)), or use parallel.strategy ddp"
+                f"{name} is a weight without dimensions, and parallel.strategy {strategy} cannot shard it; make it a "
+                "tensor of one number (torch.ones(1)), or use parallel.strategy ddp"
             )
 
 
 def processes_on_machine(world_size: int) -> int:
-    """Return how many of the run's processes are on this machine, by what the launcher says; else all of them."""
+    """Return the number of the run's processes on this machine, from LOCAL_WORLD_SIZE; without it, all of them."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() and int(text) > 0 else world_size
 
 
 def across_machines(section: Parallel, processes_on_machine: int) -> str | None:
-    """Return a warning where neighbours that split layers are on several machines; None where they are on one."""
+    """Return a warning if processes that split layers are on several machines; None if they are on one."""
     if processes_on_machine % section.tp_size == 0:
         return None
     return f"parallel.tp_size={section.tp_size} reaches {_over_machines(processes_on_machine)}"
 
 
 def choose_sequences(section: Parallel, world_size: int, on_machine: int | None = None) -> Choice[int]:
-    """Return how many processes split each sequence, with what that means; a machine has `on_machine` of the processes.
+    """Return the number of processes that split each sequence, with an explanation.
+
+    `on_machine` is the number of processes per machine.
 
     Raises:
-        ValueError: the number of processes is no multiple of them.
+        ValueError: it does not divide the number of processes.
     """
     size = section.sp_size
     check_divides("sp_size", size, world_size)
-    reason = f"groups of {size} processes read the same samples, each process has a slice of every sequence, and DeepSpeed's attention joins them"
+    reason = (
+        f"groups of {size} processes read the same samples, each process has a slice of every sequence, and "
+        "DeepSpeed's attention joins them"
+    )
     on_machine = on_machine or processes_on_machine(world_size)
     return Choice(size, f"{reason}; they reach {_over_machines(on_machine)}" if on_machine % size else reason)
 

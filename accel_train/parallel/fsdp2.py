@@ -1,4 +1,4 @@
-"""Weights spread over the processes by FSDP2, through Accelerate: how a model is wrapped, and what of it is held here."""
+"""Shard weights over the processes with FSDP2, through Accelerate: wrap a model, and read and save its shards."""
 
 import logging
 import warnings
@@ -33,29 +33,36 @@ from accel_train.runtime.private import flatten_mesh
 from accel_train.runtime.process_group import on_main
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-"""What weights are gathered in, by the precision."""
+"""Type of gathered weights by mixed precision."""
 
 
 class Fsdp2(Strategy):
-    """Weights, gradients and moments are sharded over the processes (FSDP2), layers split over some of them (tensor parallelism)."""
+    """Strategy that shards weights, gradients, and moments over the processes (FSDP2).
+
+    Tensor parallelism may also split layers.
+    """
 
     name = "fsdp2"
     is_replicated = has_whole_weights = syncs_buffers = False
     builds_empty = True
     _saving_group: dist.ProcessGroup
+    """Process group of the threads that save. Their collectives must not mix with the training's."""
     _known_plan: KnownPlan
-    """Process group of the threads that save: their collectives must not mix with the training's."""
     _gradients: Fsdp2Gradients | None = None
-    """None where nothing is sharded: layers are split alone, and neighbours lack the same gradients."""
+    """Recorder of missing gradients. None if layers are split but nothing is sharded.
+
+    All processes then lack the same gradients.
+    """
     _weights: Mapping[str, Tensor] | None = None
-    """Full weights of the model that was built empty, on the main process."""
+    """Full weights of a model that was built empty, on the main process."""
 
     @classmethod
     def choose(cls, section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
-        """Return `dp_shard_size`, or the groups of processes that split layers.
+        """Return `dp_shard_size`, or the number of process groups that split layers.
 
         Raises:
-            ValueError: the number of processes is no multiple of dp_shard_size or tp_size, or an offload would lead nowhere.
+            ValueError: dp_shard_size or tp_size does not divide the number of processes, or cpu_offload is set on a
+                CPU.
         """
         if section.cpu_offload and device.type == "cpu":
             raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
@@ -70,12 +77,13 @@ class Fsdp2(Strategy):
         return Choice(size, reason if copies == 1 else f"{reason}, {copies} copies (HSDP)")
 
     def precision(self, precision: Choice[str]) -> Choice[str]:
-        """Return the precision, its reason with what gathering in 16 bits costs."""
+        """Return the precision, and add the cost of gathering in 16 bits to its reason."""
         if self.choice.value == 1 or precision.value == "no":
             return precision
         cost = (
-            f"fsdp2 gathers weights in {'bf16' if precision.value == 'fp8' else precision.value}, half of what fp32 would send; embeddings and norms compute with them, which "
-            "ddp keeps in fp32: losses are 3 to 9 times as far from those of fp32 (small GPT-2; a model with batch norm is gathered in fp32)"
+            f"fsdp2 gathers weights in {'bf16' if precision.value == 'fp8' else precision.value}, half of what fp32 "
+            "would send; embeddings and norms compute with them, which ddp keeps in fp32: losses are 3 to 9 times as "
+            "far from those of fp32 (small GPT-2; a model with batch norm is gathered in fp32)"
         )
         return replace(precision, reason=f"{precision.reason}; {cost}")
 
@@ -91,34 +99,36 @@ class Fsdp2(Strategy):
 
     @property
     def shard_size(self) -> int:
-        """Processes that share one copy of the model, or of a neighbour's share of it."""
+        """Number of processes that share one copy of the model, or of one part of its split layers."""
         return self.choice.value
 
     @property
     def num_copies(self) -> int:
-        """Processes that hold the same shards (HSDP); 1 with plain sharding."""
+        """Number of processes that hold the same shards (HSDP); 1 with plain sharding."""
         config = self.accelerator.parallelism_config
         is_hsdp = config is not None and self.accelerator.is_fsdp2 and self.dims.tp_size == 1
         return int(config.dp_replicate_size) if is_hsdp else 1
 
     def copies_group(self) -> dist.ProcessGroup | None:
-        """Return the group of those processes."""
+        """Return the process group that holds the same shards."""
         return self.accelerator.torch_device_mesh["dp_replicate"].get_group()
 
     def independent_modules(self) -> list[nn.Module]:
-        """Return the blocks, whose forward computes by itself between FSDP2's own hooks."""
+        """Return the blocks. They do not communicate between FSDP2's hooks."""
         blocks: list[nn.Module] = [each for each in list(self.inner.modules())[1:] if isinstance(each, FSDPModule)]
         return blocks if blocks and self.dims.num_sharing == 1 else super().independent_modules()
 
     def build(self, make: Callable[[], nn.Module], make_empty: Callable[[], nn.Module]) -> nn.Module:
-        """* Build an empty model, with its weights on the main process alone, so that only there is it ever whole.
+        """* Build an empty model, with its weights on the main process only.
 
-        Where that cannot be (a custom task that computes while it builds), every process builds the whole model.
+        Only the main process ever holds all weights. If the task cannot build without values (a custom task that
+        computes while it builds), every process builds the whole model.
         """
         problem, model = "", None
         try:
             model = make_empty()
-        except Exception as error:  # whatever a custom task does that tensors without values cannot
+        # A custom task may fail in any way on tensors without values.
+        except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if self.accelerator.is_main_process and model is not None:
             whole = make()
@@ -133,7 +143,7 @@ class Fsdp2(Strategy):
         return model
 
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
-        """* Split and shard the training module in place, and make the optimizer over its shards."""
+        """* Split and shard the training module in place, and build the optimizer over its shards."""
         check_dimensions(inner.model, self.name)
         wrapped = shard_model(self.accelerator, inner, self._weights)
         self._weights = None
@@ -151,7 +161,7 @@ class Fsdp2(Strategy):
         return fault
 
     def begin_step(self) -> None:
-        """Forget what was noted of the step before."""
+        """Clear the records of the step before."""
         if self._gradients is not None:
             self._gradients.begin_step()
 
@@ -160,24 +170,27 @@ class Fsdp2(Strategy):
         return super().without_gradient() if self._gradients is None else sorted(self._gradients.lacking)
 
     def end_incomplete_reduction(self) -> list[str] | None:
-        """* Settle which parameters took part nowhere, where each step looks; else return those without a gradient here, None if none lacks."""
+        """* Find the parameters that took part nowhere, if each step looks for them, and return None.
+
+        Otherwise return the parameters without a gradient on this process, or None if all have one.
+        """
         if self._gradients is None or not self.looks_for_unused:
             return self.without_gradient() or None
         self._gradients.settle(self.accelerator.device)
         return None
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce the gradients of each micro-batch: whole ones would not fit."""
+        """Reduce the gradients of each micro-batch, because whole gradients would not fit into memory."""
         return nullcontext()
 
     def release_gathered(self) -> None:
-        """Forget gathered weights, or the next forward would use them after the shards have changed."""
+        """Free gathered weights. The next forward would otherwise use them after the shards have changed."""
         for each in self.inner.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()
 
     def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
-        """* Gather the weights a tensor at a time, and keep them on the main process."""
+        """* Gather the weights one tensor at a time, and keep them on the main process."""
         self.release_gathered()
         found = {}
         for name, tensor in model_tensors(self.inner.model, without).items():
@@ -187,7 +200,7 @@ class Fsdp2(Strategy):
         return found
 
     def snapshot(self) -> Snapshot:
-        """* Copy this process's shards; the files of all processes make the checkpoint."""
+        """* Copy this process's shards. The files of all processes make up the checkpoint."""
         weights = model_tensors(self.inner.model, self.inner.base)
         tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(self.optimizer).items()}
@@ -203,38 +216,46 @@ def _choose_groups(section: Parallel, world_size: int) -> Choice[int]:
     if section.dp_shard_size not in ("auto", groups):
         raise ValueError(
             f"parallel.dp_shard_size={section.dp_shard_size} x parallel.tp_size={size} is not the number of processes, "
-            f"{world_size}; several copies of a model whose layers are split are not supported: leave dp_shard_size at auto"
+            f"{world_size}; several copies of a model whose layers are split are not supported: leave dp_shard_size "
+            "at auto"
         )
     reason = f"tensor parallelism: layers are split over groups of {size} processes, which read the same samples"
     return Choice(groups, reason if groups == 1 else f"{reason}; fsdp2 over {groups} such groups")
 
 
 def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataParallelPlugin:
-    """Accelerate's settings of FSDP2: computed in the mixed precision, reduced in fp32, nothing left to the environment."""
+    """Return Accelerate's FSDP2 settings: compute in the mixed precision and reduce in fp32.
+
+    All fields are set, so the environment cannot change them.
+    """
     dtype = DTYPES.get(mixed_precision)
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=section.reshard_after_forward,
         cpu_offload=section.cpu_offload,
         state_dict_type="SHARDED_STATE_DICT",
-        cpu_ram_efficient_loading=False,  # ours (`shard_model`) knows buffers as well
-        activation_checkpointing=False,  # the model's own, by precision.gradient_checkpointing
+        # `shard_model` fills the weights, because it handles buffers too.
+        cpu_ram_efficient_loading=False,
+        # The model checkpoints its activations, by precision.gradient_checkpointing.
+        activation_checkpointing=False,
         activation_checkpointing_offload=False,
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
     )
 
 
 def allow_sharding(device: torch.device) -> None:
-    """Let Accelerate take its FSDP plugin, or a mesh, on a CPU as well, where it would quietly use DDP; before the Accelerator is built."""
+    """Let Accelerate use its FSDP plugin or a mesh on a CPU, where it would silently use DDP.
+
+    Call this before the Accelerator is built.
+    """
     if device.type == "cpu":
         PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None) -> Choice[str]:
-    """Split its layers, where the recipe says so, wrap the training module in place, block by block, and give every process
-    its part of the weights.
+    """Split the model's layers if the recipe asks for it, wrap it in place block by block, and distribute its weights.
 
-    `weights` are those of `inner.model` on the main process; used where the model has none of its own.
+    `weights` are the weights of `inner.model` on the main process. They are used if the model is empty.
     """
     tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
     split = None
@@ -261,17 +282,19 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
     plugin.transformer_cls_names_to_wrap = kinds or None
     in_fp32 = ""
     if accelerator.mixed_precision != "no" and has_batch_norm(inner):
-        plugin.mixed_precision_policy = MixedPrecisionPolicy()  # autocast, as under DDP
+        # Autocast casts the weights, as under DDP.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy()
         in_fp32 = "; weights are gathered in fp32, for batch norm takes none of 16 bits"
     with warnings.catch_warnings():
-        # As Accelerate does it, with the mesh that it flattens.
+        # Ignore this warning for the mesh that Accelerate flattens, as Accelerate does.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
-        # Not by `prepare`, which maps the optimizer's weights by address: empty ones have none.
+        # `prepare` maps the optimizer's weights by address, and empty weights have no address.
         fsdp2_prepare_model(accelerator, inner)
     first = next(inner.parameters())
     if isinstance(first, DTensor) and parallel_dims(accelerator).tp_size > 1:
-        flatten_mesh(first)  # so that the gradient norm is one collective, not two
-        # Gathering the whole of a weight at the end takes two, and is as meant.
+        # With a flat mesh, the gradient norm takes one collective instead of two.
+        flatten_mesh(first)
+        # Gathering a whole weight at the end takes two collectives on purpose. Hide the warning about it.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not blocks:
         why = "blocks share weights with other modules" if repeated_blocks(inner) else "the model repeats no block"
@@ -283,7 +306,7 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
 def _fill(
     accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, tied: Sequence[Sequence[str]]
 ) -> None:
-    """Give storage to what is on the meta device, and send the main process's values, one parameter at a time."""
+    """Allocate the tensors on the meta device, and broadcast the main process's values, one parameter at a time."""
     offloads = accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     inner.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
     tie(inner, tied)
@@ -293,7 +316,8 @@ def _fill(
             if accelerator.is_main_process:
                 buffer.copy_(named[name])
             values = buffer.contiguous()
-            dist.broadcast(values.view(-1).view(torch.uint8), 0)  # bytes: backends know few types
+            # Send bytes, because backends support few types.
+            dist.broadcast(values.view(-1).view(torch.uint8), 0)
             buffer.copy_(values)
     buffers = {name for name, _ in inner.named_buffers()}
     set_model_state_dict(

@@ -1,4 +1,4 @@
-"""The precision of a run, and why: autocast, loss scale, TF32, determinism, and the Accelerator that carries them."""
+"""The precision of a run and its reason: autocast, loss scale, TF32, determinism. The Accelerator applies them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS
 
 
 def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[str]:
-    """Return what `mixed_precision` comes to on this device, with the reason.
+    """Return the resolved `mixed_precision` on this device, with the reason.
 
     Raises:
-        ValueError: fp16 without CUDA (Accelerate would compute fp32 and report fp16), bf16 where a GPU only emulates it, or fp8
-            where nothing multiplies float8 (torchao would compute it all the same, slowly).
+        ValueError: the device does not support the precision. Without this check, Accelerate would compute fp32 for
+            fp16 on a CPU. A GPU without bf16 would emulate it. torchao would compute fp8 slowly without float8 units.
     """
     asked = section.mixed_precision
     cuda = device.type == "cuda"
@@ -34,7 +34,8 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "fp16" and not cuda:
         raise ValueError(
-            f"precision.mixed_precision=fp16 needs a CUDA device, and this process runs on {device.type}; use auto, bf16 or no"
+            f"precision.mixed_precision=fp16 needs a CUDA device, and this process runs on {device.type}; use "
+            "auto, bf16 or no"
         )
     if asked == "bf16" and cuda and not has_bf16:
         raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {name}; use fp16 or auto")
@@ -50,10 +51,10 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
 
 
 def agree_on_mixed_precision(section: Precision, device: torch.device, num_processes: int) -> Choice[str]:
-    """* Return the precision of all processes: of what auto comes to on their devices, the weakest.
+    """* Return one precision for all processes: the weakest of the precisions resolved on their devices.
 
     Raises:
-        ValueError: on all processes: some device cannot have the recipe's precision.
+        ValueError: on all processes: some device does not support the recipe's precision.
     """
     try:
         own: Choice[str] | str = choose_mixed_precision(section, device)
@@ -64,7 +65,7 @@ def agree_on_mixed_precision(section: Precision, device: torch.device, num_proce
 
 
 def weakest_precision(choices: Sequence[Choice[str] | str]) -> Choice[str]:
-    """Return the weakest of the precisions that processes have chosen, or raise the error (a text) that one has met."""
+    """Return the weakest of the precisions that processes have resolved; raise the first error (a text) among them."""
     number, problem = next(((rank, each) for rank, each in enumerate(choices) if isinstance(each, str)), (0, ""))
     if isinstance(problem, str) and problem:
         raise ValueError(problem if len(choices) == 1 else f"rank {number}: {problem}")
@@ -77,21 +78,25 @@ def weakest_precision(choices: Sequence[Choice[str] | str]) -> Choice[str]:
 
 
 def has_float8(device: torch.device) -> bool:
-    """Return whether a device multiplies float8: NVIDIA's of compute capability 8.9 and above (Ada, Hopper, Blackwell)."""
+    """Return whether a device multiplies float8: NVIDIA compute capability 8.9 and above (Ada, Hopper, Blackwell)."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def float8_is_missing(name: str) -> str:
-    """Return the rest of a sentence that refuses fp8 on the device of this name."""
-    return f"needs an NVIDIA GPU that multiplies float8 (L4, RTX 40, H100 and later), and {name} does not; use bf16 or auto"
+    """Return the rest of an error message that refuses fp8 on the device with this name."""
+    return (
+        f"needs an NVIDIA GPU that multiplies float8 (L4, RTX 40, H100 and later), and {name} does not; use bf16 or "
+        "auto"
+    )
 
 
 def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> dict[str, Choice[Any]]:
-    """Set torch's global switches for this run; returns what was set, and why."""
+    """Set torch's global switches for this run; return each setting with its reason."""
     choices: dict[str, Choice[Any]] = {}
     if section.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's first handle is made
+        # cuBLAS reads it when CUDA's first handle is created.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         why = "precision.deterministic: the same bits each time, at some cost in speed"
         choices["precision.deterministic"] = Choice(True, why)
@@ -125,18 +130,21 @@ def start_accelerator(
     device: torch.device,
     plugins: Mapping[str, Any] | None = None,
 ) -> Accelerator:
-    """Return the Accelerator of this run, with nothing left for the environment to change; `plugins` say how it shards."""
-    forget_accelerator()  # a second run in this process (a notebook) may have another precision
-    # Read by the Accelerator, and set by it where it is given a plugin; the launcher's are in the recipe by now.
+    """Return the Accelerator of this run. `plugins` define the sharding, and the environment cannot change it."""
+    # A second run in this process (a notebook) may have another precision.
+    forget_accelerator()
+    # The Accelerator reads these variables, and sets them if it gets a plugin. The launcher's values are already in the
+    # recipe.
     os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
-    # Where DeepSpeed is installed, saving a model imports it, and on a CPU it warns that it had to find that out by itself.
+    # If DeepSpeed is installed, saving a model imports it. On a CPU, it then warns that it had to detect the device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
         InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)),
     ]
     if mixed_precision == "fp8":
-        # `convert_to_float8` has converted by then, so that it is the same under every strategy: nothing is left for `prepare`.
+        # `convert_to_float8` has already converted the model, so that it is the same under every strategy. `prepare`
+        # must convert nothing.
         handlers.append(AORecipeKwargs(config=float8_config(), module_filter_func=lambda _, name: False))
     accelerator = Accelerator(
         cpu=device.type == "cpu",
@@ -145,7 +153,8 @@ def start_accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=sizes.gradient_accumulation_steps, adjust_scheduler=False, sync_with_dataloader=False
         ),
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # compiling is ours: block by block, before wrapping
+        # The model is compiled block by block, before it is wrapped.
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),
         kwargs_handlers=handlers,
         **(plugins or {}),
     )

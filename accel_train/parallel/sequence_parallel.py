@@ -1,12 +1,13 @@
-"""Sequences split over neighbouring processes (sequence parallelism), by DeepSpeed's Ulysses attention.
+"""Sequence parallelism: neighboring processes split every sequence, by DeepSpeed's Ulysses attention.
 
-Each process of a group reads the same samples and computes its slice of every sequence. What works on one position at a time
-(embeddings, norms, linear layers, the loss) needs nothing else. Attention does: DeepSpeed's class exchanges "all heads of my
-slice" for "some heads of all slices", attends, and exchanges back (all-to-all; Jacobs et al. 2023, arXiv 2309.14509). Weights are
-those of every process, so their gradients are summed over all processes of the run, as ever: by DDP, or by FSDP2.
+Each process of a group reads the same samples and computes its slice of every sequence. Modules that work on one
+position at a time (embeddings, norms, linear layers, the loss) need no change. DeepSpeed's attention class exchanges
+"all heads of my slice" for "some heads of all slices". It then attends and exchanges back (all-to-all; Jacobs et al.
+2023, arXiv 2309.14509). Every process holds the same weights. DDP or FSDP2 therefore sums the gradients over all
+processes of the run.
 
-DeepSpeed's engine and its data loader are not used, nor is its registration: that puts itself in the place of transformers'
-own `sdpa`, for everything else in the process as well.
+DeepSpeed's engine, data loader, and registration are not used. Its registration would replace transformers' `sdpa` for
+the whole process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,31 +30,31 @@ from accel_train.task import TaskData
 
 SPLIT = ("input_ids", "labels")
 OF_DOCUMENTS = ("position_ids", "document_ids", "document_lengths")
-"""What a batch has besides, where several documents share a sequence."""
+"""Additional batch entries if several documents share a sequence."""
 ROPES_OF_EACH_POSITION = ("default", "linear", "yarn", "llama3")
-"""Rotary embeddings by transformers' names that turn a position the same way whatever else is in the batch."""
+"""transformers names of rotary embeddings that rotate each position independently of the rest of the batch."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """A task's collate, of whose batches one slice is kept."""
+    """A task's collate that keeps one slice of each batch."""
 
     collate: Callable[[Sequence[Any]], dict[str, Any]]
-    """Samples -> whole sequences."""
+    """Function from samples to a batch of whole sequences."""
     part: int
     num_parts: int
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """Return this process's slice of the batch, with the slice's own `num_targets`."""
+        """Return this process's slice of the batch, with the slice's `num_targets`."""
         batch = slice_of(self.collate(rows), self.part, self.num_parts)
         return {**batch, "num_targets": int((batch["labels"] != IGNORED_LABEL).sum())}
 
 
 def in_slices(data: TaskData, group: ParallelDims) -> TaskData:
-    """Return the data with only this process's slice of each sequence: all of it, where nobody shares them.
+    """Return the data with this process's slice of each sequence; unchanged if sequences are not split.
 
     Raises:
-        ValueError: it comes in batches of its own.
+        ValueError: the data yields ready-made batches.
     """
     num_parts = group.sp_size
     if num_parts == 1:
@@ -64,21 +65,24 @@ def in_slices(data: TaskData, group: ParallelDims) -> TaskData:
 
 
 def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, Any]:
-    """Slice `part` (from 0) of `num_parts` equal ones: `input_ids`, `labels` and their `position_ids`, (B, T / num_parts) each;
-    `document_lengths`, if there are any, stay those of whole sequences, over which attention goes.
+    """Return slice `part` (from 0) of `num_parts` equal slices of a batch.
 
-    labels[:, t] is the token after input t, in the whole batch already: so the last target of a slice is the first input of the
-    next one, and none is lost between them.
+    `input_ids`, `labels`, and `position_ids` become (B, T / num_parts). `document_lengths`, if present, stay the
+    lengths in whole sequences, because attention spans those.
+
+    labels[:, t] is the token after input t, already in the whole batch. The last target of a slice is therefore the
+    first input of the next slice, and no target is lost between them.
 
     Raises:
-        ValueError: there is more in the batch than a plain language model reads, or its length does not divide.
+        ValueError: the batch has entries that a plain language model does not read, or `num_parts` does not divide its
+            length.
     """
     known = {*SPLIT, "num_targets", *(OF_DOCUMENTS if "document_lengths" in batch else ())}
     others = sorted(name for name in batch if name not in known)
     if others or any(name not in batch for name in SPLIT):
         raise ValueError(
-            f"parallel.sp_size={num_parts} splits batches of input_ids and labels, and these have {', '.join(sorted(batch))}; set "
-            "it to 1"
+            f"parallel.sp_size={num_parts} splits batches of input_ids and labels, and these have "
+            f"{', '.join(sorted(batch))}; set it to 1"
         )
     num_samples, length = batch["input_ids"].shape
     if length % num_parts:
@@ -92,24 +96,24 @@ def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, A
 
 
 def check_attention(config: Any, attention: str, reason: str, size: int) -> None:
-    """Refuse a model whose attention over slices would differ from that over the whole.
+    """Check that a model's attention over slices equals its attention over the whole sequence.
 
     Raises:
-        ValueError: it has another attention, rotary embeddings that look further, or heads that do not divide.
+        ValueError: other attention, rotary embeddings that depend on the batch, or heads that do not divide.
     """
     from accel_train.model.kernels.attention import CAUSAL_SDPA
 
     text = config.get_text_config()
     if attention != CAUSAL_SDPA:
         raise ValueError(
-            f"parallel.sp_size={size} needs plain causal attention over the whole sequence: {reason}. Set it to 1, or take another "
-            "model: gpt2, llama, mistral and qwen3 are some that can"
+            f"parallel.sp_size={size} needs plain causal attention over the whole sequence: {reason}. Set it to 1, or "
+            "take another model: gpt2, llama, mistral and qwen3 are some that can"
         )
     for kind in _rope_types(getattr(text, "rope_parameters", None) or {}):
         if kind not in ROPES_OF_EACH_POSITION:
             raise ValueError(
-                f"parallel.sp_size={size}: rope_type {kind} turns a position by the longest that it sees, and each slice sees others; "
-                f"use {', '.join(ROPES_OF_EACH_POSITION)}, or set it to 1"
+                f"parallel.sp_size={size}: rope_type {kind} turns a position by the longest that it sees, and each "
+                f"slice sees others; use {', '.join(ROPES_OF_EACH_POSITION)}, or set it to 1"
             )
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -117,13 +121,14 @@ def check_attention(config: Any, attention: str, reason: str, size: int) -> None
         fitting = [n for n in divisors(heads) if key_heads % n == 0 or n % key_heads == 0]
         pairs = f" and {key_heads} num_key_value_heads" if key_heads != heads else ""
         raise ValueError(
-            f"parallel.sp_size={size} does not divide the {heads} {text.attribute_map.get('num_attention_heads', 'num_attention_heads')}"
-            f"{pairs} of {text.model_type}, and each process attends with whole heads; use {', '.join(map(str, fitting))}"
+            f"parallel.sp_size={size} does not divide the {heads} "
+            f"{text.attribute_map.get('num_attention_heads', 'num_attention_heads')}{pairs} of {text.model_type}, and "
+            f"each process attends with whole heads; use {', '.join(map(str, fitting))}"
         )
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types in a model's `rope_parameters`, which may be one set or one for each kind of layer."""
+    """Yield the types in a model's `rope_parameters`: one set, or one set per kind of layer."""
     if "rope_type" in parameters:
         yield str(parameters["rope_type"])
     for each in parameters.values():
@@ -132,26 +137,26 @@ def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_model(model: nn.Module, size: int) -> None:
-    """Refuse a model whose attention is not known to be exact over slices; one without weights will do.
+    """Check that a model's attention is known to be exact over slices. A model without weights is allowed.
 
     Raises:
-        ValueError: it is no model of transformers, has another attention, or heads that do not divide.
+        ValueError: the model is not from transformers, has another attention, or heads that do not divide.
     """
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "set_attn_implementation", None)):
         raise ValueError(
-            f"parallel.sp_size={size}: {type(model).__name__} is no model of transformers, whose attention could be exchanged; "
-            "set it to 1"
+            f"parallel.sp_size={size}: {type(model).__name__} is no model of transformers, whose attention could be "
+            "exchanged; set it to 1"
         )
     attention = config._attn_implementation
     check_attention(config, attention, f"that of {type(model).__name__} is {attention}", size)
 
 
 def tell_accelerator(accelerator: Accelerator, size: int) -> None:
-    """Let Accelerate's ParallelismConfig say how many processes split each sequence, so that others find it there.
+    """Set the number of processes that split each sequence in Accelerate's ParallelismConfig.
 
-    Once it is built: on a CPU Accelerate knows no ParallelismConfig without FSDP2, and one with sequences in it makes no mesh,
-    which copies of a sharded model need.
+    Other code reads it there. Call this after the Accelerator is built. On a CPU without FSDP2, Accelerate refuses a
+    ParallelismConfig. With a sequence size in it, Accelerate makes no mesh, but copies of a sharded model need one.
     """
     if size == 1:
         return
@@ -163,11 +168,10 @@ def tell_accelerator(accelerator: Accelerator, size: int) -> None:
 
 
 def attend_over_slices(accelerator: Accelerator, model: nn.Module) -> None:
-    """Let the model attend together with the processes that have the other slices of its sequences, if there are any; all
-    processes call it.
+    """Make the model attend together with the processes that hold the other slices. All processes call this function.
 
     Raises:
-        ValueError: as `check_model`.
+        ValueError: see `check_model`.
     """
     size = parallel_dims(accelerator).sp_size
     if size == 1:
@@ -186,7 +190,7 @@ def attend_over_slices(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 class UlyssesAttention:
-    """DeepSpeed's attention over the slices of a group of processes, with the face of one of transformers' attentions."""
+    """DeepSpeed's attention over the slices of a process group, with the interface of a transformers attention."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -195,22 +199,24 @@ class UlyssesAttention:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, heads, T / n, head size) of this slice -> (B, T / n, heads, head size), causal over all T positions.
+        """Compute attention of this slice, causal over all T positions.
 
-        What stands in the place of a mask is where documents start in whole sequences, if anything (`document_starts`).
+        (B, heads, T / n, head size) -> (B, T / n, heads, head size). `attention_mask` may hold the starts of documents
+        in whole sequences (`document_starts`).
         """
         batch, heads, length, size = query.shape
-        # DeepSpeed gathers positions for attentions that look for packed documents in them. Ours does not.
+        # DeepSpeed gathers positions for attentions that look for packed documents in them. This attention does not.
         kwargs["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=query.device)
         groups = getattr(module, "num_key_value_groups", None)
         joined = self._joined(batch, heads, key.shape[1], size)
         output, weights = joined(module, query, key, value, attention_mask, **kwargs)
-        if groups is not None:  # it sets its own where it repeats heads, and what comes after has all of them
+        # DeepSpeed sets its own value where it repeats heads, but later code has all heads.
+        if groups is not None:
             module.num_key_value_groups = groups
         return output.view(batch, length, heads, size), weights
 
     def _joined(self, batch: int, heads: int, key_heads: int, size: int) -> Any:
-        """DeepSpeed's module for micro-batches of this size: it is made for one, and takes any length."""
+        """Return DeepSpeed's module for micro-batches of this shape. One module serves one shape, with any length."""
         shape = (batch, heads, key_heads, size)
         if shape not in self._of_shape:
             from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -223,7 +229,8 @@ class UlyssesAttention:
                 attn_head_count=heads,
                 attn_head_size=size,
                 kv_head_count=key_heads,
-                num_hidden_layers=1,  # of a mode for debugging
+                # Only a debugging mode reads it.
+                num_hidden_layers=1,
                 process_group=self.group,
                 seq_length_is_variable=True,
             )

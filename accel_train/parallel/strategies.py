@@ -1,4 +1,4 @@
-"""Choose the strategy of a run, by the recipe and the number of its processes."""
+"""Select the strategy of a run from the recipe and the number of processes."""
 
 import torch
 
@@ -12,7 +12,7 @@ STRATEGIES: dict[str, type[Strategy]] = {each.name: each for each in (Ddp, Fsdp2
 
 
 def open_strategy(section: Parallel, world_size: int, device: torch.device) -> Strategy:
-    """Return the strategy that the recipe asks for; one that shards nothing over this many processes is plain data parallelism.
+    """Return the strategy that the recipe asks for; plain data parallelism if it would shard nothing.
 
     Raises:
         ValueError: the number of processes does not fit the recipe.

@@ -1,6 +1,6 @@
-"""The base of all strategies: how a model is spread over processes. Every question about it is a method here.
+"""Base class of the strategies. A strategy spreads a model over processes.
 
-DDP, FSDP2 and ZeRO are a file each; a new strategy is one more (and a line in `strategies.py`).
+DDP, FSDP2, and ZeRO are one file each. To add a strategy, write one more file and add a line to `strategies.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -40,115 +40,120 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Snapshot(NamedTuple):
-    """Copies in host memory of what this process writes into a checkpoint."""
+    """Copies in host memory of the data that this process writes into a checkpoint."""
 
     files: dict[str, Writer]
-    """Whole files, by name; empty where another process writes them."""
+    """Whole files by name; empty if another process writes them."""
     shards: ShardWriter | None
-    """This process's part of files that all processes write together."""
+    """This process's part of the files that all processes write together."""
 
 
 class Strategy(ABC):
-    """A way to spread a model over processes. All processes call the methods marked * at once.
+    """A way to spread a model over processes. All processes must call the methods marked * together.
 
-    It is made before there is an Accelerator (`strategies.open_strategy`), and complete after `wrap`.
+    A strategy is created before the Accelerator (`strategies.open_strategy`). It is complete after `wrap`.
     """
 
     name: ClassVar[str]
     is_replicated = True
-    """Every process holds all weights and all moments: they can be compared, and one process saves."""
+    """Whether every process holds all weights and moments. They can then be compared, and one process saves them."""
     has_whole_weights = True
-    """Every process holds all weights, whatever it holds of the optimizer."""
+    """Whether every process holds all weights, regardless of the optimizer's state."""
     syncs_buffers = True
-    """The wrapper keeps running statistics alike by itself."""
+    """Whether the wrapper keeps running statistics equal on all processes."""
     keeps_gradients = True
-    """Gradients of the step are on the parameters after its backward passes."""
+    """Whether the parameters hold the step's gradients after its backward passes."""
     builds_empty = False
-    """`build` returns a model without weights, for `wrap` to fill: it cannot forward before that."""
+    """Whether `build` returns a model without weights. It cannot run a forward before `wrap` fills it."""
     waits_for_all_parameters = False
-    """Processes that lack gradients of different parameters have to know of it: the reduction would not end, or would mix them."""
+    """Whether processes that lack gradients of different parameters must detect it.
+
+    Otherwise the reduction would hang or mix gradients.
+    """
     looks_for_unused = False
-    """Each step looks for parameters that take no part in the loss."""
+    """Whether each step looks for parameters that take no part in the loss."""
     notes_forward_order = False
-    """The first forwards are taken for those of training: none may come before."""
+    """Whether the strategy records the first forwards as training forwards. No other forward may run before them."""
 
     accelerator: Accelerator
     dims: ParallelDims
     module: nn.Module
-    """The training module as it is wrapped: what training forwards."""
+    """The wrapped training module, whose forward training calls."""
     inner: TrainingModule
-    """The training module inside the wrapper: what evaluation forwards, and what is saved."""
+    """The training module inside the wrapper. Evaluation calls its forward, and it is saved."""
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
-    """Those that the optimizer was made with."""
+    """The parameters with which the optimizer was created."""
     average: Average | None = None
 
     def __init__(self, section: Parallel, choice: Choice[int]) -> None:
         self.section, self.choice = section, choice
-        """The recipe's section, and how many processes share one copy of the model, with the reason."""
+        """The recipe's section, and the number of processes that share one copy of the model, with the reason."""
 
     fault: Tensor | None = None
-    """0-dim: NaN where a loss of this process's step is not finite, else 0; None: all are known to be finite.
+    """NaN if a loss of this process's step is not finite, otherwise 0 (0-dim); None if all losses are finite.
 
-    Gradients take it to the other processes: NaN that is sent backward need not arrive where a gradient is zero."""
+    The gradients carry it to the other processes. A NaN in the loss may not reach them, because it is lost where a
+    gradient is zero.
+    """
 
     # Before and while building
 
     @classmethod
     @abstractmethod
     def choose(cls, section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
-        """Return how many processes share one copy of the model, with the reason; 1: each holds all of it.
+        """Return the number of processes that share one copy of the model, with the reason; 1 if each holds all of it.
 
         Raises:
             ValueError: the number of processes does not fit the recipe.
         """
 
     def precision(self, precision: Choice[str]) -> Choice[str]:
-        """Return the precision of a run, its reason with what this strategy makes of it."""
+        """Return the precision of a run, with this strategy's effect added to its reason."""
         return precision
 
     def accelerator_arguments(self, world_size: int, mixed_precision: str) -> dict[str, Any]:
-        """Return the arguments that the Accelerator needs for it."""
+        """Return the Accelerator arguments that this strategy needs."""
         return {}
 
     def attach(self, accelerator: Accelerator) -> None:
-        """Take the Accelerator that was made with these arguments."""
+        """Attach the Accelerator that was created with these arguments."""
         self.accelerator, self.dims = accelerator, parallel_dims(accelerator)
 
     @property
     def shard_size(self) -> int:
-        """Processes that share one copy of the model, each with whole rows of every weight; 1 where rows are not divided."""
+        """Number of processes that share one copy of the model, each with whole rows; 1 if rows are not divided."""
         return 1
 
     @property
     def meets_in_forward(self) -> bool:
-        """A forward waits for other processes: nobody can compute alone, or stay behind."""
+        """Return whether a forward waits for other processes. If so, all processes must run it together."""
         is_synced = any(isinstance(each, SyncedBatchNorm) for each in self.inner.modules())
         return not self.is_replicated or self.dims.num_sharing > 1 or (is_synced and self.accelerator.num_processes > 1)
 
     @property
     def num_copies(self) -> int:
-        """Processes that hold the same as this one, and can be compared with it."""
+        """Number of processes that hold the same data as this one and can be compared with it."""
         return self.accelerator.num_processes
 
     def copies_group(self) -> dist.ProcessGroup | None:
-        """Return the group of those processes; None for all of them."""
+        """Return the process group that holds the same data as this process; None for all processes."""
         return None
 
     def independent_modules(self) -> list[nn.Module]:
-        """Return the modules whose forward, once begun, waits for no other process."""
+        """Return the modules whose forward, once started, waits for no other process."""
         return [self.inner] if self.dims.num_sharing == 1 else []
 
     def build(self, make: Callable[[], nn.Module], make_empty: Callable[[], nn.Module]) -> nn.Module:
-        """* Return the model: with its weights on this device, or empty, for `wrap` to fill."""
+        """* Return the model with its weights on this device, or empty for `wrap` to fill."""
         return make().to(self.accelerator.device)
 
     @abstractmethod
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
-        """* Spread and wrap the training module, and make its optimizer when this strategy needs it; returns what was wrapped."""
+        """* Wrap the training module and build its optimizer when the strategy needs it; return a description."""
 
     def take(self, inner: TrainingModule, make_optimizer: MakeOptimizer) -> None:
-        """Keep the training module that is wrapped, and make its optimizer."""
+        """Store the training module to wrap, and build its optimizer."""
         self.inner, self.optimizer = inner, make_optimizer(inner.model)
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
@@ -159,55 +164,61 @@ class Strategy(ABC):
         self.looks_for_unused = True
 
     def without_gradient(self) -> list[str]:
-        """Return the trained parameters that have got no gradient of this process in the step."""
+        """Return the trained parameters without a gradient of this process in the step."""
         return [name for name, each in self.inner.model.named_parameters() if each.requires_grad and each.grad is None]
 
     def end_incomplete_reduction(self) -> list[str] | None:
-        """* End a reduction that lacks gradients of this process; return the parameters without one where no step looks for them, else None."""
+        """* Complete a reduction that lacks gradients of this process; return the parameters without a gradient.
+
+        Return None if no gradient is missing, or if each step looks for such parameters.
+        """
         return None
 
     def begin_step(self) -> None:
-        """Forget what was noted of the step before."""
+        """Clear the records of the step before."""
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Inside, a backward does not reduce gradients, unless it is of the last micro-batch."""
+        """Skip the reduction of gradients inside the context, except for the last micro-batch."""
         return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
     def update_within(self, limits: Limits, share: Tensor) -> Update:
-        """* Clip and update, or leave all bits as they are; `share` is `Agreement.share_of_a_target`."""
+        """* Clip and update, or leave all bits unchanged; `share` is `Agreement.share_of_a_target`."""
         return update_within(limits, self.optimizer, self.parameters, self.accelerator.scaler, share, self.fault)
 
     def gradient_sum(self) -> Tensor | None:
-        """Return the sum of this process's own gradients of the step, 0-dim on the device; None where they were not seen."""
+        """Return the sum of this process's gradients of the step, 0-dim on the device; None if not recorded."""
         return None
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step whose update will not be made."""
+        """Free the gradients of a step that will not be applied."""
         self.optimizer.zero_grad(set_to_none=True)
 
     # A step that failed
 
     def reduce_now(self, batch: Mapping[str, Tensor], *, is_first: bool) -> None:
-        """* Reduce the gradients that each process has kept to itself, by a backward pass of `batch` that adds nothing to them.
+        """* Reduce the gradients that each process has accumulated, by a backward pass that adds nothing to them.
 
-        Nothing to do where each backward pass reduces its own.
+        `batch` is the input of that pass. The default does nothing, for strategies that reduce in each backward pass.
         """
 
     def contribute_nan(self) -> bool:
-        """* End a backward pass that failed here for the other processes, by NaN; return False where that is impossible."""
+        """* Complete a backward pass that failed on this process, by sending NaN to the other processes.
+
+        Return False if this is impossible.
+        """
         return False
 
     def undo_step(self) -> None:
-        """* Be as before a step that no process applied."""
+        """* Restore the state before a step that no process applied."""
 
     # Weights
 
     def release_gathered(self) -> None:
-        """Forget gathered weights, before weights change other than by an update."""
+        """Free gathered weights, before weights change other than by an update."""
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model has its averaged weights, where there is an average."""
+        """Swap the averaged weights into the model inside the context, if the run keeps an average."""
         if self.average is None:
             yield
             return
@@ -219,56 +230,62 @@ class Strategy(ABC):
                 self.release_gathered()
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Return the weights and moments that this process holds: the same names on all, none empty."""
+        """Return the non-empty weights and moments that this process holds. All processes have the same names."""
         return {**model_tensors(self.inner.model), **optimizer_tensors(self.optimizer)}
 
     def weight_shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the whole weights by name: sizes are asked before anything is gathered."""
+        """Return the shapes of the whole weights by name. Nothing is gathered."""
         return {name: tensor.shape for name, tensor in model_tensors(self.inner.model).items()}
 
     def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
-        """* Return all weights but those `without` by name, on the main process in host memory; empty on the others."""
+        """* Return all weights by name, without those in `without`, in the main process's host memory.
+
+        The result is empty on the other processes.
+        """
         return copy_to_host(model_tensors(self.inner.model, without)) if self.accelerator.is_main_process else {}
 
     def full_moments(self) -> dict[str, Tensor]:
-        """* Return the optimizer's whole state by name, on the main process in host memory; empty on the others."""
+        """* Return the optimizer's whole state by name, in the main process's host memory.
+
+        The result is empty on the other processes.
+        """
         return copy_to_host(optimizer_tensors(self.optimizer)) if self.accelerator.is_main_process else {}
 
     # Checkpoints
 
     def snapshot(self) -> Snapshot:
-        """* Copy what this process writes into a checkpoint: training may continue when this returns."""
+        """* Copy this process's part of a checkpoint. Training may continue when this returns."""
         weights, moments = self.full_weights(self.inner.base), self.full_moments()
         writers = tensor_writers(weights, moments, self.average) if self.accelerator.is_main_process else {}
         return Snapshot(writers, None)
 
     def check_stored(self, folder: Path) -> None:
-        """Refuse a checkpoint whose tensors are of other types or shapes than this run's, before anything is changed.
+        """Check that a checkpoint's tensors have the types and shapes of this run, before anything is changed.
 
         Raises:
-            CheckpointError: names the first.
+            CheckpointError: one differs. The message names the first one.
         """
         check_tensors(folder, self.inner.model, self.optimizer)
 
     def restore_weights(self, folder: Path) -> None:
-        """Read weights and their average from a checkpoint of any layout.
+        """Load weights and their average from a checkpoint of any layout.
 
         Raises:
-            ValueError: it was made for another model.
+            ValueError: the checkpoint is from another model.
         """
         self.release_gathered()
         restore_weights(folder, self.inner.model, self.average)
 
     def restore_optimizer(self, folder: Path) -> None:
-        """Read moments and step counters from a checkpoint of any layout.
+        """Load moments and step counters from a checkpoint of any layout.
 
         Raises:
-            ValueError: they are of other parameters.
+            ValueError: they belong to other parameters.
         """
         restore_optimizer(folder, self.optimizer)
 
     def make_average(self, decay: float | None) -> None:
-        """Keep an average of the trained weights from now on: with this decay, or that of a schedule-free optimizer."""
+        """Start an average of the trained weights: with this decay, or from a schedule-free optimizer."""
         trained = [(name, each) for name, each in self.inner.model.named_parameters() if each.requires_grad]
         if decay is not None:
             self.average = WeightAverage(trained, decay)

@@ -1,8 +1,8 @@
-"""Layers split over neighbouring processes (tensor parallelism), by the plan that transformers has for a model.
+"""Tensor parallelism: neighboring processes split layers, by the plan that transformers has for a model.
 
-transformers' own styles split what the plan names. What it leaves whole (norms, say) becomes a tensor of the same mesh that
-every process holds alike: so the gradient norm, the fused optimizer and a checkpoint see tensors of one kind, each counted
-once. (Accelerate 1.15's `prepare` means to do this, by a class that transformers 5.23 no longer has.)
+transformers' styles split the weights that the plan names. The rest (norms, for example) becomes replicated tensors of
+the same mesh. The gradient norm, the fused optimizer, and a checkpoint then see tensors of one kind, each counted once.
+(Accelerate 1.15's `prepare` should do this, but the class that it uses is missing in transformers 5.23.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,29 +25,29 @@ STYLES: dict[str, int | None] = {
     "rowwise_split_input": COLUMNS,
     "replicated_with_grad_allreduce": WHOLE,
 }
-"""transformers' styles that are known to train as one process does, and the dimension of a weight that each of them splits."""
+"""transformers styles that are known to train as one process does, and the dimension of a weight that each splits."""
 SUMMED = "replicated_with_grad_allreduce"
-"""A weight that all hold and each applies to its own heads: its gradient is the sum of theirs."""
+"""Style of a replicated weight that each process applies to its own heads. Its gradient is the sum over processes."""
 MODELS = "llama, mistral, qwen2, qwen3, gemma and gpt_neox are some that can"
 
 
 def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
-    """Refuse a model that its plan does not split over `size` processes.
+    """Check that a model's plan can split it over `size` processes.
 
     Raises:
-        ValueError: it has no plan, one with other styles, or heads that do not divide.
+        ValueError: the model has no plan, a plan with other styles, or heads that do not divide.
     """
     text = config.get_text_config()
     if not plan:
         raise ValueError(
-            f"parallel.tp_size={size}: transformers has no plan of how to split {text.model_type} (base_model_tp_plan); "
-            f"{MODELS}. Set parallel.tp_size to 1, which leaves the model to fsdp2"
+            f"parallel.tp_size={size}: transformers has no plan of how to split {text.model_type} "
+            f"(base_model_tp_plan); {MODELS}. Set parallel.tp_size to 1, which leaves the model to fsdp2"
         )
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
         raise ValueError(
-            f"parallel.tp_size={size}: the plan of {text.model_type} splits layers by {', '.join(unknown)}, which is not "
-            f"supported; {MODELS}. Set parallel.tp_size to 1"
+            f"parallel.tp_size={size}: the plan of {text.model_type} splits layers by {', '.join(unknown)}, which is "
+            f"not supported; {MODELS}. Set parallel.tp_size to 1"
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, name, None)
@@ -62,15 +62,15 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
     """Return the style of each module and parameter that the model's plan names, by its full name.
 
     Raises:
-        ValueError: it has no plan, one with styles or heads that do not fit, or ties a weight that is split to one that is not.
+        ValueError: no plan, styles or heads that do not fit, or a split weight that is tied to a whole weight.
     """
     plan = getattr(model, "tp_plan", None)
     config = getattr(model, "config", None)
     expand = getattr(model, "_expand_parallel_plan", None)
     if config is None or not callable(expand):
         raise ValueError(
-            f"parallel.tp_size={size}: {type(model).__name__} is no model of transformers, which say how they are split; "
-            "set it to 1"
+            f"parallel.tp_size={size}: {type(model).__name__} is no model of transformers, which say how they are "
+            "split; set it to 1"
         )
     check_plan(config, plan or {}, size)
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
@@ -79,14 +79,14 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
         split = {name: STYLES.get(found.get(name.rpartition(".")[0], SUMMED)) for name in (first, *others)}
         if len(set(split.values())) > 1:
             raise ValueError(
-                f"parallel.tp_size={size}: {first} and {others[0]} are one weight, and the plan of {config.model_type} splits "
-                "only one of them; set model.config.tie_word_embeddings to false, or parallel.tp_size to 1"
+                f"parallel.tp_size={size}: {first} and {others[0]} are one weight, and the plan of {config.model_type} "
+                "splits only one of them; set model.config.tie_word_embeddings to false, or parallel.tp_size to 1"
             )
     return {name: style for name, style in found.items() if name in parameters or name in modules}
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -94,7 +94,7 @@ def tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def tie(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """Let the first parameter of each list stand for all the others again."""
+    """Tie the parameters again: replace all parameters of each list by its first one."""
     for first, *others in tied:
         for name in others:
             path, _, leaf = name.rpartition(".")
@@ -102,10 +102,12 @@ def tie(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
-    """Split a model in place over the processes of a 1-D mesh; all of them hold the same weights, or (meta device) none.
+    """Split a model in place over the processes of a 1-D mesh.
+
+    All processes must hold the same weights, or weights on the meta device.
 
     Raises:
-        ValueError: as `styles_of`.
+        ValueError: see `styles_of`.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -124,7 +126,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
 
 
 def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None:
-    """Make what a module holds whole part of the mesh, and let its forward see plain tensors all the same."""
+    """Convert a module's whole parameters to replicated DTensors, and let its forward see plain tensors."""
     whole = {name: p for name, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
     if not whole:
         return
@@ -134,9 +136,11 @@ def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None
     forward, of_gradient = module.forward, [Partial() if is_summed else Replicate()]
 
     def with_plain(*args: Any, **kwargs: Any) -> Any:
-        held = {name: getattr(module, name) for name in whole}  # FSDP has put there what it gathered
+        # FSDP has set the gathered parameters there.
+        held = {name: getattr(module, name) for name in whole}
         plain = {n: p.to_local(grad_placements=of_gradient) for n, p in held.items() if isinstance(p, DTensor)}
-        vars(module).update(plain)  # an attribute of the object itself is found before a parameter
+        # An attribute of the instance takes precedence over a parameter.
+        vars(module).update(plain)
         try:
             return forward(*args, **kwargs)
         finally:
@@ -147,9 +151,10 @@ def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None
 
 
 def keep_gradients_in_parts(model: nn.Module) -> None:
-    """Give each gradient the layout of its weight as soon as it is there: that of an embedding comes whole, on every process.
+    """Redistribute each gradient to the layout of its weight when it is computed.
 
-    For a model that only this splits; FSDP2 does it with what it reduces. Call it once the weights have their storage.
+    An embedding's gradient arrives whole on every process. This is for models without FSDP2, because FSDP2
+    redistributes gradients in its reduction. Call it after the weights have storage.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -165,10 +170,10 @@ def _like_its_weight(parameter: torch.Tensor) -> None:
 
 
 def part_shapes(model: nn.Module, size: int) -> dict[int, torch.Size]:
-    """Return the shape that the first of `size` neighbours holds of each parameter, by its id: the largest shard.
+    """Return the shape of the largest shard of each parameter over `size` processes, by the parameter's id.
 
     Raises:
-        ValueError: as `styles_of`.
+        ValueError: see `styles_of`.
     """
     styles = styles_of(model, size)
     shapes: dict[int, torch.Size] = {}
@@ -176,7 +181,8 @@ def part_shapes(model: nn.Module, size: int) -> dict[int, torch.Size]:
         style = styles.get(name, styles.get(name.rpartition(".")[0], SUMMED))
         dimension = STYLES[style]
         shape = list(parameter.shape)
-        if dimension is not None and (dimension == ROWS or len(shape) > 1):  # a bias is split by rows, or not at all
+        # A bias is split by rows, or not at all.
+        if dimension is not None and (dimension == ROWS or len(shape) > 1):
             shape[dimension] = -(-shape[dimension] // size)
         shapes[id(parameter)] = torch.Size(shape)
     return shapes

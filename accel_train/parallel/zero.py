@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO, stages 1 to 3: what is asked of it, what it is not asked, and how a step goes through it.
+"""DeepSpeed's ZeRO, stages 1 to 3: the parts of a step that DeepSpeed runs, and the parts that it does not.
 
-DeepSpeed reduces gradients, keeps each process's part of the optimizer, and gathers weights. What a step is stays ours: the
-loss and its division, the ends of accumulation, the norm, the clip, and whether the update is made at all.
+DeepSpeed reduces gradients, keeps each process's part of the optimizer, and gathers weights. This program divides the
+loss, ends the accumulation, computes the norm, and clips. It also decides whether the update is applied.
 """
 
 import logging
@@ -31,7 +31,7 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import norms_of, set_gradient_norm
 
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients that are reduced at once, at most: 200 MB, which DeepSpeed holds room for while it computes them."""
+"""Largest number of gradient elements in one reduction. DeepSpeed reserves 200 MB for them during the backward."""
 SHARDED = {
     1: "the optimizer's state",
     2: "the optimizer's state and gradients",
@@ -40,7 +40,10 @@ SHARDED = {
 
 
 class Zero(Strategy):
-    """The optimizer's state is sharded over the processes by DeepSpeed, from stage 2 gradients too, in stage 3 weights as well."""
+    """Strategy in which DeepSpeed shards the optimizer's state over the processes.
+
+    Stage 2 also shards gradients, and stage 3 also weights.
+    """
 
     name = "deepspeed"
     is_replicated = False
@@ -55,10 +58,13 @@ class Zero(Strategy):
 
     @classmethod
     def choose(cls, section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
-        """Return all processes."""
+        """Return the number of all processes."""
         if world_size == 1:
             return Choice(1, ALONE)
-        reason = f"deepspeed, ZeRO stage {section.zero_stage}: {SHARDED[section.zero_stage]} sharded over {world_size} processes"
+        reason = (
+            f"deepspeed, ZeRO stage {section.zero_stage}: {SHARDED[section.zero_stage]} sharded over {world_size} "
+            "processes"
+        )
         return Choice(world_size, reason)
 
     def __init__(self, section: Parallel, choice: Choice[int]) -> None:
@@ -67,23 +73,27 @@ class Zero(Strategy):
         self.has_whole_weights = self._stage != 3
 
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
-        """* Wrap the training module in DeepSpeed's engine, which takes over the optimizer that was made of whole weights."""
+        """* Wrap the training module in DeepSpeed's engine. It takes over the optimizer built over whole weights."""
         check_dimensions(inner.model, self.name)
         self.take(inner, make_optimizer)
         deepspeed = import_deepspeed()
         if self.accelerator.mixed_precision != "no":
             inner.forward = self.accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
-        self.optimizer.state.clear()  # of whole weights
+        # The state belongs to whole weights.
+        self.optimizer.state.clear()
         num_elements = sum(parameter.numel() for parameter in self.parameters)
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # it counts with it, and nothing else
-            "gradient_accumulation_steps": 1,  # it would divide by it
-            "gradient_clipping": 0.0,  # set each step
+            # DeepSpeed only uses it to count.
+            "train_micro_batch_size_per_gpu": 1,
+            # DeepSpeed would divide by it.
+            "gradient_accumulation_steps": 1,
+            # The limit is set at each step.
+            "gradient_clipping": 0.0,
             "steps_per_print": math.inf,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": self._stage, "reduce_bucket_size": min(BUCKET_ELEMENTS, num_elements)},
         }
-        # From here on the optimizer's groups hold this process's parts.
+        # From here on, the optimizer's groups hold this process's parts.
         self._engine, *_ = deepspeed.initialize(
             model=inner, optimizer=self.optimizer, config=config, dist_init_required=False
         )
@@ -94,7 +104,7 @@ class Zero(Strategy):
         return None
 
     def begin_step(self) -> None:
-        """Forget what was noted of the step before."""
+        """Clear the records of the step before."""
         self._gradients.begin_step()
 
     def without_gradient(self) -> list[str]:
@@ -102,12 +112,15 @@ class Zero(Strategy):
         return sorted(self._gradients.lacking)
 
     def end_incomplete_reduction(self) -> list[str] | None:
-        """* Return the parameters that lacked a gradient of this process: DeepSpeed has mixed those of others into theirs; None if none lacks."""
+        """* Return the parameters that lacked a gradient of this process; None if all have one.
+
+        DeepSpeed has mixed gradients of other processes into theirs.
+        """
         return self.without_gradient() or None
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
-        """Inside, a backward is the last one of its step or not (stages 2 and 3 reduce its gradients all the same)."""
+        """Mark a backward inside the context as the last one of its step or not. Stages 2 and 3 always reduce."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         try:
             yield
@@ -116,7 +129,7 @@ class Zero(Strategy):
             self._engine.set_gradient_accumulation_boundary(True)
 
     def independent_modules(self) -> list[nn.Module]:
-        """Return the training module; none in stage 3, which gathers weights in each forward."""
+        """Return the training module; empty in stage 3, because it gathers weights in each forward."""
         return super().independent_modules() if self.has_whole_weights else []
 
     def local_tensors(self) -> dict[str, Tensor]:
@@ -136,10 +149,10 @@ class Zero(Strategy):
         return self.parts.moments()
 
     def check_stored(self, folder: Path) -> None:
-        """Leave it to `restore_weights`: DeepSpeed keeps tensors of its own types."""
+        """Do nothing: DeepSpeed stores tensors in other types. `restore_weights` checks them."""
 
     def restore_weights(self, folder: Path) -> None:
-        """Read weights and their average into DeepSpeed's parts."""
+        """Load weights and their average into DeepSpeed's parts."""
         base = left_out(folder)
         expected = {name: shape for name, shape in self.parts.shapes().items() if name not in base}
         check_fit(expected, CheckpointReader(folder, "model").shapes)
@@ -147,26 +160,28 @@ class Zero(Strategy):
         restore_average(folder, self.average)
 
     def restore_optimizer(self, folder: Path) -> None:
-        """Read moments and step counters into DeepSpeed's parts."""
+        """Load moments and step counters into DeepSpeed's parts."""
         self.parts.load_moments(folder)
 
     def update_within(self, limits: Limits, share: Tensor) -> Update:
-        """* Clip and update, or leave weights, moments and step counters untouched to the bit."""
+        """* Clip and update, or leave weights, moments, and step counters bit-identical."""
         grad_norm = nan_without_targets(self._norm(), share)
-        norm = float(grad_norm)  # one host sync a step, which DeepSpeed makes as well
-        is_skipped = not norm <= limits.skip  # NaN is less than nothing, Inf than no limit
+        # One host sync per step. DeepSpeed also makes one.
+        norm = float(grad_norm)
+        # Every comparison with NaN is false, and Inf is above every limit.
+        is_skipped = not norm <= limits.skip
         self._step(limits.clip, math.inf if is_skipped else norm)
         return Update(grad_norm, torch.full((), float(is_skipped), device=grad_norm.device), None)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step whose update will not be made."""
+        """Free the gradients of a step that will not be applied."""
         super().drop_gradients()
         self._step(0.0, math.inf)
 
     def _norm(self) -> Tensor:
-        """Return the norm of all gradients over all processes, 0-dim fp32; NaN or Inf where one of them is."""
+        """Return the norm of all gradients over all processes, 0-dim fp32; NaN or Inf if any gradient has one."""
         grads = [grad for group in self._engine.optimizer.averaged_gradients.values() for grad in group]
-        # Squares in fp64: a norm of 1e20 is a number, and is one under DDP.
+        # Square in fp64, so that a norm of 1e20 stays finite, as under DDP.
         squares = torch.linalg.vector_norm(torch.stack(norms_of(grads)).double()).square()
         if self.fault is not None:
             squares += self.fault
@@ -174,7 +189,7 @@ class Zero(Strategy):
         return squares.sqrt().float()
 
     def _step(self, clip: float, norm: float) -> None:
-        """DeepSpeed's own step, held to our norm: it clips by that, and one that is not finite makes it skip the step."""
+        """Run DeepSpeed's step with our norm. DeepSpeed clips by it, and skips the step if it is not finite."""
         optimizer = self._engine.optimizer
         known = torch.full((), norm, device=self.parts.device)
         optimizer.clip_grad = clip
@@ -184,8 +199,11 @@ class Zero(Strategy):
 
 
 def import_deepspeed() -> Any:
-    """Return the package, set to compile nothing: what it would is for inference. `start_accelerator` has set its device."""
-    # All of torch's names that it calls by their old ones, several times a step.
+    """Return the deepspeed package, without its compiled extension: it is for inference.
+
+    `start_accelerator` has set its device.
+    """
+    # DeepSpeed calls several torch functions by their old names, several times per step.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     import deepspeed
 

@@ -1,3 +1,4 @@
-"""The settings of a run: their schema, reading and writing them, and the errors of who mistypes one.
+"""The settings of a run: their schema, reading and writing them, and error messages for mistyped settings.
 
-What a setting does lives in the package that does it; nothing here imports torch."""
+The package of each feature applies its settings. Code in this package must not import torch.
+"""

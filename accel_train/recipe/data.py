@@ -22,7 +22,9 @@ LABEL_COLUMNS = {
     "seq2seq": "target_column",
     "question-answering": "answers_column",
 }
-"""The setting of `data` that names the labels, by task; `label_column` for the others. None there: samples to predict."""
+"""Setting of `data` that names the label column, by task; `label_column` for other tasks. A null value means samples to
+predict.
+"""
 
 
 def _known_encoding(name: str) -> str:
@@ -44,159 +46,206 @@ def _one_character(delimiter: str) -> str:
 
 class TrainBPE(Section):
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 4096
-    """Tokens in the vocabulary, the 256 bytes and the document separator included."""
+    """Number of tokens in the vocabulary, including the 256 bytes and the document separator."""
 
 
 class TrainedTokenizer(Section):
     train_bpe: TrainBPE
-    """A byte-level BPE, trained on the training documents."""
+    """Byte-level BPE tokenizer, trained on the training documents."""
 
 
 class Augment(Section):
-    """Augmentation of training images, not of evaluation images; drawn from (seed, epoch, sample) alone."""
+    """Augmentation of training images. Evaluation images are not augmented. Random numbers depend only on (seed, epoch,
+    sample).
+    """
 
     random_resized_crop: tuple[Fraction, Fraction] | None = (0.35, 1.0)
-    """Cut out a part of between these fractions of the area, and resize it; none: resize and crop the centre."""
+    """Range of the area fraction to cut out and resize. null: resize and crop the center."""
     horizontal_flip: Fraction = 0.5
-    """Probability."""
+    """Probability of a horizontal flip."""
     vertical_flip: Fraction = 0.0
-    """Probability."""
+    """Probability of a vertical flip."""
     color_jitter: NonNegativeFloat = 0.0
-    """Brightness, contrast and saturation change by a factor between 1 - x and 1 + x."""
+    """Strength x of the color jitter. Brightness, contrast, and saturation change by a factor between 1 - x and 1 + x.
+    """
     rand_augment_ops: NonNegativeInt = 0
-    """RandAugment (Cubuk et al. 2020): operations an image goes through."""
+    """Number of RandAugment operations per image (Cubuk et al. 2020)."""
     rand_augment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
-    """RandAugment: how strong, of 30."""
+    """Strength of RandAugment, from 0 to 30."""
     mixup_alpha: NonNegativeFloat = 0.0
-    """Mixup (Zhang et al. 2018): images and labels are mixed by a Beta(alpha, alpha) share; 0: never."""
+    """Parameter of mixup (Zhang et al. 2018). Images and labels are mixed by a Beta(alpha, alpha) share; 0: off."""
     cutmix_alpha: NonNegativeFloat = 0.0
-    """CutMix (Yun et al. 2019): a box comes from another image; with mixup as well, each image draws one of the two."""
+    """Parameter of CutMix (Yun et al. 2019). A box comes from another image; 0: off. If mixup is also on, each image
+    draws one of the two.
+    """
     scale_range: tuple[PositiveFloat, PositiveFloat] | None = (0.5, 2.0)
-    """semantic-segmentation: images and masks are resized by a factor of this range before `crop_size` is cut out."""
+    """semantic-segmentation: range of the factor that resizes images and masks before `crop_size` is cut out."""
 
 
 class Data(Section):
     train: str | tuple[str, ...]
-    """Embedded data (`python-stdlib`, `stdlib-functions`, `digits`, ...), a file, glob or folder (txt, md, py, jsonl, csv,
-    parquet, conll, SQuAD's json, bin; images by class; images and masks; npz), or a data set name."""
+    """Training data: embedded data, a path, or a data set name. Embedded data are `python-stdlib`, `stdlib-functions`,
+    `digits`, and others. A path is a file, glob, or folder. Formats: txt, md, py, jsonl, csv, parquet, conll, SQuAD's
+    json, bin, npz. Images are in folders by class, or together with masks.
+    """
     eval: str | tuple[str, ...] | None = None
-    """Evaluation data; none: `eval_fraction` of the training documents."""
+    """Evaluation data. Default: `eval_fraction` of the training documents."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
-    """Samples held out of `train` for evaluation, chosen by a hash of each (document, text, image); 0 holds out none."""
+    """Fraction of `train` held out for evaluation. A hash of each sample (document, text, image) selects it. 0: nothing
+    is held out.
+    """
     text_column: str = "text"
-    """The column with the text, in jsonl, csv, parquet and data sets."""
+    """Column with the text, in jsonl, csv, parquet, and data sets."""
     subset: str | None = None
-    """The configuration name of a data set (`wikitext-103-raw-v1`)."""
+    """Configuration name of a data set (`wikitext-103-raw-v1`)."""
     split: str = "train"
-    """The split of a data set to train on."""
+    """Split of a data set to train on."""
     sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
-    """Tokens a sample predicts: each window reads this many tokens and predicts the next of each."""
+    """Number of tokens that a sample reads. The targets are the next token at each position."""
     mask_documents: bool = False
-    """Attention stays within a document, and positions restart at each. Where `model.attn_implementation` is auto each document is
-    attended to alone, in memory linear in the length; where that is not possible, under a dense mask. The start says which."""
+    """Whether to restrict attention to tokens of the same document and restart positions at each document. With
+    `model.attn_implementation` auto, each document is attended to alone, in memory linear in the length. If this is not
+    possible, a dense mask is used. The run log names the method.
+    """
     encoding: Annotated[str, AfterValidator(_known_encoding)] = "auto"
-    """Text files, csv, tsv and jsonl: the name of an encoding as Python has it (latin-1, cp1252, utf-16); auto: UTF-8, or UTF-16 where
-    the file begins with its byte order mark."""
+    """Encoding of text files, csv, tsv, and jsonl: a Python codec name (latin-1, cp1252, utf-16). auto: UTF-8, or
+    UTF-16 if the file begins with its byte order mark.
+    """
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """A byte that is not of the encoding stops the run, naming file and position, or becomes U+FFFD."""
+    """Handling of bytes that are invalid in the encoding. strict: the run stops and names the file and position.
+    replace: they become U+FFFD.
+    """
     header: Literal["first_line", "none"] = "first_line"
-    """csv and tsv: where the names of the columns stand; none: there are none, and columns are called "1", "2", ..."""
+    """Location of the column names in csv and tsv. none: the file has no header, and columns are called "1", "2", ...
+    """
     delimiter: Annotated[str, AfterValidator(_one_character)] = "auto"
-    """csv: one character, or tab; auto: comma, tab, semicolon or bar, the first that divides the first lines alike."""
+    """Delimiter of csv: one character, or tab. auto: the first of comma, tab, semicolon, and bar that divides the first
+    lines equally.
+    """
     quoting: Literal["auto", "csv", "none"] = "auto"
-    """csv and tsv: quotes bind a field together (csv), or are characters of the text (none); auto: csv, and none for tabs where each
-    line has as many and csv quoting would fail or swallow lines."""
+    """Meaning of quotes in csv and tsv. csv: they enclose a field. none: they are characters of the text. auto: csv,
+    except for tab-separated lines of equal length where csv quoting would fail or swallow lines.
+    """
     lines: Literal["label_text", "fasttext", "fasttext_multi", "folder_names"] | None = None
-    """Text files for a classifier: each line is `LABEL TEXT` (label_text), or `__label__LABEL TEXT` (fasttext; fasttext_multi: with
-    several labels); or each file is a text, and the name of its folder the label (folder_names). Their columns are called label and
-    text; none: text files have no columns."""
+    """Format of text files for a classifier. label_text: each line is `LABEL TEXT`. fasttext: each line is
+    `__label__LABEL TEXT`. fasttext_multi: the same with several labels. folder_names: each file is a text, and its
+    folder's name is the label. The columns are called label and text. Default: text files have no columns.
+    """
     shuffle: bool = True
-    """Read the samples of each epoch in a permuted order; off: in the order of the source."""
+    """Whether to read the samples of each epoch in a permuted order. false: in the order of the source."""
     num_workers: Auto | NonNegativeInt = "auto"
-    """Processes that read ahead, per training process."""
+    """Number of processes that read ahead, per training process."""
     pin_memory: Auto | bool = "auto"
-    """Page-locked host buffers, so that copies to the GPU overlap with work."""
+    """Whether to use page-locked host buffers, so that copies to the GPU overlap with work."""
     cache_dir: str | None = Field(default=None, examples=["/scratch/accel_train"])
-    """Where token shards are kept; none: $ACCEL_TRAIN_CACHE, else ~/.cache/accel_train."""
+    """Folder for token shards. Default: $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train if that is not set."""
     last_batch: Literal["carry", "short", "drop"] = "carry"
-    """Where an epoch is no whole number of steps: carry: the step continues with the next epoch; short: the last step of an
-    epoch has fewer samples (as in transformers' Trainer); drop: the rest of an epoch is left out."""
+    """Handling of an epoch that does not end at a step. carry: the step continues with the next epoch. short: the last
+    step of an epoch has fewer samples (as in transformers' Trainer). drop: the rest of an epoch is left out.
+    """
     text_columns: tuple[str, ...] = ("text",)
-    """text-classification, multiple-choice: one column, or two that are read as a pair."""
+    """text-classification, multiple-choice: one text column, or two columns that are read as a pair."""
     label_column: str | None = "label"
-    """The column with the label: a name, an integer, a number (regression), or a list of names (multi_label); none: rows to
-    predict, without labels."""
+    """Column with the label: a name, an integer, a number (regression), or a list of names (multi_label). null: rows to
+    predict, without labels.
+    """
     label_names: tuple[str, ...] | None = Field(default=None, examples=[["negative", "positive"]])
-    """The classes, in the order of their ids; none: those of the training data, sorted."""
+    """Class names in the order of their ids. Default: the classes of the training data, sorted."""
     missing_labels: Literal["error", "drop"] = "error"
-    """text-classification: a row without a label stops the run, naming it, or is left out (drop); the start says how many."""
+    """text-classification: handling of rows without a label. error: the run stops and names the row. drop: rows are
+    left out, and the run log prints their number.
+    """
     label_ids_from: NonNegativeInt = 0
-    """The number of the first class, where the labels are numbers and label_names has their names."""
+    """Number of the first class, if the labels are numbers and label_names has their names."""
     id_column: str | None = None
-    """A column that names a row in predictions; none: its file and row."""
+    """Column that names a row in predictions. Default: its file and row number."""
     tokens_column: str = "tokens"
-    """token-classification: the column with the words of a sentence, a list (in csv a JSON list, or words between blanks) ..."""
+    """token-classification: column with the words of a sentence, as a list. In csv it is a JSON list, or words
+    separated by blanks.
+    """
     tags_column: str | None = "tags"
-    """... and the one with a tag for each word, a list of names or ids; none: sentences to predict."""
+    """token-classification: column with one tag per word, as a list of names or ids. null: sentences to predict."""
     question_column: str = "question"
-    """question-answering: the column with the question ..."""
+    """question-answering: column with the question."""
     context_column: str = "context"
-    """... the one with the text that answers it ..."""
+    """question-answering: column with the text that answers the question."""
     answers_column: str | None = "answers"
-    """... and the one with {text: [...], answer_start: [...]}, empty lists where there is no answer; none: questions to predict."""
+    """question-answering: column with {text: [...], answer_start: [...]}, with empty lists for unanswerable questions.
+    null: questions to predict.
+    """
     doc_stride: PositiveInt | None = None
-    """question-answering: tokens that neighbouring windows of a long context share; none: a quarter of max_length."""
+    """question-answering: overlap between neighboring windows of a long context, in tokens. Default: a quarter of
+    max_length.
+    """
     max_answer_length: PositiveInt = 30
-    """question-answering: tokens of an answer at most."""
+    """question-answering: maximum length of an answer, in tokens."""
     choices_columns: tuple[str, ...] = ("endings",)
-    """multiple-choice: one column with a list of endings, or a column for each; of two text_columns the second begins each ending."""
+    """multiple-choice: one column with a list of endings, or one column per ending. With two text_columns, the second
+    begins each ending.
+    """
     max_length: PositiveInt | None = None
-    """Longer texts are cut to this many tokens; none: what the model can take, 512 at most."""
+    """Maximum length of a text, in tokens. Longer texts are cut. Default: the model's maximum, at most 512."""
     pad_to_multiple_of: PositiveInt = 8
-    """Batches of texts are padded to their longest, rounded up to this."""
+    """Multiple to which the padded length of a batch of texts is rounded up."""
     group_by_length: bool = False
-    """Batches of texts of like length, for less padding; the order stays a function of seed and step."""
+    """Whether to batch texts of similar length, for less padding. The order remains a function of seed and step."""
     prompt_column: str = "prompt"
-    """causal-lm fine-tuning: the column with prompts ..."""
+    """causal-lm fine-tuning: column with the prompts."""
     completion_column: str = "completion"
-    """... and the one with the completions that are learned."""
+    """causal-lm fine-tuning: column with the completions to learn."""
     input_column: str | None = Field(default=None, examples=["input"])
-    """causal-lm fine-tuning: a column whose text, where a row has some, follows the prompt after a blank line (Alpaca's input)."""
+    """causal-lm fine-tuning: column with an optional text that follows the prompt after a blank line (Alpaca's input).
+    """
     messages_column: str = "messages"
-    """causal-lm fine-tuning: the column with a chat, a list of {role, content}; rendered by the tokenizer's chat template."""
+    """causal-lm fine-tuning: column with a chat, as a list of {role, content}. The tokenizer's chat template renders
+    it.
+    """
     format: Literal["text", "prompt_completion", "chat"] = "text"
-    """causal-lm: plain text; or rows to fine-tune on, whose loss counts completions (assistant turns) only."""
+    """causal-lm: format of the data. text: plain text. prompt_completion and chat: rows to fine-tune on; the loss
+    counts only completions (assistant turns).
+    """
     completion_only_loss: bool = True
-    """Fine-tuning rows: off counts the loss on prompts as well."""
+    """Whether only completions of fine-tuning rows count in the loss. false: prompts count as well."""
     chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])
-    """A Jinja chat template, or a file with one, where the tokenizer brings none. A few chats are rendered first in a process of its
-    own: a template that needs more than 5 seconds or 1 GiB is refused."""
+    """Jinja chat template, or a file with one, for a tokenizer without a template. A separate process renders a few
+    chats first. A template that needs more than 5 seconds or 1 GiB is refused.
+    """
     source_column: str = "source"
-    """seq2seq: the column with the text that is read ..."""
+    """seq2seq: column with the text to read."""
     target_column: str | None = "target"
-    """... and the one with the text that is learned; none: rows to predict, without targets."""
+    """seq2seq: column with the text to learn. null: rows to predict, without targets."""
     source_prefix: str = Field(default="", examples=["summarize: "])
-    """seq2seq: stands before each source, `summarize: ` say."""
+    """seq2seq: text in front of each source, for example `summarize: `."""
     max_target_length: PositiveInt = 128
-    """seq2seq: longer targets are cut to this many tokens, and no longer texts are generated; sources are cut to max_length."""
+    """seq2seq: maximum length of targets and of generated texts, in tokens. Longer targets are cut. Sources are cut to
+    max_length.
+    """
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """masked-lm: the share of the tokens that are to be predicted: 8 of 10 are masked, 1 is replaced at random, 1 is left."""
+    """masked-lm: share of the tokens to predict. Of these, 80 % are masked, 10 % replaced at random, and 10 %
+    unchanged.
+    """
     image_column: str = "image"
-    """The column with the image: bytes, a `datasets` image, or a path relative to the table."""
+    """Column with the image: bytes, a `datasets` image, or a path relative to the table."""
     mask_column: str | None = "mask"
-    """semantic-segmentation: the column with the mask; none: images to predict, without masks."""
+    """semantic-segmentation: column with the mask. null: images to predict, without masks."""
     reduce_labels: bool = False
-    """semantic-segmentation: 0 in a mask is no class and counts nowhere, and class 0 is 1 there (ADE20K)."""
+    """semantic-segmentation: whether 0 in a mask means "no class" and is not counted. Class 0 is then stored as 1
+    (ADE20K).
+    """
     mask_values: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = Field(default=None, examples=[[0, 128, 255]])
-    """semantic-segmentation: the numbers in masks, in the order of the classes ([0, 255] for black and white); others count nowhere."""
+    """semantic-segmentation: values in the masks, in the order of the classes ([0, 255] for black and white). Other
+    values are not counted.
+    """
     image_mean: tuple[Fraction, ...] | None = Field(default=None, examples=[[0.485, 0.456, 0.406]])
-    """Mean of each colour, as a fraction of 255; none: the model's own, else ImageNet's."""
+    """Mean of each color, as a fraction of 255. Default: the model's mean, or ImageNet's if the model has none."""
     image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
-    """Standard deviation of each colour, as image_mean."""
+    """Standard deviation of each color, as a fraction of 255. Default: as for image_mean."""
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
-    """Images are resized and cropped to this square; semantic-segmentation: or to [height, width], so that their aspect is kept."""
+    """Side of the square, in pixels, to which images are resized and cropped. semantic-segmentation: or [height,
+    width], to keep the aspect ratio.
+    """
     crop_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[512])
-    """semantic-segmentation: training crops of this square, or [height, width]; none: image_size."""
+    """semantic-segmentation: side of the training crops in pixels, or [height, width]. Default: image_size."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
-    """semantic-segmentation: pixels of this value count nowhere."""
+    """semantic-segmentation: value of mask pixels that are not counted."""
     augment: Augment = Augment()

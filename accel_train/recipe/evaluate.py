@@ -1,4 +1,4 @@
-"""The evaluation section of a recipe: when, on what, by which metrics, and how texts are generated for it."""
+"""The evaluation section of a recipe: when to evaluate, the data, the metrics, and text generation."""
 
 from typing import Annotated, Literal
 
@@ -17,56 +17,72 @@ from accel_train.recipe.values import (
 
 class Generation(Section):
     max_samples: NonNegativeInt | None = 200
-    """seq2seq: evaluations generate texts for this many samples, evenly spaced, and score them; none: for all, 0: for none."""
+    """seq2seq: number of evenly spaced samples for which an evaluation generates and scores texts. null: all samples.
+    0: none.
+    """
     num_beams: PositiveInt = 1
-    """Sequences that the search keeps at a time; 1 takes the likeliest token each time (greedy)."""
+    """Number of beams in beam search. 1: the most likely token at each position (greedy)."""
     length_penalty: float = 1.0
-    """Beam search: above 0 prefers longer texts, below 0 shorter ones."""
+    """Length penalty of beam search. Values above 0 prefer longer texts, below 0 shorter ones."""
     no_repeat_ngram_size: NonNegativeInt = 0
-    """No sequence of so many tokens comes twice in a text; 0: any may."""
+    """Length of token sequences that may occur only once in a text. 0: no limit."""
     bleu_tokenizer: Literal["13a", "intl", "zh", "char", "none"] = "13a"
-    """How BLEU cuts texts into words, by sacrebleu's names; zh is for Chinese, char for languages without spaces."""
+    """BLEU tokenizer, by sacrebleu's names. zh is for Chinese, char for languages without spaces."""
 
 
 class TestTimeAugmentation(Section):
-    __test__ = False  # no test class, whatever pytest makes of its name
+    # pytest would otherwise collect this class because of its name.
+    __test__ = False
 
     horizontal_flip: bool = True
-    """Average over the image and its mirror image."""
+    """Whether to average over the image and its mirror image."""
     scales: tuple[PositiveFloat, ...] = (1.0,)
-    """Average over the image at these scales."""
+    """Scales of the image to average over."""
 
 
 class Evaluate(Section):
     every_steps: NonNegativeInt = 500
-    """Steps between two evaluations; 0: only at the end."""
+    """Number of steps between two evaluations. 0: only at the end."""
     every_epochs: Annotated[NonNegativeFloat, Field(le=LARGEST_COUNT)] | None = None
-    """The same in passes over the training data; given, it replaces every_steps."""
+    """Number of passes over the training data between two evaluations. If set, it replaces every_steps."""
     metrics: tuple[str, ...] = ()
-    """Further metrics beside the task's own: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
+    """Metrics in addition to the task's metrics: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
     allow_hub_metrics: bool = False
-    """Load metrics that are not in the package from the hub, which runs code from there."""
+    """Whether to load other metrics from the hub. This runs code from the hub."""
     metric_for_best_model: str = "loss"
-    """What "best" means: a name that evaluations report. Of equal values, the lower loss is better, then the later step."""
+    """Metric that defines the best checkpoint: a name that evaluations report. Among equal values, the lower loss is
+    better, then the later step.
+    """
     greater_is_better: Auto | bool = "auto"
-    """auto: lower is better for losses, errors and perplexity, greater for everything else."""
+    """Whether greater values of metric_for_best_model are better. auto: lower is better for losses, errors, and
+    perplexity, greater for all other metrics.
+    """
     early_stopping_patience: PositiveInt | None = Field(default=None, examples=[3])
-    """Stop after this many evaluations in a row without a better metric_for_best_model, or an equal one with a lower loss."""
+    """Number of consecutive evaluations without improvement after which training stops. An improvement is a better
+    metric_for_best_model, or an equal one with a lower loss.
+    """
     early_stopping_threshold: NonNegativeFloat = 0.0
-    """How much better counts as better."""
+    """Smallest change of the metric that counts as an improvement."""
     test_time_augmentation: TestTimeAugmentation | None = Field(default=None, examples=[{"horizontal_flip": True}])
-    """Images: evaluate with and without averaging over flips and scales."""
+    """Averaging over flips and scales, for images. Evaluations report results with and without it."""
     window_stride: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[384])
-    """semantic-segmentation: evaluate and predict by windows of `data.crop_size`, so many pixels apart, or [down, right], whose logits
-    are averaged where they overlap; none: the whole image at `data.image_size` at once."""
+    """semantic-segmentation: distance between evaluation and prediction windows of `data.crop_size`, in pixels, or
+    [down, right]. Logits are averaged where windows overlap. Default: the whole image at `data.image_size`.
+    """
     max_samples: PositiveInt | None = None
-    """Evaluate on this many samples during training; the last evaluation takes all, and is a curve of its own (`eval_final`)."""
+    """Number of samples per evaluation during training. The last evaluation uses all samples, and is logged as a
+    separate curve (`eval_final`). Default: all samples.
+    """
     num_examples: NonNegativeInt = 12
-    """Held-out samples that the model gets wrong, shown in the report with their text or picture; 0: none is copied."""
+    """Number of misclassified held-out samples to show in the report, with their text or picture. 0: none."""
     null_score_diff_threshold: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """question-answering: the answer is empty where the score of no answer is higher than that of the best one by more than this."""
+    """question-answering: threshold for an empty answer. The answer is empty if the score of no answer exceeds the best
+    answer's score by more than this.
+    """
     sample_prompt: str | None = None
-    """causal-lm: print a text that begins with this at the end of the run; seq2seq: one that is generated from this source."""
+    """Prompt for a sample text at the end of the run. causal-lm: the printed text begins with it. seq2seq: it is the
+    source.
+    """
     sample_tokens: PositiveInt = 200
-    """causal-lm: length of that text."""
+    """causal-lm: length of the sample text, in tokens."""
     generation: Generation = Generation()

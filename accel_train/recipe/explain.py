@@ -1,4 +1,4 @@
-"""Explain a setting: type, default, meaning, and an example; or the settings of a section."""
+"""Explain a setting (type, default, meaning, example), or list the settings of a section."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ from accel_train.recipe.shipped import shipped_recipes
 from accel_train.recipe.yaml_core import parse_yaml, show
 
 _FEW = 3
-"""A section of so few settings is shown whole."""
+"""Largest number of settings at which a section is shown completely."""
 
 
 class Explained(NamedTuple):
@@ -32,16 +32,16 @@ class Explained(NamedTuple):
     name: str
     takes: str
     default: str | None
-    """As a recipe writes it; None where it must be given, and for a section."""
+    """Default as a recipe writes it; None for a required setting and for a section."""
     meaning: str
     example: Any
 
 
 def explained(name: str) -> list[Explained]:
-    """Return a setting or section, and all that is within it; the empty name stands for the whole recipe.
+    """Return a setting or section, and all settings below it. The empty name stands for the whole recipe.
 
     Raises:
-        ValueError: there is no such setting; the text names the nearest.
+        ValueError: the setting does not exist. The message names the nearest one.
     """
     name = _known(name)
     return [_explained(other) for other in recipe_names() if name in ("", other) or other.startswith(f"{name}.")]
@@ -57,7 +57,7 @@ def _explained(name: str) -> Explained:
 
 
 def _known(name: str) -> str:
-    """Return the name of a setting or section; that of a mapping of anything for what is below it."""
+    """Return the name of a setting or section. A name below a free mapping becomes the mapping's name."""
     name = next((free for free in free_names() if name.startswith(f"{free}.")), name)
     if name and name not in recipe_names():
         raise ValueError(f"unknown setting {name}; {remedy_for_unknown(name)}")
@@ -65,12 +65,12 @@ def _known(name: str) -> str:
 
 
 def explain(name: str, width: int = 80) -> str:
-    """Return what a setting or section of the recipe is, by its dotted name, in lines of at most `width` characters.
+    """Return the description of a setting or section by its dotted name, in lines of at most `width` characters.
 
     The empty name lists the sections.
 
     Raises:
-        ValueError: there is no such setting; the text names the nearest.
+        ValueError: the setting does not exist. The message names the nearest one.
     """
     name = _known(name)
     info = recipe_names().get(name)
@@ -87,7 +87,10 @@ def explain(name: str, width: int = 80) -> str:
 
 
 def example_of(name: str) -> Any:
-    """Return a value that a setting takes: its field's, else as a recipe of the package has it, a choice of its type, its default."""
+    """Return an example value of a setting.
+
+    The first that exists is used: the field's example, a value in a shipped recipe, a choice of its type, its default.
+    """
     info = recipe_names()[name]
     if isinstance(info, FieldInfo) and info.examples:
         return info.examples[0]
@@ -127,12 +130,13 @@ def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
             as_yaml, path = f"[{as_yaml}]", [*path[: depth - 1], ""]
     lines += put("  example", as_yaml)
     if not path[-1]:
-        return lines  # a list's items have no flags of their own
+        # Items of a list have no separate flags.
+        return lines
     return [*lines, *put("", f"--{name} {_quoted(written)}")]
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a shell takes it as one word."""
+    """Return a text quoted for a shell, as one word."""
     if not set(text) & set(" []{}*'\"$"):
         return text
     return f'"{text}"' if "'" in text and not set(text) & set('"$`') else shlex.quote(text)

@@ -1,7 +1,7 @@
-"""Load a recipe from its layers, each value with who set it: a file, Python's overrides, the command line.
+"""Load a recipe from its layers (a file, Python overrides, the command line), and record who set each value.
 
-Later layers win. Of two settings that exclude each other (`EXCLUSIVE`) the later layer's replaces the earlier layer's,
-so that a flag can override either.
+Later layers win. If two settings exclude each other (`EXCLUSIVE`), the later layer's setting replaces the earlier
+layer's. A flag can therefore override either one.
 """
 
 import math
@@ -23,7 +23,7 @@ from accel_train.recipe.values import Origin, Section
 from accel_train.recipe.yaml_core import Key, parse_yaml, show
 
 _LARGEST_BYTES = 2**20
-"""Hundreds of times what a recipe has; reading so much takes seconds."""
+"""Largest size of a recipe file. It is hundreds of times a recipe's size, and reading it takes seconds."""
 _WAIT_SECONDS = 5.0
 Layer = dict[Key, tuple[Any, Origin]]
 """Settings of one source, flat, in the order in which they were written."""
@@ -35,14 +35,14 @@ EXCLUSIVE = (
 
 
 class Recipe(schema.Recipe):
-    """Everything about a run. `Recipe.from_yaml(path)` reads one, `train(recipe)` runs it."""
+    """All settings of a run. `Recipe.from_yaml(path)` reads a recipe, `train(recipe)` runs it."""
 
     @classmethod
     def from_yaml(cls, path: str, **overrides: Any) -> "Recipe":
         """Read a recipe file; `overrides` are sections as mappings: `optimizer={"learning_rate": 1e-3}`.
 
         Raises:
-            ValueError: the file cannot be read, or breaks a rule; the text names key, line, rule and remedy.
+            ValueError: the file cannot be read, or breaks a rule. The message names key, line, rule, and remedy.
         """
         return load_recipe(path, overrides=overrides)
 
@@ -50,13 +50,16 @@ class Recipe(schema.Recipe):
 def load_recipe(
     path: str | Path, *, overrides: Mapping[str, Any] = MappingProxyType({}), arguments: Sequence[str] = ()
 ) -> Recipe:
-    """Read a recipe file, or the package's recipe of that name, with settings of Python and of the command line on top.
+    """Read a recipe file or a shipped recipe, with settings from Python and the command line on top.
 
-    `overrides` are sections as mappings, `{"optimizer": {"learning_rate": 1e-3}}`; `arguments` are `--section.field VALUE`
-    or `--section.field=VALUE`, where VALUE is a YAML scalar or flow collection, and the text as it is for a text setting.
+    Args:
+        overrides: sections as mappings, `{"optimizer": {"learning_rate": 1e-3}}`.
+        arguments: `--section.field VALUE` or `--section.field=VALUE`. VALUE is a YAML scalar or flow collection; for a
+            text setting it is the plain text.
 
     Raises:
-        ValueError: the file cannot be read, or a setting breaks a rule; one line per problem: value, who set it, rule, remedy.
+        ValueError: the file cannot be read, or a setting breaks a rule. Each problem is one line: value, who set it,
+            rule, remedy.
     """
     path = shipped_or(path)
     tree, lines = parse_yaml(_read_text(path), str(path))
@@ -69,12 +72,12 @@ def load_recipe(
 
 
 def make_recipe(tree: Mapping[str, Any], name: str, *, arguments: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of settings that a program chose, as nested mappings, with those of the command line on top.
+    """Return the recipe of settings that a program chose, as nested mappings, with the command line's settings on top.
 
-    `name` stands for the file in messages; `arguments` are as in `load_recipe`.
+    `name` stands for the file in messages. `arguments` are as in `load_recipe`.
 
     Raises:
-        ValueError: a setting breaks a rule; the text names it.
+        ValueError: a setting breaks a rule. The message names it.
     """
     return _load(tree, lambda _: Origin("python", name), name, {}, arguments)
 
@@ -127,7 +130,7 @@ def _read_text(path: str | Path) -> str:
 
 
 def _read_bytes(path: str | Path) -> bytes:
-    """Return the bytes of a file, or of a pipe that has some within seconds."""
+    """Return the bytes of a file, or of a pipe that delivers some within seconds."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not select.select([file], [], [], _WAIT_SECONDS)[0]:
             raise ValueError(f"{path} is a pipe without content for {_WAIT_SECONDS:g} seconds; name a YAML file")
@@ -141,7 +144,10 @@ def _read_bytes(path: str | Path) -> bytes:
 def _flatten(
     tree: Mapping[Any, Any], key: Key, origin: Callable[[Key], Origin], problems: list[str]
 ) -> Iterator[tuple[Key, tuple[Any, Origin]]]:
-    """Yield the settings of a tree, each section before its fields; unknown names, and sections that are none, are problems."""
+    """Yield the settings of a tree, each section before its fields.
+
+    Messages about unknown names and invalid sections are appended to `problems`.
+    """
     is_free = names.is_free(names.dotted(key))
     for field, value in tree.items():
         here, name = (*key, field), names.dotted((*key, field))
@@ -171,10 +177,10 @@ def _read_arguments(arguments: Sequence[str], problems: list[str]) -> Layer:
 
 
 def split_flags(arguments: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Split `--section.field VALUE` or `--section.field=VALUE` words: each flag, the setting that it names, and its value as text.
+    """Split `--section.field VALUE` or `--section.field=VALUE` words into triples of flag, setting, and text.
 
     Raises:
-        ValueError: one names no setting, has no value, or is no flag.
+        ValueError: a word is not a flag, names an unknown setting, or has no value.
     """
     found, rest = [], list(arguments)
     while rest:
@@ -196,7 +202,10 @@ def split_flags(arguments: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _flag_value(name: str, text: str) -> Any:
-    """Return VALUE as YAML; where a setting takes text, the text as it is unless it is quoted, null, or a collection it takes too."""
+    """Return VALUE parsed as YAML; for a text setting, return the text.
+
+    Quoted text, null, and collections that the setting takes are parsed for a text setting too.
+    """
     kinds = names.kinds_of(name) if name in names.recipe_names() else {Any}
     try:
         value = parse_yaml(text, f"--{name} {text}")[0]
@@ -214,7 +223,8 @@ def _apply(base: Layer, layer: Layer) -> Layer:
     for key, (value, origin) in layer.items():
         inside = {k for k in result if k[: len(key)] == key}
         if value == {} and inside and names.dotted(key) not in names.free_names():
-            continue  # a section on the way to its settings leaves the others in place
+            # A section on the way to its settings keeps its other settings.
+            continue
         above = {k for k, (v, _) in result.items() if k == key[: len(k)] and v != {}}
         for old in inside | above:
             del result[old]
@@ -235,7 +245,7 @@ def _merge(layers: Iterable[Layer]) -> Layer:
 
 
 def _setter(layer: Layer, key: Key) -> Origin | None:
-    """Return who gives a setting (or something in it) a value other than null."""
+    """Return who gives a setting (or a setting below it) a value other than null."""
     return next((origin for k, (value, origin) in layer.items() if k[: len(key)] == key and value is not None), None)
 
 
@@ -263,13 +273,16 @@ def _validate(layer: Layer, path: str) -> Recipe:
 
 
 def _takes_texts(name: str) -> bool:
-    """Return whether a setting is a list of texts and nothing else, so that one text can stand for a list of one."""
+    """Return whether a setting takes only a list of texts. One text may then stand for a list of one."""
     info = names.recipe_names().get(name)
     return isinstance(info, FieldInfo) and info.annotation in (tuple[str, ...], tuple[str, ...] | None)
 
 
 def _same_kind(raw: Any, value: Any) -> bool:
-    """Return whether pydantic kept a value's type: it reads true as 1, "1" as 1, and "yes" as true; and NaN is no setting."""
+    """Return whether pydantic kept a value's type; False for NaN and Inf.
+
+    pydantic would read true as 1, "1" as 1, and "yes" as true.
+    """
     if isinstance(raw, Mapping):
         return not isinstance(value, Mapping) or all(_same_kind(item, item) for item in raw.values())
     if isinstance(raw, list | tuple):

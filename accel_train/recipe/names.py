@@ -1,4 +1,4 @@
-"""The dotted names of a recipe's settings, which of them a mistyped name means, and errors: value, who set it, rule, remedy."""
+"""The dotted names of a recipe's settings, suggestions for mistyped names, and messages for invalid values."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,33 +37,33 @@ OTHER_NAMES = {
     "logging_steps": "log.every_steps",
     "report_to": "log.trackers",
 }
-"""Names of our settings in other trainers."""
+"""Settings by their names in other trainers."""
 LEAST_NEARNESS = 0.6
-"""Names that have less in common (difflib's ratio) are not suggested."""
+"""Smallest similarity (difflib's ratio) of a suggested name."""
 
 
 @cache
 def recipe_names() -> Mapping[str, FieldInfo | type[Section]]:
-    """Return every setting (a field) and section (a class) of a recipe by its dotted name, in the order of the schema."""
+    """Return all settings (fields) and sections (classes) of a recipe by dotted name, in the order of the schema."""
     return MappingProxyType(dict(_walk_schema(Recipe, "")))
 
 
 def _walk_schema(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo | type[Section]]]:
     for field, info in section.model_fields.items():
         parts = [part for part in (info.annotation, *get_args(info.annotation)) if is_section(part)]
-        # `tokenizer` is both: a setting (a name), or a section (train_bpe).
+        # `tokenizer` is a setting (a name) as well as a section (train_bpe).
         yield prefix + field, parts[0] if info.annotation in parts else info
         for part in parts:
             yield from _walk_schema(part, f"{prefix}{field}.")
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    """Return whether a type is a section of the recipe, and no union that holds one."""
+    """Return whether a type is a section of the recipe; False for a union that contains one."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def kinds_of(name: str) -> set[Any]:
-    """Return the Python types a setting or section takes, among str, tuple, dict, Section, NoneType and the rest."""
+    """Return the Python types that a setting or section takes: str, tuple, dict, Section, NoneType, and others."""
     info = recipe_names()[name]
     annotation = info if is_section(info) else info.annotation  # type: ignore[union-attr]
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -72,27 +72,27 @@ def kinds_of(name: str) -> set[Any]:
 
 @cache
 def free_names() -> frozenset[str]:
-    """Return the settings that are mappings of anything: model.config and options."""
+    """Return the settings that are free mappings: model.config and options."""
     return frozenset(name for name in recipe_names() if dict in kinds_of(name))
 
 
 def is_free(name: str) -> bool:
-    """Return whether a name is one of `free_names`, or below it, where any name may stand."""
+    """Return whether a name is one of `free_names` or below one. Below them, any name is valid."""
     return any(f"{name}.".startswith(f"{free}.") for free in free_names())
 
 
 def fields_of(section: str) -> str:
-    """Return the fields of a section, listed; the section "" is the recipe."""
+    """Return the fields of a section as a list in text. The section "" is the recipe."""
     return ", ".join(name.rpartition(".")[2] for name in recipe_names() if name.rpartition(".")[0] == section)
 
 
 def dotted(key: Key) -> str:
-    """Return optimizer.eps for ("optimizer", "eps")."""
+    """Return the dotted name of a key: optimizer.eps for ("optimizer", "eps")."""
     return ".".join(map(str, key))
 
 
 def look_up(tree: Any, name: str) -> Any:
-    """Return the value of nested mappings under a dotted name; None where there is none."""
+    """Return the value of nested mappings under a dotted name; None if it is missing."""
     for field in name.split("."):
         if not isinstance(tree, Mapping) or field not in tree:
             return None
@@ -106,7 +106,7 @@ def value_of(recipe: Recipe, name: str) -> Any:
 
 
 def remedy_for_unknown(name: str, dashes: str = "") -> str:
-    """Return what to write in place of a name that is no setting; `dashes` stand before what is suggested as a flag."""
+    """Return the remedy for an unknown setting name. `dashes` precede suggestions of a flag."""
     if name in recipe_names():
         return f"write it nested: {': {'.join(name.split('.'))}: ...{'}' * name.count('.')}"
     near = nearest_names(name)
@@ -117,7 +117,7 @@ def remedy_for_unknown(name: str, dashes: str = "") -> str:
 
 
 def nearest_names(name: str) -> list[str]:
-    """Return the settings that a mistyped or misplaced name may mean, best first; several only where they are equally near."""
+    """Return the settings that a mistyped or misplaced name may mean, best first; several only if equally near."""
     parts = name.replace("-", "_").split(".")
     name, field = ".".join(parts), parts[-1]
     if field in OTHER_NAMES:
@@ -126,14 +126,15 @@ def nearest_names(name: str) -> list[str]:
     for free in free_names():
         depth = free.count(".") + 1
         head, rest = ".".join(parts[:depth]), ".".join(parts[depth:])
-        if rest:  # below model.config any name may stand, so only what is above it can be mistyped
+        # Any name is valid below model.config, so only the part above it can be mistyped.
+        if rest:
             scores[f"{free}.{rest}"] = _nearness(head, [free])[free]
     best = max(scores.values())
     return [candidate for candidate, score in scores.items() if score == best][:3] if best >= LEAST_NEARNESS else []
 
 
 def _nearness(name: str, candidates: Iterable[str]) -> dict[str, float]:
-    """Return how near each candidate is, 0 to 1, by its whole name or its field; the same section counts for it."""
+    """Return the similarity of each candidate, 0 to 1, by its whole name or field. The same section adds a bonus."""
     section, _, field = name.rpartition(".")
     of_name, of_field = (SequenceMatcher(None, b=text, autojunk=False) for text in (name, field))
     scores = {}
@@ -141,13 +142,15 @@ def _nearness(name: str, candidates: Iterable[str]) -> dict[str, float]:
         other_section, _, other_field = candidate.rpartition(".")
         near = max(_ratio(of_name, candidate), _ratio(of_field, other_field))
         if len(field) > 3 and other_field.startswith(field):
-            near = max(near, 0.9)  # an abbreviation
+            # The field is an abbreviation.
+            near = max(near, 0.9)
         scores[candidate] = near + (0.05 if section == other_section and near >= LEAST_NEARNESS else 0.0)
     return scores
 
 
 def _ratio(matcher: "SequenceMatcher[str]", text: str) -> float:
-    matcher.set_seq1(text)  # cheap upper bounds first: most names have too little in common
+    # Compute cheap upper bounds first, because most names have too little in common.
+    matcher.set_seq1(text)
     bounds = matcher.real_quick_ratio, matcher.quick_ratio
     return matcher.ratio() if all(bound() >= LEAST_NEARNESS for bound in bounds) else 0.0
 
@@ -177,13 +180,14 @@ REQUIRED_EXAMPLES = {
 
 
 def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[str, Origin], path: str) -> Iterator[str]:
-    """Yield a line for each problem that pydantic found in a tree of settings; `path` is the recipe's file."""
+    """Yield one line for each problem that pydantic found in a tree of settings. `path` is the recipe's file."""
     groups: dict[str, Any] = {}
     for problem in error.errors(include_url=False):
         groups[_name_at(problem["loc"])] = problem
     for name, problem in groups.items():
         if any(other.startswith(f"{name}.") for other in groups):
-            continue  # `tokenizer` is no text, but what is wrong is inside it
+            # For example, `tokenizer` is not a text, but the problem is inside it.
+            continue
         raw = look_up(tree, name)
         if problem["type"] == "value_error":
             message = str(problem["ctx"]["error"])
@@ -201,7 +205,7 @@ def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[st
 
 
 def _name_at(place: tuple[int | str, ...]) -> str:
-    """Return the setting at pydantic's place, which names the alternatives of a union and the items of a list as well."""
+    """Return the setting at pydantic's location, without the union alternatives and list items in it."""
     name = ""
     for part in place:
         longer = f"{name}.{part}" if name else str(part)
@@ -210,7 +214,7 @@ def _name_at(place: tuple[int | str, ...]) -> str:
 
 
 def wrong(name: str, raw: Any, origin: Origin) -> str:
-    """Return the line for a value that a setting does not take."""
+    """Return the message for a value that a setting does not take."""
     return f"{name}={show(raw)} ({origin}): must be {rule_of(name)}; {_remedy(name, raw)}"
 
 
@@ -236,12 +240,12 @@ def _remedy(name: str, raw: Any) -> str:
 
 
 def literals_of(name: str) -> list[str]:
-    """Return the words among what a setting takes, as they are written."""
+    """Return the literal values that a setting takes, as they are written."""
     return [_written(choice) for choice in choices_of(name)]
 
 
 def choices_of(name: str) -> list[Any]:
-    """Return the words, numbers and truth values among what a setting takes."""
+    """Return the literal words, numbers, and booleans that a setting takes."""
     info = recipe_names()[name]
     return _choices(info.annotation if isinstance(info, FieldInfo) else None)
 
@@ -257,7 +261,7 @@ def _written(choice: Any) -> str:
 
 
 def rule_of(name: str) -> str:
-    """Return what a setting takes, in words: `auto or a whole number of at least 1`."""
+    """Return the values that a setting takes, in words: `auto or a whole number of at least 1`."""
     info = recipe_names()[name]
     if is_section(info):
         return f"a mapping of {fields_of(name)}"
@@ -280,7 +284,7 @@ def _rule(schema: Mapping[str, Any]) -> str:
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {_rule(schema['prefixItems'][0])}"
     kind = _KINDS.get(schema.get("type", ""), "a mapping of finite values")
-    # The general bound of integers is far from any value in use: only the message for a larger number names it.
+    # The general bound of integers is far above any real value. Only the message for a larger number names it.
     given = {limit: schema[limit] for limit in _LIMITS if schema.get(limit) not in (None, LARGEST_COUNT)}
     limits = " and ".join(f"{_LIMITS[limit]} {value}" for limit, value in given.items())
     return f"{kind} {limits}".rstrip()

@@ -50,14 +50,21 @@ OPTIMIZERS = {
         "custom:build_custom", ("options",), moments=0, state="rows_and_columns", of_class="torch.optim:Adafactor"
     ),
     "adamw_8bit": OptimizerKind(
-        "custom:build_adamw_8bit", ("betas", "eps"), state="8_bits", of_class="bitsandbytes.optim:AdamW8bit",
-        package="bitsandbytes", note="moments in 8 bits, but for embeddings and tensors of fewer than 4,096 numbers",
+        "custom:build_adamw_8bit",
+        ("betas", "eps"),
+        state="8_bits",
+        of_class="bitsandbytes.optim:AdamW8bit",
+        package="bitsandbytes",
+        note="moments in 8 bits, but for embeddings and tensors of fewer than 4,096 numbers",
     ),
     SCHEDULE_FREE: OptimizerKind(
-        "custom:build_custom", ("betas", "eps", "options"), of_class="accel_train.optim.schedule_free:ScheduleFreeAdamW",
-        package="schedulefree", note="an average of the weights is evaluated, and what model/ will hold",
+        "custom:build_custom",
+        ("betas", "eps", "options"),
+        of_class="accel_train.optim.schedule_free:ScheduleFreeAdamW",
+        package="schedulefree",
+        note="an average of the weights is evaluated, and what model/ will hold",
     ),
-}  # fmt: skip
+}
 """`optimizer.name` -> what the package knows about it."""
 
 if TYPE_CHECKING:
@@ -75,7 +82,7 @@ class LRScaling(Section):
     rule: Literal["none", "linear", "sqrt"] = "none"
     """linear: learning_rate x global_batch_size / base_batch_size; sqrt: x its square root; none: as written."""
     base_batch_size: PositiveInt = 256
-    """The global batch size for which `learning_rate` was found."""
+    """Global batch size for which `learning_rate` was found."""
 
 
 class ParameterGroup(Section):
@@ -84,46 +91,56 @@ class ParameterGroup(Section):
     lr_scale: NonNegativeFloat = 1.0
     """Factor of the learning rate."""
     weight_decay: NonNegativeFloat | None = Field(default=None, examples=[0.0])
-    """None: as for all."""
+    """Weight decay of these parameters. Default: the optimizer's weight decay."""
 
 
 class Optimizer(Section):
     name: OptimizerName = "adamw"
-    """muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with learning rates as for AdamW;
-    lion: half of AdamW's state, with a learning rate 3 to 10 times lower and a weight decay as many times higher;
-    adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer than 4,096 numbers keep all of theirs;
-    schedule_free_adamw (schedulefree): no schedule but constant; an average of the weights is evaluated, and what `model/` holds;
-    these two, adafactor (torch's) and `module:Class`, another class of optimizers: the host reads each step's gradient norm before
-    it is made."""
+    """Name of the optimizer. muon: Muon for the matrices of the repeated blocks, AdamW for all other weights, with
+    AdamW's learning rates. lion: half of AdamW's state; use a learning rate 3 to 10 times lower, and a weight decay
+    higher by the same factor. adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer
+    than 4,096 elements keep theirs in fp32. schedule_free_adamw (schedulefree): requires schedule.type constant; an
+    average of the weights is evaluated and written to `model/`. adafactor: torch's Adafactor. `module:Class`: any other
+    optimizer class. With the last four, the host reads the gradient norm before each update.
+    """
     learning_rate: PositiveFloat = 3e-4
-    """The peak learning rate, before `lr_scaling`."""
+    """Peak learning rate, before `lr_scaling`."""
     weight_decay: NonNegativeFloat = 0.1
+    """Weight decay: decoupled for most optimizers, added to the gradient (L2) for adam and sgd."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """For all kinds of adam, muon, and lion, whose authors use [0.9, 0.99]."""
+    """Coefficients of the moving averages, for all kinds of adam, muon, and lion. The authors of lion use [0.9, 0.99].
+    """
     eps: PositiveFloat = 1e-8
-    """For all kinds of adam, and muon."""
+    """Term added to the denominator, for all kinds of adam, and muon."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """For sgd and muon, whose authors use 0.95."""
+    """Momentum, for sgd and muon. The authors of muon use 0.95."""
     options: dict[str, Any] = Field(default={}, examples=[{"relative_step": False}])
-    """More arguments of the class, for adafactor, schedule_free_adamw (warmup_steps) and `module:Class`."""
+    """Additional arguments of the optimizer class, for adafactor, schedule_free_adamw (warmup_steps), and
+    `module:Class`.
+    """
     no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias")
-    """Parameters without weight decay."""
+    """Kinds of parameters without weight decay."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this norm over all parameters; 0 never clips."""
+    """Largest gradient norm over all parameters. Larger gradients are scaled down to it; 0: no clipping."""
     lr_scaling: LRScaling = LRScaling()
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Each layer's learning rate is this factor of the next one's, towards the input (ELECTRA, BEiT); 1: all alike."""
+    """Ratio of each layer's learning rate to the next layer's, towards the input (ELECTRA, BEiT). 1: equal rates."""
     groups: tuple[ParameterGroup, ...] = Field(default=(), examples=[[{"match": ["*.classifier.*"], "lr_scale": 10.0}]])
-    """Learning rates and weight decay of their own, by pattern; the first group that matches a parameter has it."""
+    """Groups of parameters with a different learning rate or weight decay, by pattern. The first matching group
+    applies.
+    """
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Keep an exponential moving average of the weights; it is what is evaluated and what `model/` holds."""
+    """Decay of an exponential moving average of the weights. The average is evaluated and written to `model/`. Default:
+    no average.
+    """
 
     @model_validator(mode="after")
     def options_are_for_a_class(self) -> "Optimizer":
         if self.options and not optimizer_kind(self.name).reads_options:
             taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
             raise ValueError(
-                f"optimizer.options are for {taking} and module:Class, and optimizer.name is {self.name}; leave them out"
+                f"optimizer.options are for {taking} and module:Class, and optimizer.name is {self.name}; "
+                "leave them out"
             )
         return self
 
@@ -131,12 +148,13 @@ class Optimizer(Section):
     def schedule_free_averages_by_itself(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.ema_decay is not None:
             raise ValueError(
-                f"optimizer.ema_decay={self.ema_decay:g}: {self.name} keeps an average of the weights already; leave it out"
+                f"optimizer.ema_decay={self.ema_decay:g}: {self.name} keeps an average of the weights already; "
+                "leave it out"
             )
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
             raise ValueError(
-                f"optimizer.betas={list(self.betas)}: {self.name} divides by the first, which is how much of the average gradients "
-                "are taken at; use 0.9"
+                f"optimizer.betas={list(self.betas)}: {self.name} divides by the first, which is how much of the "
+                "average gradients are taken at; use 0.9"
             )
         return self
 

@@ -8,41 +8,53 @@ from accel_train.recipe.values import Auto, PositiveInt, Section
 
 
 class Parallel(Section):
-    """Division of the work among the processes; each resume may choose anew."""
+    """Division of the work among the processes. Each resume may use other settings."""
 
     strategy: Literal["ddp", "fsdp2", "deepspeed"] = "ddp"
-    """ddp: every process holds the whole model; fsdp2: weights, gradients and optimizer are sharded over the processes;
-    deepspeed: DeepSpeed's ZeRO shards what zero_stage says."""
+    """Strategy that spreads the model over processes. ddp: every process holds the whole model. fsdp2: weights,
+    gradients, and optimizer state are sharded over the processes. deepspeed: DeepSpeed's ZeRO shards the state that
+    zero_stage selects.
+    """
     zero_stage: Literal[1, 2, 3] = 2
-    """deepspeed: 1 shards the optimizer's state over the processes, 2 gradients as well, 3 weights as well."""
+    """deepspeed: ZeRO stage. 1 shards the optimizer's state over the processes, 2 also gradients, 3 also weights."""
     dp_shard_size: Auto | PositiveInt = "auto"
-    """fsdp2: processes that share one copy of the model; auto: all of them. Fewer (those of a node): several copies, whose
-    gradients are averaged (HSDP)."""
+    """fsdp2: number of processes that share one copy of the model. auto: all processes. With fewer (those on one node),
+    several copies exist, and their gradients are averaged (HSDP).
+    """
     reshard_after_forward: bool = True
-    """fsdp2: release a block's gathered weights after its forward, and gather them again in the backward pass; off: more
-    memory, less communication."""
+    """fsdp2: whether to free a block's gathered weights after its forward and gather them again in the backward pass.
+    false: more memory, less communication.
+    """
     cpu_offload: bool = False
-    """fsdp2: keep weights and optimizer in host memory, and update them there; slower, for models that fit in no other way."""
+    """fsdp2: whether to keep weights and optimizer state in host memory and update them there. This is slower, for
+    models that do not fit otherwise.
+    """
     tp_size: PositiveInt = 1
-    """fsdp2: neighbouring processes that compute each layer together and read the same samples (tensor parallelism)."""
+    """fsdp2: number of neighboring processes that compute each layer together and read the same samples (tensor
+    parallelism).
+    """
     sp_size: PositiveInt = 1
-    """ddp and fsdp2: neighbouring processes that read the same samples and have a slice each of every sequence (sequence
-    parallelism, by DeepSpeed's Ulysses attention)."""
+    """ddp and fsdp2: number of neighboring processes that split every sequence and read the same samples. This is
+    sequence parallelism, by DeepSpeed's Ulysses attention.
+    """
     find_unused_parameters: Auto | bool = "auto"
-    """ddp: look in each step for parameters that took no part in the loss (a walk through the graph, and a collective more); auto:
-    where the first step leaves some out. true: for a model that leaves out others in later steps (experts, branches); false: such
-    a model is an error. To spare the cost, name parameters that never take part in model.freeze."""
+    """ddp: whether to look in each step for parameters that took no part in the loss. The search costs a graph
+    traversal and one more collective. auto: if the first step leaves out some. true: for a model that leaves out others
+    in later steps (experts, branches). false: such a model is an error. To avoid the cost, list parameters that never
+    take part in model.freeze.
+    """
     sync_batch_norm: bool = False
-    """ddp: batch norms take their statistics over the micro-batches of all processes. Off: over each process's own, so another number
-    of processes trains differently."""
+    """ddp: whether batch norms compute statistics over the micro-batches of all processes. false: over each process's
+    micro-batch, so another number of processes trains differently.
+    """
 
     @model_validator(mode="after")
     def strategies_fit(self) -> "Parallel":
         if self.sp_size > 1 and (self.tp_size > 1 or self.strategy == "deepspeed"):
             other = f"tp_size={self.tp_size}" if self.tp_size > 1 else "strategy deepspeed"
             raise ValueError(
-                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}; leave one of them out: sequences are split "
-                "under parallel.strategy ddp and fsdp2"
+                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}; leave one of them out: sequences "
+                "are split under parallel.strategy ddp and fsdp2"
             )
         of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
         of_strategy = {
@@ -54,16 +66,17 @@ class Parallel(Section):
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
-                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}"
+                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is "
+                        f"{self.strategy}"
                     )
         return self
 
     @property
     def num_sharing(self) -> int:
-        """Processes that read the same samples."""
+        """Number of processes that read the same samples."""
         return self.tp_size * self.sp_size
 
     @property
     def shared_by(self) -> str:
-        """The setting that makes processes read the same samples."""
+        """Setting that makes processes read the same samples."""
         return "parallel.sp_size" if self.sp_size > 1 else "parallel.tp_size"

@@ -10,65 +10,83 @@ from accel_train.recipe.values import Auto, Length, NonNegativeInt, PositiveFloa
 
 class Guard(Section):
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    """A step with a NaN or Inf loss or gradient is skipped, or stops the run. Its update is never applied, on any process."""
+    """Reaction to a step with a NaN or Inf loss or gradient. The update is never applied, on any process. skip:
+    training continues. stop: the run stops.
+    """
     on_spike: Literal["off", "clip", "skip", "rollback"] = "clip"
-    """A gradient norm far above those before is clipped to the limit, its update is skipped, or the run rolls back at once. A loss
-    that stays far above those before for 10 steps rolls back with all of them; off: nothing is watched."""
+    """Reaction to a gradient norm far above recent ones. clip: it is clipped to the limit. skip: the update is skipped.
+    rollback: the run rolls back immediately. With all three, a loss that stays far above recent ones for 10 steps rolls
+    back. off: spikes are not detected.
+    """
     spike_threshold: PositiveFloat = 6.0
-    """How far above: spreads above the median of the window, of the loss and of the logarithm of the gradient norm."""
+    """Spike threshold, in robust standard deviations above the window's median, of the loss and of the log gradient
+    norm.
+    """
     spike_window_steps: Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = 128
-    """Accepted steps after the warmup that spikes are measured by; with half of them the watch begins."""
+    """Number of accepted steps after the warmup in the spike window. Detection starts when half of them are recorded.
+    """
     max_consecutive_skips: NonNegativeInt = 5
-    """More skipped steps than this in a row roll back."""
+    """Maximum number of consecutive skipped steps. More of them cause a rollback."""
     max_skips_per_1000_steps: NonNegativeInt = 20
-    """More skipped steps than this in any 1000 stop the run (exit code 3)."""
+    """Maximum number of skipped steps in any 1000 steps. More of them stop the run (exit code 3)."""
     healthy_after_steps: PositiveInt = 100
-    """A checkpoint that so many clean steps in a row have followed is healthy: the run can roll back to it."""
+    """Number of consecutive clean steps after which a checkpoint counts as healthy and can be rolled back to."""
     max_rollbacks: NonNegativeInt = 3
-    """After so many the run stops (exit code 3); 0: it never rolls back."""
+    """Number of rollbacks after which the run stops (exit code 3). 0: the run never rolls back."""
     rollback_skip_steps: Auto | PositiveInt = "auto"
-    """Steps that are skipped after a rollback beside the bad ones, half of them before and half after; auto: 200, and a
-    tenth of an epoch and a fiftieth of the run at most."""
+    """Number of additional steps to skip after a rollback, half before the bad steps and half after. auto: 200, but at
+    most a tenth of an epoch and a fiftieth of the run.
+    """
     lowered_learning_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Factor of the learning rate after a second rollback in one region ..."""
+    """Factor of the learning rate after a second rollback in the same region."""
     lowered_steps: PositiveInt = 1000
-    """... for this many steps."""
+    """Number of steps for which lowered_learning_rate applies."""
     max_incidents: NonNegativeInt = 10
-    """Incidents that are diagnosed and written to `incidents/`; later ones are events alone."""
+    """Number of incidents that are diagnosed and written to `incidents/`. Later ones are only logged as events."""
     incident_seconds: Length = 60.0
-    """Limit of one diagnosis."""
+    """Time limit of one diagnosis, in seconds."""
     fp16_scale_floor: PositiveFloat = 1.0
-    """The loss scale never falls below this; overflows above it are the scale's search, and not counted as skips."""
+    """Lowest fp16 loss scale. Overflows above it belong to the search for the scale and do not count as skipped steps.
+    """
     hang_timeout_seconds: Length = 600.0
-    """Without a step, or an evaluated batch, for so long the run has hung: stacks are written, the process that the others wait
-    for is named, and all end (exit code 5). The first step of a launch may take three times as long; after it no collective
-    waits for longer than twice this."""
+    """Seconds without a finished step or evaluation batch before the run counts as hung. All processes then write their
+    stacks, name the process that the others wait for, and end (exit code 5). The first step of a launch may take three
+    times as long. After it, collectives time out after twice this time.
+    """
     straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
-    """A process whose own work in a step (reading data, and on a CPU the forward) takes so many times what the median process's
-    takes is named in an event, where that is a tenth of a step at least; none: no comparison."""
+    """Ratio to the median process's time above which a process counts as a straggler. The time is the process's own
+    work in a step: reading data, and on a CPU the forward. A straggler is named in an event if the work takes at least
+    a tenth of a step. null: no comparison.
+    """
     straggler_window_steps: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 50
-    """Steps over which that is averaged, and between two comparisons ..."""
+    """Number of steps that are averaged for each straggler comparison."""
     straggler_windows: PositiveInt = 3
-    """... of which so many in a row have to find the same process."""
+    """Number of consecutive comparisons that must find the same process before it is reported."""
     drift_check_steps: NonNegativeInt = 500
-    """Steps between two checks that all processes hold the same weights (HSDP: the copies of each shard), also made before every
-    checkpoint; 0: never."""
+    """Number of steps between two checks that all processes hold the same weights (HSDP: the copies of each shard). The
+    check also runs before every checkpoint. 0: never.
+    """
 
 
 class Checkpoint(Section):
     every_steps: NonNegativeInt = 500
-    """Steps between two checkpoints; 0: only at the end and when the job is asked to stop."""
+    """Number of steps between two checkpoints. 0: only at the end and when the job is asked to stop."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept; the newest healthy one, and the next one to be healthy, stay for a rollback all the same."""
+    """Number of newest checkpoints to keep. The newest healthy checkpoint, and the next one to become healthy, are also
+    kept for a rollback.
+    """
     keep_best: bool = True
-    """Keep the one that evaluated best (`evaluate.metric_for_best_model`) as well."""
+    """Whether to keep the checkpoint with the best evaluation (`evaluate.metric_for_best_model`) as well."""
     load_best_model_at_end: Auto | bool = "auto"
-    """The weights that evaluated best, not the last ones, are evaluated at the end and written to `model/`. auto: with early
-    stopping (`evaluate.early_stopping_patience`), whose last weights are never the best."""
+    """Whether to evaluate the best weights at the end and write them to `model/`, instead of the last ones. auto: with
+    early stopping (`evaluate.early_stopping_patience`), because the last weights are then never the best.
+    """
     in_background: bool = True
-    """Copy the state and write it in the background; off: training waits until it is on the disk."""
+    """Whether to copy the state and write it in the background. false: training waits until it is on disk."""
     resume: str = "auto"
-    """auto: resume from the newest valid checkpoint of this output folder. unchanged: the same, and where data, code or settings have
-    changed, keep the old run in previous-N and start a new one. never: always start a new one. Or a checkpoint's path."""
+    """Checkpoint to resume from. auto: the newest valid checkpoint of this output folder. unchanged: the same, but if
+    data, code, or settings have changed, keep the old run in previous-N and start a new one. never: always start a new
+    run. Or a checkpoint's path.
+    """
     accept_changes: bool = False
-    """Resume although the recipe differs from the checkpoint's in data, model, batch size or length."""
+    """Whether to resume although the recipe differs from the checkpoint in data, model, batch size, or length."""

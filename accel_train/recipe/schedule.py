@@ -1,8 +1,8 @@
 """The `schedule` section of a recipe: its length, its warmup, and the curve of the learning rate.
 
-A curve is a function of (t, span, schedule) that returns the multiplier of the peak learning rate. To add one, write the
-function and add its line to `CURVES`. In the formulas, W is `warmup_steps`, D = `max_steps` - W is the number of steps
-after the warmup, t = step - W (0-based), and m = `min_lr_ratio`.
+A curve is a function of (t, span, schedule) that returns the multiplier of the peak learning rate. To add one, write
+the function and add its line to `CURVES`. In the formulas, W is `warmup_steps`, D = `max_steps` - W is the number of
+steps after the warmup, t = step - W (0-based), and m = `min_lr_ratio`.
 """
 
 import math
@@ -15,43 +15,45 @@ from pydantic import Field, model_validator
 from accel_train.recipe.values import Fraction, Length, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 ONE_CYCLE_RISE = 0.3
-"""torch's `pct_start`: the part of one cycle in which the rate rises."""
+"""Share of one cycle in which the rate rises; torch's `pct_start`."""
 INVERSE_SQRT_TIMESCALE_STEPS = 10_000
-"""transformers' timescale where there is no warmup to take it from."""
+"""Timescale of `inverse_sqrt` without warmup, in steps; the default of transformers."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The steps a curve lives in."""
+    """The steps that a curve covers."""
 
     max_steps: int
     warmup_steps: int
 
     @property
     def curve_steps(self) -> int:
-        """D: the steps after the warmup; 1 where there are none, so that no curve divides by 0."""
+        """D, the number of steps after the warmup; at least 1, so that no curve divides by 0."""
         return max(1, self.max_steps - self.warmup_steps)
 
 
 def constant(t: int, span: Span, schedule: "Schedule") -> float:
-    """1. Source: transformers `get_constant_schedule_with_warmup`. `min_lr_ratio` has no meaning here."""
+    """Return 1. `min_lr_ratio` has no effect. Source: transformers `get_constant_schedule_with_warmup`."""
     return 1.0
 
 
 def linear(t: int, span: Span, schedule: "Schedule") -> float:
-    """m + (1 - m) (D - t) / D. Source: transformers `get_linear_schedule_with_warmup` (there m = 0)."""
+    """Return m + (1 - m) (D - t) / D. Source: transformers `get_linear_schedule_with_warmup` (there m = 0)."""
     return _between((span.curve_steps - t) / span.curve_steps, schedule.min_lr_ratio)
 
 
 def cosine(t: int, span: Span, schedule: "Schedule") -> float:
-    """m + (1 - m) (1 + cos(pi t / D)) / 2. Source: transformers `get_cosine_with_min_lr_schedule_with_warmup`;
-    Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts.
+    """Return m + (1 - m) (1 + cos(pi t / D)) / 2.
+
+    Source: transformers `get_cosine_with_min_lr_schedule_with_warmup`; Loshchilov & Hutter 2017, arXiv 1608.03983,
+    without restarts.
     """
     return _between(0.5 * (1.0 + math.cos(math.pi * (t / span.curve_steps))), schedule.min_lr_ratio)
 
 
 def cosine_restarts(t: int, span: Span, schedule: "Schedule") -> float:
-    """m + (1 - m) (1 + cos(pi (c t / D mod 1))) / 2 with c = `num_cycles`, and m at t = D.
+    """Return m + (1 - m) (1 + cos(pi (c t / D mod 1))) / 2 with c = `num_cycles`, and m at t = D.
 
     Source: transformers `get_cosine_with_hard_restarts_schedule_with_warmup` (there m = 0); Loshchilov & Hutter 2017.
     """
@@ -63,11 +65,13 @@ def cosine_restarts(t: int, span: Span, schedule: "Schedule") -> float:
 
 
 def warmup_stable_decay(t: int, span: Span, schedule: "Schedule") -> float:
-    """1 until the last `decay_ratio` x `max_steps` steps, then m + (1 - m) f(p), p in [0, 1) the part of them done.
+    """Return 1 until the last `decay_ratio` x `max_steps` steps, then m + (1 - m) f(p).
 
-    f(p) is 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 - sqrt(p) (one_minus_sqrt). The decay is cut where it
-    would begin inside the warmup. Source: transformers `get_wsd_schedule`; Hu et al. 2024, arXiv 2404.06395; the
-    1 - sqrt form: Hägele et al. 2024, arXiv 2405.18392.
+    p in [0, 1) is the finished share of these last steps. f(p) is 1 - p (linear), (1 + cos(pi p)) / 2 (cosine) or 1 -
+    sqrt(p) (one_minus_sqrt). The decay is cut if it would begin inside the warmup.
+
+    Source: transformers `get_wsd_schedule`; Hu et al. 2024, arXiv 2404.06395; the 1 - sqrt form: Hägele et al. 2024,
+    arXiv 2405.18392.
     """
     decay_steps = min(span.curve_steps, max(1, round(schedule.decay_ratio * span.max_steps)))
     done = t - (span.curve_steps - decay_steps)
@@ -84,11 +88,11 @@ def warmup_stable_decay(t: int, span: Span, schedule: "Schedule") -> float:
 
 
 def one_cycle(t: int, span: Span, schedule: "Schedule") -> float:
-    """Half a cosine up from `initial_lr_ratio` to 1 over the first 30 % of D, half a cosine down to m at the last step.
+    """Return half a cosine up from `initial_lr_ratio` to 1 over the first 30 % of D, then half a cosine down to m.
 
     Source: `torch.optim.lr_scheduler.OneCycleLR(total_steps=D, pct_start=0.3, div_factor=1/initial_lr_ratio,
-    final_div_factor=initial_lr_ratio/m, cycle_momentum=False)`; Smith & Topin 2018, arXiv 1708.07120. As there, the
-    rate of the last step is m itself: 0 where no `min_lr_ratio` is set.
+    final_div_factor=initial_lr_ratio/m, cycle_momentum=False)`; Smith & Topin 2018, arXiv 1708.07120. As in torch, the
+    rate of the last step is m: 0 if `min_lr_ratio` is not set.
     """
     peak = ONE_CYCLE_RISE * span.curve_steps - 1
     last = span.curve_steps - 1
@@ -98,10 +102,10 @@ def one_cycle(t: int, span: Span, schedule: "Schedule") -> float:
 
 
 def cyclic(t: int, span: Span, schedule: "Schedule") -> float:
-    """`num_cycles` triangles over D: from `initial_lr_ratio` in a line up to 1 and down again. m has no meaning here.
+    """Return `num_cycles` triangles over D, each linear from `initial_lr_ratio` to 1 and back.
 
-    Source: `torch.optim.lr_scheduler.CyclicLR(mode="triangular", step_size_up=D/(2 num_cycles))`; Smith 2017,
-    arXiv 1506.01186.
+    `min_lr_ratio` has no effect. Source: `torch.optim.lr_scheduler.CyclicLR(mode="triangular", step_size_up=D/(2
+    num_cycles))`; Smith 2017, arXiv 1506.01186.
     """
     cycle_steps = span.curve_steps / schedule.num_cycles
     phase = (t / cycle_steps) % 1.0
@@ -110,7 +114,7 @@ def cyclic(t: int, span: Span, schedule: "Schedule") -> float:
 
 
 def step(t: int, span: Span, schedule: "Schedule") -> float:
-    """max(m, gamma^floor(t / `step_size_steps`)), by default three stairs over the run.
+    """Return max(m, gamma^floor(t / `step_size_steps`)), by default three stairs over the run.
 
     Source: `torch.optim.lr_scheduler.StepLR` (there m = 0).
     """
@@ -119,7 +123,7 @@ def step(t: int, span: Span, schedule: "Schedule") -> float:
 
 
 def exponential(t: int, span: Span, schedule: "Schedule") -> float:
-    """max(m, gamma^(t / (D - 1))): the last step has `gamma` times the peak.
+    """Return max(m, gamma^(t / (D - 1))). The last step has `gamma` times the peak.
 
     Source: `torch.optim.lr_scheduler.ExponentialLR(gamma=gamma^(1 / (D - 1)))` (there m = 0).
     """
@@ -127,13 +131,13 @@ def exponential(t: int, span: Span, schedule: "Schedule") -> float:
 
 
 def polynomial(t: int, span: Span, schedule: "Schedule") -> float:
-    """m + (1 - m) (1 - t / D)^`power`. Source: transformers `get_polynomial_decay_schedule_with_warmup`."""
+    """Return m + (1 - m) (1 - t / D)^`power`. Source: transformers `get_polynomial_decay_schedule_with_warmup`."""
     remaining = 1 - t / span.curve_steps
     return _between(remaining**schedule.power, schedule.min_lr_ratio)
 
 
 def inverse_sqrt(t: int, span: Span, schedule: "Schedule") -> float:
-    """max(m, sqrt(s / (t + s))) with s = W, or 10 000 steps where W = 0.
+    """Return max(m, sqrt(s / (t + s))) with s = W, or 10 000 steps if W = 0.
 
     Source: transformers `get_inverse_sqrt_schedule` (there m = 0); Vaswani et al. 2017, arXiv 1706.03762.
     """
@@ -142,7 +146,7 @@ def inverse_sqrt(t: int, span: Span, schedule: "Schedule") -> float:
 
 
 def _between(fraction: float, bottom: float) -> float:
-    """`fraction` of the way from `bottom` to 1; at bottom = 0 the fraction itself, to the last bit."""
+    """Return the value at `fraction` of the way from `bottom` to 1; at bottom = 0, exactly the fraction."""
     return fraction * (1.0 - bottom) + bottom
 
 
@@ -175,31 +179,39 @@ else:
 
 class Schedule(Section):
     type: CurveName = "warmup_cosine"
-    """The curve of the learning rate over the steps."""
+    """Curve of the learning rate over the steps."""
     max_steps: PositiveInt | None = None
-    """Steps (optimizer updates) to train."""
+    """Number of steps (optimizer updates) to train."""
     num_epochs: Length | None = None
-    """Passes over the training data; give this or max_steps."""
+    """Number of passes over the training data. Give this or max_steps."""
     warmup_steps: NonNegativeInt | None = None
-    """Steps over which the learning rate rises linearly to where the curve begins: its peak, or `initial_lr_ratio` of it for one_cycle and cyclic."""
+    """Number of warmup steps. The learning rate rises linearly to the start of the curve. This is the peak, or
+    `initial_lr_ratio` of the peak for one_cycle and cyclic.
+    """
     warmup_ratio: Fraction | None = None
-    """The same as a fraction of all steps; give one of the two (neither: 1 % for warmup_* types, else 0)."""
+    """Number of warmup steps as a fraction of all steps. Give this or warmup_steps. Default: 1 % for warmup_* types,
+    otherwise 0.
+    """
     min_lr_ratio: Fraction = 0.0
-    """The end of a decay, as a fraction of the peak; a floor for step, exponential and inverse_sqrt; constant and cyclic ignore it."""
+    """End of a decay, as a fraction of the peak; a floor for step, exponential, and inverse_sqrt. constant and cyclic
+    ignore it.
+    """
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """warmup_stable_decay: the last fraction of all steps, in which the rate falls."""
+    """warmup_stable_decay: fraction of all steps, at the end, in which the learning rate decays."""
     decay_shape: Literal["linear", "cosine", "one_minus_sqrt"] = "linear"
-    """warmup_stable_decay: the form of that fall."""
+    """warmup_stable_decay: shape of the decay."""
     num_cycles: PositiveInt = 1
-    """cosine_restarts and cyclic: how many."""
+    """cosine_restarts and cyclic: number of cycles."""
     step_size_steps: PositiveInt | None = Field(default=None, examples=[1000])
-    """step: steps between two drops; none: a third of all steps."""
+    """step: number of steps between two drops. Default: a third of all steps."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """step: factor of each drop; exponential: the ratio to the peak reached at the last step."""
+    """step: factor of each drop. exponential: fraction of the peak at the last step."""
     power: PositiveFloat = 1.0
-    """polynomial."""
+    """polynomial: exponent of the decay."""
     initial_lr_ratio: Annotated[float, Field(gt=0, le=1)] = 0.04
-    """one_cycle: where it starts, as a fraction of the peak; cyclic: the low point of a cycle."""
+    """one_cycle: start of the curve, as a fraction of the peak. cyclic: low point of a cycle, as a fraction of the
+    peak.
+    """
 
     @model_validator(mode="after")
     def one_length_and_one_warmup(self) -> "Schedule":
@@ -209,6 +221,7 @@ class Schedule(Section):
             raise ValueError("give one of schedule.warmup_steps and schedule.warmup_ratio, not both")
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps > self.max_steps:
             raise ValueError(
-                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower warmup_steps"
+                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower "
+                "warmup_steps"
             )
         return self

@@ -1,8 +1,8 @@
-"""The recipe: one frozen value that says everything about a run.
+"""The recipe: one frozen value with all settings of a run.
 
-YAML is its file form (`loader.py` reads it, `writer.py` writes it), Python its code form, with the same names. Where
-Accelerate or `transformers.TrainingArguments` has a name for a setting, that name is used. `accel-train plan` prints each
-field's docstring.
+A recipe has a YAML form (`loader.py` reads it, `writer.py` writes it) and a Python form, with the same names. Names of
+settings follow Accelerate and `transformers.TrainingArguments`. `accel-train explain` prints the docstring of each
+field.
 """
 
 from collections.abc import Mapping
@@ -32,58 +32,70 @@ from accel_train.recipe.values import (
 
 class LoRA(Section):
     rank: PositiveInt = 8
-    """Columns of the two small matrices that are trained in place of each target's weights."""
+    """Rank of the two small matrices that are trained in place of each target's weights."""
     alpha: PositiveFloat = 16.0
-    """Their product is scaled by alpha / rank."""
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout probability of the adapters' input."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names (or ends of names) of the modules that are adapted; all-linear: every linear layer but the head."""
+    """Names (or ends of names) of the modules to adapt. all-linear: every linear layer except the head."""
     train_also: tuple[str, ...] = ("*classifier*", "*score*", "*qa_outputs*")
-    """Parameters that are trained whole beside the adapters, by pattern: a new head has nothing to adapt."""
+    """Patterns of parameters that are trained whole, in addition to the adapters. A new head has no pretrained weights
+    to adapt.
+    """
     merge: bool = True
-    """Write the adapters into the weights of `model/`; off: `model/` holds the base weights, and `adapter/` what was learned."""
+    """Whether to merge the adapters into the weights of `model/`. false: `model/` holds the base weights, and
+    `adapter/` the adapters.
+    """
 
 
 class Model(Section):
     pretrained: str | None = None
-    """A name on the hub or a local folder; training begins with its weights."""
+    """Name on the hub or local folder of the pretrained weights to start from."""
     config: dict[str, Any] | None = Field(default=None, examples=[{"model_type": "gpt2", "n_layer": 6}])
-    """A transformers configuration (`model_type` and its fields); the weights are random."""
+    """transformers configuration (`model_type` and its fields). The weights are random."""
     attn_implementation: str = "auto"
-    """`auto` takes the fastest exact one: causal SDPA without a mask where the model allows it, for each document by itself where
-    several share a window. sdpa: that of transformers, under a mask."""
+    """Attention implementation. auto: the fastest exact one. This is causal SDPA without a mask if the model allows it,
+    per document if several share a window. sdpa: transformers' SDPA, with a mask.
+    """
     fused_kernels: Auto | Literal[False] = "auto"
-    """`auto` computes activations that transformers writes out in Python (GPT-2's GELU) by one kernel of torch: the same function
-    up to rounding. false: as transformers has them."""
+    """Whether to replace activations that transformers computes in Python (GPT-2's GELU) by one torch kernel. The
+    function is the same up to rounding. false: transformers' implementation.
+    """
     trust_remote_code: bool = False
-    """Run Python code that comes with a pretrained model. There is no prompt for it; commands on a run folder, which may be
-    somebody else's, take it from their own command line alone."""
+    """Whether to run Python code that comes with a pretrained model, without a prompt. Commands on a run folder only
+    obey their own flag, because the folder may be from another person.
+    """
     accept_new_tokenizer: bool = False
-    """Train pretrained weights with a tokenizer other than theirs: the embedding then begins with vectors of other tokens."""
+    """Whether to train pretrained weights with a tokenizer other than theirs. The embedding then starts with vectors of
+    other tokens.
+    """
     pad_vocab_to_multiple_of: NonNegativeInt = 64
-    """Rows are added to the embedding up to this multiple (faster matrix products); 0 leaves it alone."""
+    """Multiple to which the embedding is padded with rows (faster matrix products). 0: no padding."""
     freeze: tuple[str, ...] = Field(default=(), examples=[["*.embeddings.*"]])
-    """Parameters that are not trained, by pattern of their names (`bert.embeddings.*`, `*.layer.[0-3].*`)."""
+    """Patterns of parameter names that are not trained (`bert.embeddings.*`, `*.layer.[0-3].*`)."""
     freeze_batch_norm: bool = False
-    """Batch norms neither train their weights nor move their running statistics."""
+    """Whether batch norms keep their weights and running statistics fixed."""
     lora: LoRA | None = Field(default=None, examples=[{"rank": 16}])
-    """Train low-rank adapters (peft) and leave the weights as they are."""
+    """Low-rank adapters (peft) to train in place of the weights. Default: train the weights."""
     frozen_dtype: Auto | Literal["fp32", "bf16", "nf4"] = "auto"
-    """How matrices are kept that lora or freeze leave untrained. auto: in bf16 where the run computes in bf16 anyway (the same bits
-    in half the memory), else in fp32. nf4: linear layers in 4 bits (bitsandbytes), an eighth of fp32, which rounds them."""
+    """Type of the matrices that lora or freeze leave untrained. auto: bf16 if the run computes in bf16 (the same bits
+    in half the memory), otherwise fp32. nf4: linear layers in 4 bits (bitsandbytes), an eighth of fp32, with rounding.
+    """
     problem_type: Literal["auto", "single_label", "multi_label", "regression"] = "auto"
-    """text-classification: what the labels mean; auto: lists of labels are multi_label, decimal numbers regression."""
+    """text-classification: meaning of the labels. auto: lists of labels are multi_label, decimal numbers regression."""
 
     @property
     def freezes(self) -> bool:
-        """Some weights are not trained."""
+        """Return whether some weights are not trained."""
         return self.lora is not None or bool(self.freeze) or self.freeze_batch_norm
 
     @model_validator(mode="after")
     def one_source_of_weights(self) -> "Model":
         if (self.pretrained is None) == (self.config is None):
             raise ValueError(
-                "give exactly one of model.pretrained (a name or folder) and model.config (for example {model_type: gpt2, n_layer: 4})"
+                "give exactly one of model.pretrained (a name or folder) and model.config (for example "
+                "{model_type: gpt2, n_layer: 4})"
             )
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("model.config needs a model_type, for example {model_type: gpt2, n_layer: 4}")
@@ -92,77 +104,99 @@ class Model(Section):
 
 class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Training targets give this share to all classes (tokens) alike (Szegedy et al. 2016); evaluation does not."""
+    """Share of the training target that is spread equally over all classes (tokens) (Szegedy et al. 2016). Evaluation
+    does not use it.
+    """
     class_weights: Literal["balanced"] | tuple[NonNegativeFloat, ...] | dict[str, NonNegativeFloat] | None = None
-    """How much each class counts in training; balanced: n_samples / (n_classes x n_of_class), as in scikit-learn. The weighted sum
-    is divided by the number of targets, and not by the sum of their weights as torch's `CrossEntropyLoss` does."""
+    """Weight of each class in training. balanced: n_samples / (n_classes x n_of_class), as in scikit-learn. The
+    weighted sum is divided by the number of targets. torch's `CrossEntropyLoss` divides by the sum of their weights.
+    """
     chunked: Auto | bool = "auto"
-    """causal-lm: make the logits of a few positions at a time, and never all of a micro-batch; the same loss and gradients. auto:
-    wherever the model allows it, and the logits are more than 256 MiB or split over processes (`parallel.tp_size`)."""
+    """causal-lm: whether to compute the logits of a few positions at a time. Loss and gradients are the same. auto: if
+    the model allows it, and the logits exceed 256 MiB or are split over processes (`parallel.tp_size`).
+    """
     router_aux: Auto | bool = "auto"
-    """causal-lm: add the load-balancing loss of a mixture of experts to the training loss, times the model's `router_aux_loss_coef`,
-    over the whole global batch; auto: where `output_router_logits` is true in the model's configuration. `router_aux_loss` in
-    metrics.jsonl shows it without the coefficient. With gradient accumulation it costs another forward of each micro-batch."""
+    """causal-lm: whether to add the load-balancing loss of a mixture of experts to the training loss. It covers the
+    whole global batch, times the model's `router_aux_loss_coef`. auto: if `output_router_logits` is true in the model's
+    configuration. `router_aux_loss` in metrics.jsonl omits the coefficient. With gradient accumulation, it costs one
+    more forward per micro-batch.
+    """
 
 
 class Batch(Section):
     global_batch_size: PositiveInt | None = None
-    """Samples per step over all processes = per_device_batch_size x gradient_accumulation_steps x processes."""
+    """Number of samples per step over all processes = per_device_batch_size x gradient_accumulation_steps x processes.
+    """
     per_device_batch_size: Auto | PositiveInt = "auto"
-    """Samples one process forwards at once (a micro-batch); auto: what follows from the other two, and where accumulation is
-    auto as well the largest that fits: measured on a GPU (or a CPU with `ulimit -v`) before the first step, and cached. Not
-    measured where the model is sharded (fsdp2, tp_size): all samples of a process at once, and half where memory runs out."""
+    """Number of samples per forward of one process (a micro-batch). auto: derived from the other two settings. If
+    gradient_accumulation_steps is auto as well, it is the largest that fits. It is measured before the first step and
+    cached, on a GPU (or a CPU with `ulimit -v`). A sharded model (fsdp2, tp_size) is not measured. It starts with all
+    samples of a process, and halves them when memory runs out.
+    """
     gradient_accumulation_steps: Auto | PositiveInt = "auto"
-    """Micro-batches per process and step; auto: what follows from the other two."""
+    """Number of micro-batches per process and step. auto: derived from the other two settings."""
     memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the device's memory that the search for the largest micro-batch leaves free."""
     per_device_eval_batch_size: Auto | PositiveInt = "auto"
-    """Samples one process forwards at once in evaluation; auto: twice the training size."""
+    """Number of samples per evaluation forward of one process. auto: twice the training size."""
 
 
 class MemoryBudget(Section):
     memory_budget: Annotated[float, Field(ge=0.1, le=1, examples=[0.5])]
-    """Share of the activations' memory that the compiler may use, 1: all it would keep. Near 0 it keeps more than without."""
+    """Share of the activations' memory that the compiler may use. 1: all that it would keep. Near 0 it keeps more than
+    without a budget.
+    """
 
 
 class Precision(Section):
     mixed_precision: Literal["auto", "no", "fp16", "bf16", "fp8"] = "auto"
-    """auto: bf16 where the hardware has it, else fp16 on CUDA, else no. fp8: as bf16, and linear layers multiply in float8
-    (torchao), on GPUs that can (L4, RTX 40, H100 and later); worth it for large models, with compile."""
+    """Mixed precision. auto: bf16 if the hardware supports it, otherwise fp16 on CUDA, otherwise no. fp8: like bf16,
+    but linear layers multiply in float8 (torchao), on GPUs that support it (L4, RTX 40, H100 and later). fp8 pays off
+    for large models, with compile.
+    """
     tf32: Auto | bool = "auto"
-    """TensorFloat-32 for the fp32 matrix products of CUDA; auto: with bf16 or fp16 only, so that fp32 stays fp32."""
+    """TensorFloat-32 for the fp32 matrix products of CUDA. auto: with bf16 or fp16 only, so that fp32 stays fp32."""
     cudnn_benchmark: Auto | bool = "auto"
-    """Let cuDNN time its algorithms and keep the fastest; auto: unless deterministic."""
+    """Whether cuDNN times its algorithms and keeps the fastest. auto: unless deterministic."""
     compile: Literal["blocks", "model"] | bool = False
-    """torch.compile; true: the repeated blocks of the model where it has some (compiles in seconds), else all of it."""
+    """Part of the model to compile with torch.compile. true: the repeated blocks if the model has some (compiles in
+    seconds), otherwise the whole model.
+    """
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """torch.compile's `mode`: how much time the compiler spends on faster kernels, and whether it records CUDA graphs. With another
-    than the default, recompilations are not counted."""
+    """Mode of torch.compile. It sets the time that the compiler spends on faster kernels, and whether it records CUDA
+    graphs. Recompilations are only counted in the default mode.
+    """
     compile_backend: str = "inductor"
-    """torch.compile's `backend`; a mode is for inductor."""
+    """Backend of torch.compile. compile_mode requires inductor."""
     deterministic: bool = False
-    """Only algorithms that give the same bits each time; slower on CUDA."""
+    """Whether to use only algorithms that give the same bits each time. This is slower on CUDA."""
     gradient_checkpointing: Literal["off", "blocks", "selective"] | MemoryBudget | bool = Field(
         default="off", examples=["selective"]
     )
-    """Keep fewer activations and compute the others again in the backward pass. blocks (or true): only the input of each block
-    is kept, which takes the least memory and about a third more time. selective: attention and most matrix products are kept,
-    about half of the memory for little time. {memory_budget: 0.5}: the compiler chooses; with compile only. off is false."""
+    """Activation checkpointing: keep fewer activations and recompute the others in the backward pass. blocks (or true):
+    only the input of each block is kept, with the least memory and about a third more time. selective: attention and
+    most matrix products are kept, for about half of the memory and little time. {memory_budget: 0.5}: the compiler
+    chooses; requires compile. off is false.
+    """
     fp16_init_scale: PositiveFloat = 2.0**14
-    """The first loss scale. 2^14 leaves a scaled gradient a factor 4 below fp16's largest number, 65504; 2^16 is above it."""
+    """Initial fp16 loss scale. 2^14 leaves a scaled gradient a factor 4 below fp16's largest number, 65504; 2^16 is
+    above it.
+    """
     fp16_growth_interval: PositiveInt = 2000
-    """Steps without an overflow after which the loss scale doubles."""
+    """Number of steps without an overflow after which the loss scale doubles."""
 
     @model_validator(mode="after")
     def compiler_is_known(self) -> "Precision":
         if self.compile_backend != "inductor":
-            from torch.compiler import list_backends  # it takes a second to import what they are listed in
+            # Importing the backends that it lists takes a second.
+            from torch.compiler import list_backends
 
             if self.compile_backend not in (known := list_backends(exclude_tags=())):
                 raise ValueError(f"precision.compile_backend={self.compile_backend}: torch knows {', '.join(known)}")
         if self.compile_mode != "default" and self.compile_backend != "inductor":
             raise ValueError(
-                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that is {self.compile_backend}"
+                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that "
+                f"is {self.compile_backend}"
             )
         return self
 
@@ -170,14 +204,14 @@ class Precision(Section):
     def budget_is_for_the_compiler(self) -> "Precision":
         if isinstance(self.gradient_checkpointing, MemoryBudget) and self.compile is False:
             raise ValueError(
-                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} is for compiled models: "
-                "set precision.compile to true, or this to selective or blocks"
+                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} is "
+                "for compiled models: set precision.compile to true, or this to selective or blocks"
             )
         return self
 
     @property
     def recomputed(self) -> Literal["nothing", "blocks", "selective", "budget"]:
-        """Name what the backward pass computes again, by `gradient_checkpointing`."""
+        """Activations that the backward pass recomputes, by `gradient_checkpointing`."""
         choice = self.gradient_checkpointing
         if isinstance(choice, MemoryBudget):
             return "budget"
@@ -186,42 +220,50 @@ class Precision(Section):
 
 class Log(Section):
     every_steps: PositiveInt = 10
-    """Steps between two lines of metrics.jsonl. A line's `loss` is the mean over the steps since the line before that were
-    applied (`num_averaged_steps` of them: fewer in the first line of a resume), and `step_loss` that of its own step."""
+    """Number of steps between two lines of metrics.jsonl. A line's `loss` is the mean over the applied steps since the
+    line before. `num_averaged_steps` is their number, smaller in the first line of a resume. `step_loss` is the loss of
+    the line's step.
+    """
     trackers: tuple[str, ...] = Field(default=(), examples=[["tensorboard"]])
     """Experiment trackers by Accelerate's names (tensorboard, wandb, trackio, mlflow, ...)."""
     project: str = "accel_train"
     """Project name in the trackers."""
     progress: Auto | bool = "auto"
-    """auto: a bar in a terminal or notebook, plain lines elsewhere."""
+    """Progress display. auto: a bar in a terminal or notebook, plain lines elsewhere."""
     notify: tuple[NotifyTarget, ...] = Field(default=(), examples=[["$SLACK_WEBHOOK"]])
-    """Webhooks to which a JSON object is posted when the run rolls back, stops or ends: URLs, or `$NAME` for a URL in that
-    environment variable."""
+    """Webhooks that receive a JSON object when the run rolls back, stops, or ends. Each is a URL, or `$NAME` for a URL
+    in that environment variable.
+    """
     profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[[20, 25]])
-    """First and last step to profile, both included, counted from 1 as in metrics.jsonl: each process writes a trace (for
-    ui.perfetto.dev) and a table of its ten costliest operations to `profile/`. Profiled steps are slower."""
+    """First and last step to profile, both included, counted from 1 as in metrics.jsonl. Each process writes a trace
+    (for ui.perfetto.dev) and a table of its ten costliest operations to `profile/`. Profiled steps are slower.
+    """
 
     @model_validator(mode="after")
     def profiles_forwards(self) -> "Log":
         first, last = self.profile_steps or (1, 1)
         if first > last:
             raise ValueError(
-                f"profile_steps=[{first}, {last}] ends before it begins; give the first and the last step, as [{last}, {first}]"
+                f"profile_steps=[{first}, {last}] ends before it begins; give the first and the last step, as "
+                f"[{last}, {first}]"
             )
         return self
 
 
 class Recipe(Section):
-    """Everything about a run, as programs pass it on; `loader.Recipe` reads one from a file."""
+    """All settings of a run, as programs pass them on. `loader.Recipe` reads them from a file."""
 
     task: str = "causal-lm"
-    """A task of this package, or `my_module:MyTask`."""
+    """Name of a built-in task, or `my_module:MyTask`."""
     seed: Seed = 0
+    """Seed of all random numbers: weights, data order, augmentation, and dropout."""
     output_dir: str
-    """The run folder."""
+    """Run folder for checkpoints, logs, and the model."""
     model: Model
     tokenizer: str | TrainedTokenizer = "auto"
-    """`bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}; auto: that of model.pretrained, else bytes."""
+    """Tokenizer: `bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}. auto: the
+    tokenizer of model.pretrained, or bytes without pretrained weights.
+    """
     data: Data
     loss: Loss = Loss()
     batch: Batch = Batch()
@@ -234,7 +276,7 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     log: Log = Log()
     options: dict[str, Any] = Field(default={}, examples=[{"my_setting": 3}])
-    """Free settings for a custom task; the package's tasks take none."""
+    """Free settings for a custom task. Built-in tasks take none."""
 
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
 
@@ -266,24 +308,26 @@ class Recipe(Section):
             if section.type != "constant" or warmup:
                 name = warmup[0] if section.type == "constant" else "type"
                 raise ValueError(
-                    f"schedule.{name}={getattr(section, name)}: {SCHEDULE_FREE} has its own warm-up and no other schedule; {remedy}"
+                    f"schedule.{name}={getattr(section, name)}: {SCHEDULE_FREE} has its own warm-up and no other "
+                    f"schedule; {remedy}"
                 )
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the settings are the same; who set them does not count, so a recipe equals its file read again."""
+        """Return whether the settings are equal, regardless of who set them. A recipe equals its file read again."""
         return self.model_dump() == other.model_dump() if isinstance(other, Recipe) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # it holds mappings (model.config, options), which have no hash either
+    # Recipes cannot be hashed, because they hold mappings (model.config, options).
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def tokenizer_in_use(self) -> str | TrainedTokenizer:
-        """`tokenizer`, with `auto` resolved."""
+        """The `tokenizer` setting, with `auto` resolved."""
         return (self.model.pretrained or "bytes") if self.tokenizer == "auto" else self.tokenizer
 
     @property
     def loads_best_model(self) -> bool:
-        """`checkpoint.load_best_model_at_end`, with `auto` resolved."""
+        """The `checkpoint.load_best_model_at_end` setting, with `auto` resolved."""
         checkpoint = self.checkpoint
         by_itself = checkpoint.keep_best and self.evaluate.early_stopping_patience is not None
         return by_itself if checkpoint.load_best_model_at_end == "auto" else checkpoint.load_best_model_at_end
@@ -293,11 +337,11 @@ class Recipe(Section):
         return self._origins.get(name, Origin("default"))
 
     def origins(self) -> Mapping[str, Origin]:
-        """Return who set which field, for every field that is not a default."""
+        """Return who set each field that is not a default, by dotted name."""
         return dict(self._origins)
 
     def with_origins(self, origins: Mapping[str, Origin]) -> Self:
-        """Return the same recipe with the origins of its fields."""
+        """Return the same recipe with these origins of its fields."""
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy

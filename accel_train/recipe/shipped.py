@@ -1,4 +1,4 @@
-"""The recipes that come with the package: found by name, listed with what they need, copied to be edited."""
+"""The recipes that come with the package: find them by name, list their requirements, and copy them for editing."""
 
 import os
 import re
@@ -11,30 +11,30 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 class ShippedRecipe(NamedTuple):
-    """A recipe of the package: its file, and what the comment at its top says of it."""
+    """A shipped recipe: its file, and the parsed comment at the top of the file."""
 
     path: Path
     about: str
-    """The first sentence."""
+    """First sentence of the comment, or the first two if the first is a question."""
     notes: Mapping[str, str]
-    """Hardware, Time, Expected, Data, Needs."""
+    """Notes by name: Hardware, Time, Expected, Data, Needs."""
 
 
 @cache
 def shipped_recipes() -> Mapping[str, ShippedRecipe]:
-    """Return the package's recipes by name, sorted."""
+    """Return the shipped recipes by name, sorted."""
     return {path.stem: _read(path) for path in sorted(RECIPES.glob("*.yaml"))}
 
 
 def shipped_or(path: str | Path) -> str | Path:
-    """Return the file of the package's recipe of this name where no such file exists here, else the path as it is."""
+    """Return the file of the shipped recipe with this name if the path does not exist, otherwise the path."""
     name = str(path)
     is_name = re.fullmatch(r"\w+", name) and not os.path.lexists(name)
     return shipped_recipes()[name].path if is_name and name in shipped_recipes() else path
 
 
 def copy_text(name: str, target: Path) -> str:
-    """Return a recipe's text for a copy at `target`, whose path its comments name in place of the package's."""
+    """Return a recipe's text for a copy at `target`. Its comments name `target` in place of the original path."""
     return shipped_recipes()[name].path.read_text().replace(f"recipes/{name}.yaml", str(target))
 
 

@@ -1,4 +1,4 @@
-"""Types of a recipe's values, who set a value, and the base of all sections."""
+"""Types of a recipe's values, the origin of a value, and the base class of all sections."""
 
 import re
 from dataclasses import dataclass
@@ -13,39 +13,43 @@ from accel_train.core.redaction import REDACTED
 PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
-"""The range of torch.manual_seed, and numpy."""
+"""Range of torch.manual_seed, and of numpy."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Length = Annotated[float, Field(gt=0, le=LARGEST_COUNT, allow_inf_nan=False)]
-"""Seconds or epochs."""
+"""Length in seconds or epochs."""
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Auto = Literal["auto"]
 
 
 def _check_target(target: Any) -> Any:
-    """Return a target of `log.notify`: a URL, `$NAME`, or REDACTED. Errors do not show the target, which may hold credentials."""
+    """Return a target of `log.notify` if it is a URL, `$NAME`, or redacted.
+
+    Errors do not show the target, because it may hold credentials.
+    """
     if target == REDACTED or (isinstance(target, str) and re.fullmatch(r"\$\{?\w+\}?", target)):
         return target
     parts = urlsplit(target) if isinstance(target, str) and re.fullmatch(r"\w+://\S*", target) else None
     if parts is None:
         raise ValueError(
-            "log.notify: a target is not a URL. Give a webhook's address (https://...), or $NAME of a variable that holds one. "
-            "To run a command, call it in your shell after `accel-train run`, by its exit code"
+            "log.notify: a target is not a URL. Give a webhook's address (https://...), or $NAME of a variable that "
+            "holds one. To run a command, call it in your shell after `accel-train run`, by its exit code"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(
-            f"log.notify: {parts.scheme}://{parts.hostname or ''} must be http:// or https:// and a host, without user and password"
+            f"log.notify: {parts.scheme}://{parts.hostname or ''} must be http:// or https:// and a host, "
+            "without user and password"
         )
     return target
 
 
 NotifyTarget = Annotated[str, BeforeValidator(_check_target)]
-"""A URL, or `$NAME` of a variable that holds one."""
+"""A URL, or `$NAME` of a variable that holds a URL."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a value: `kind`, and `where` exactly (a file and line, a flag, a variable)."""
+    """Origin of a value: its `kind`, and its exact place `where` (a file and line, a flag, a variable)."""
 
     kind: Literal["default", "file", "command line", "environment", "python"]
     where: str = ""
@@ -55,7 +59,7 @@ class Origin:
 
 
 class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error, and `true` is not a number."""
+    """A frozen group of settings. An unknown key is an error, and `true` is not a number."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), ser_json_inf_nan="strings"

@@ -1,4 +1,4 @@
-"""A recipe as YAML that can be run again: each value with who set it, and no secrets."""
+"""Write a recipe as YAML that can be run again, with who set each value and without secrets."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +19,13 @@ SettingLine = tuple[int, str, str, str]
 
 
 def format_recipe(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingProxyType({})) -> str:
-    """Return the recipe as YAML that can be run again as it is; each line ends with who set its value, and what auto chose.
+    """Return the recipe as YAML that can be run again. Each line ends with who set its value and the value of auto.
 
-    `choices` are by dotted name. What is `auto` stays so: elsewhere it may choose otherwise. Secrets are redacted.
+    `choices` are by dotted name. `auto` stays in the recipe, because it may resolve differently elsewhere. Secrets are
+    redacted.
 
     Raises:
-        ValueError: the recipe holds an object of Python that YAML has no form for.
+        ValueError: the recipe holds a Python object that has no YAML form.
     """
     lines = ["# A resolved recipe: `accel-train run` trains it again as it is. Behind each value: who set it."]
     for depth, field, value, who in setting_lines(recipe, choices):
@@ -33,16 +34,17 @@ def format_recipe(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingPr
 
 
 def who_set(recipe: Recipe, name: str) -> str:
-    """Return who set a field, by its dotted name; `python` for one that a recipe built in Python changed from its default."""
+    """Return who set a field, by its dotted name; `python` if a recipe built in Python changed the default."""
     origin, info = recipe.origin(name), recipe_names()[name]
     is_default = isinstance(info, FieldInfo) and info.default == value_of(recipe, name)
     return "python" if origin.kind == "default" and not is_default else str(origin)
 
 
 def without_defaults(lines: Sequence[SettingLine]) -> list[SettingLine]:
-    """Return the lines of settings that somebody set, and of the sections that have one."""
+    """Return the lines of settings that are not defaults, and of the sections that contain them."""
     kept: list[SettingLine] = []
-    deepest = 0  # of the line below that is kept: a section above it is kept as well
+    # Depth of the kept line below. A section above it is kept as well.
+    deepest = 0
     for line in reversed(lines):
         is_section_of_kept = line[0] < deepest
         if (line[3] and line[3] != "default") or (not line[3] and is_section_of_kept):
@@ -53,7 +55,10 @@ def without_defaults(lines: Sequence[SettingLine]) -> list[SettingLine]:
 
 
 def format_settings(recipe: Recipe, *, colour: bool, show_all: bool) -> Iterator[str]:
-    """Yield a title and aligned lines: the settings that somebody set (or all), and who did; the file that set most is in the title."""
+    """Yield a title and aligned lines: the settings that are not defaults (or all), and who set them.
+
+    The title names the file that set the most.
+    """
     width = max(len(name.rpartition(".")[2]) + 2 * name.count(".") for name in recipe_names()) + 2
     every = list(setting_lines(recipe))
     shown = every if show_all else without_defaults(every)
@@ -77,7 +82,7 @@ def setting_lines(
     section: Section | None = None,
     prefix: str = "",
 ) -> Iterator[SettingLine]:
-    """Yield depth, name, value and who set it of every section and setting, in the order of the schema, secrets redacted.
+    """Yield depth, name, value, and who set it for every section and setting, in schema order, with secrets redacted.
 
     A section has no value.
     """

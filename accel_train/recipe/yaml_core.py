@@ -1,7 +1,7 @@
-"""YAML 1.2's core schema, read with the line of each key and written on one line.
+"""YAML 1.2's core schema: parse YAML with the line of each key, and write values on one line.
 
-PyYAML's own is 1.1. Here `1e-4` is a number; `no`, `on` and `2024-01-01` are text; only `true` and `false` are booleans;
-a key may stand once. A quoted scalar is text, so `"1e-4"` is no number.
+PyYAML implements YAML 1.1. Here `1e-4` is a number. `no`, `on`, and `2024-01-01` are text. Only `true` and `false` are
+booleans. A key may occur once. A quoted scalar is text, so `"1e-4"` is not a number.
 """
 
 import math
@@ -16,9 +16,9 @@ from accel_train.core.redaction import redact
 from accel_train.recipe.values import Section
 
 Key = tuple[Any, ...]
-"""A setting's place in the tree: ("optimizer", "learning_rate")."""
+"""Place of a setting in the tree: ("optimizer", "learning_rate")."""
 _MOST_VALUES = 100_000
-"""The most values that aliases may make: nine levels of nine aliases are 400 million."""
+"""Largest number of values that aliases may create. Nine levels of nine aliases would create 400 million."""
 _TAG = "tag:yaml.org,2002:"
 _INT = r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -30,7 +30,7 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
 }
 """Scalars that are not text: pattern, first characters, and reader."""
 _WORDS = ("null", "true", "false")
-"""Words that are no text, or would be none with other capitals."""
+"""Words that are not text, or that would not be text with other capitals."""
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -40,7 +40,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 class _CoreDumper(yaml.SafeDumper):
-    """Writes what `_CoreLoader` reads as the same value, on one line."""
+    """Dumper whose one-line output `_CoreLoader` reads as the same value."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
@@ -62,7 +62,7 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
     """Return the value of a YAML document, and the line of each of its keys.
 
     Raises:
-        ValueError: `name:line:column`, what is wrong there, and the text of that line.
+        ValueError: a syntax error. The message has `name:line:column`, the problem, and the text of the line.
     """
     document = _Document(name, max(_MOST_VALUES, len(text)))
     try:
@@ -85,7 +85,7 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
 
 @dataclass
 class _Document:
-    """Values of a document's nodes, and the lines of their keys; each alias makes its values anew."""
+    """Reader of a document: the values of its nodes, and the lines of their keys. Each alias creates new values."""
 
     name: str
     values_left: int
@@ -96,7 +96,8 @@ class _Document:
         self.values_left -= 1
         if self.values_left < 0:
             raise ValueError(
-                f"{self.name}: its aliases make more than {_MOST_VALUES:,} values, too many for a recipe; write them out"
+                f"{self.name}: its aliases make more than {_MOST_VALUES:,} values, too many for a recipe; write "
+                "them out"
             )
         if node in parents:
             raise ValueError(f"{here}: this alias contains itself; write the value out")
@@ -131,14 +132,15 @@ class _Document:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text, not quoted, would be read as a number."""
+    """Return whether an unquoted text would be read as a number."""
     return re.fullmatch(f"{_INT}|{_FLOAT}", text) is not None
 
 
 def one_line(value: Any) -> str:
-    """Return a value as YAML on one line, which reads as the same value in any place."""
+    """Return a value as YAML on one line that reads as the same value in any place."""
     if isinstance(value, str) and value.isascii() and value.isidentifier() and value.lower() not in _WORDS:
-        return value  # most of a recipe; PyYAML's dumper takes 0.1 ms for it
+        # This covers most of a recipe. PyYAML's dumper takes 0.1 ms per value.
+        return value
     value = value.model_dump() if isinstance(value, Section) else value
     try:
         return yaml.dump(

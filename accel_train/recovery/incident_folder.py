@@ -106,7 +106,7 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
             raise OSError("not a regular file")
         with safe_open(path, framework="pt") as file:
             facts = file.metadata() or {}
-        num_targets, samples = json.loads(facts["num_targets"]), json.loads(facts.get("samples", "null"))
+        num_targets, samples = json.loads(facts["num_targets"]), json.loads(facts["samples"])
         tensors = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -135,6 +135,6 @@ def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
         with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line costs itself alone
             record = json.loads(line)
             if record["split"] == "train":
-                loss = record.get("step_loss", record["loss"])
+                loss = record["step_loss"]
                 last.append((record["step"], NONFINITE_NAMES.get(loss, loss)))
     return last[-most:]

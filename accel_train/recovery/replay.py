@@ -18,7 +18,6 @@ from accel_train.checkpoint.contents import load_model_tensors, restore_weights
 from accel_train.checkpoint.run_recipe import check_settings, read_recipe
 from accel_train.checkpoint.store import check
 from accel_train.core.errors import CheckpointError
-from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.resolve import change_model
@@ -127,8 +126,7 @@ def replay_incident(
     if not record["batches"]:
         raise ValueError(f"{folder} keeps no micro-batch ({record['sentence']}), so there is nothing to recompute")
     run_folder = folder.resolve().parent.parent
-    path = recipe_of_run(run_folder)
-    if path is None:
+    if not (run_folder / RECIPE_FILE).is_file():
         raise ValueError(
             f"{run_folder} has no {RECIPE_FILE}: an incident is recomputed in its place, in RUN/{INCIDENTS}/STEP"
         )
@@ -139,7 +137,7 @@ def replay_incident(
     precision = "bf16" if record["precision"] == "fp8" else record["precision"]
     precision = "no" if precision == "fp16" and device_here.type != "cuda" else precision
     set_backends(recipe.precision, precision, device_here)
-    readers = record["world_size"] // record.get("num_sharing", 1)
+    readers = record["world_size"] // record["num_sharing"]
     sizes = resolve_batch(recipe.batch, readers)
     accelerator = start_accelerator(precision, recipe.precision, recipe.guard, sizes, device_here)
     task = load_task(recipe.task)
@@ -156,7 +154,7 @@ def replay_incident(
     replayed, findings = [], []
     for entry in record["batches"]:
         kept = read_micro_batches(folder / entry["file"], accelerator.device)
-        if record.get("not_diagnosed") is not None:
+        if record["not_diagnosed"] is not None:
             finding, kept = _diagnose(recomputation, record, entry["rank"], kept, data)
             findings.append(finding)
         for each in kept:

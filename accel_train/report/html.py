@@ -15,8 +15,6 @@ from accel_train.observe.trackers import flatten
 from accel_train.report.metric_names import LABELS, MISSING, is_number, label, show_value, words
 from accel_train.report.run import Run
 
-MOODS = {"done": "good", "finished": "good", "stopped early": "good", "stopped": "bad", "failed": "bad"}
-"""Colours of the run's status."""
 MOST_EVENTS = 1_000
 """Rows of the table of events: the first and the last."""
 BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed", "notify_failed"})
@@ -110,7 +108,7 @@ def describe_run(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],
-        "mood": MOODS.get(status, ""),
+        "mood": "good" if "status" in summary else "",
         "lead": _lead(run, targets),
         "numbers": [
             {"label": each.label_for(targets), "value": each.text(value), "unit": each.unit.format(targets=targets)}

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accel_train.core.ownership import recipe_of_run
 from accel_train.core.state import JsonRecord
 from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
@@ -111,14 +110,14 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
     summary = _usable_summary(folder / run_folder.SUMMARY_FILE, damage)
     for record in (*train, summary):
         record["throughput"] = target_rate(record)
-    recipe = recipe_of_run(folder)
+    recipe = folder / run_folder.RECIPE_FILE
     return Run(
         name or folder.resolve().name,
         train,
         evals,
         events,
         summary,
-        recipe_text="" if recipe is None else recipe.read_text(encoding="utf-8", errors="replace"),
+        recipe_text=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
         evaluation=run_folder.read_record(folder / EVALUATION_FILE, damage),
         examples=run_folder.read_record(folder / run_folder.EXAMPLES_FILE, damage),
         system=system,

@@ -1,3 +1,4 @@
-"""The life of a process: start, signals, heartbeat, hang detection, memory, exit, and what machine it is on.
+"""The life of a process: start, signals, heartbeats, hang detection, memory, exit, and checks of the machine.
 
-Nothing here knows what is trained."""
+Code in this package does not depend on the task or the model.
+"""

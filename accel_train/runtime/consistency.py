@@ -1,4 +1,4 @@
-"""Check, before a model is built, that all processes have the same recipe, data and code, and share a run folder."""
+"""Check that all processes have the same recipe, data, and code, and share a run folder, before a model is built."""
 
 import hashlib
 import json
@@ -27,18 +27,18 @@ OF_ONE_MACHINE: Any = {
     "log": True,
     "data": {"train", "eval", "cache_dir", "num_workers", "pin_memory"},
 }
-"""Settings that may differ between machines, or that only the main process uses; the data itself is compared."""
+"""Settings that may differ between machines, or that only the main process uses. The data itself is compared."""
 OF_COMPUTATION = ("precision.", "model.", "loss.", "optimizer", "batch", "document mask", "parallel")
-"""Beginnings of names of choices that decide what a step computes; others (threads, readers) belong to a machine."""
+"""Prefixes of the choices that determine a step's result. Other choices (threads, readers) may differ by machine."""
 PACKAGE_ROOT = Path(__file__).parent.parent
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "numpy")
 
 
 def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
-    """Compare the recipe, data and code of each process with those of rank 0.
+    """Compare the recipe, data, and code of each process with rank 0.
 
     Raises:
-        ValueError: on all processes, naming each process that differs, and in what.
+        ValueError: on all processes: some process differs. The message names each one and the difference.
     """
     if num_processes == 1:
         return
@@ -51,12 +51,12 @@ def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
 
 
 def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> None:
-    """Compare what was chosen for the user on each process, where it decides what is computed, with rank 0's choices.
+    """Compare the choices of each process that determine the result of a step with rank 0.
 
-    A process that builds an empty model makes fewer choices: those that all have made are compared.
+    A process that builds an empty model makes fewer choices. Only choices that all processes have made are compared.
 
     Raises:
-        ValueError: on all processes, naming each process that differs, and in what.
+        ValueError: on all processes: some process differs. The message names each one and the difference.
     """
     if num_processes == 1:
         return
@@ -79,7 +79,8 @@ def check_shared(output_dir: Path, num_processes: int) -> None:
     """
     if num_processes == 1:
         return
-    # `checkpoints` may be a link to another disk. A name that `resume.remove_leftovers` knows, in case of a kill.
+    # `checkpoints` may be a link to another disk. After a kill, `resume.remove_leftovers` removes the file by this
+    # name.
     below = "checkpoints" if (output_dir / "checkpoints").is_dir() else "."
     sent: list[Any] = [f"{below}/.shared-{secrets.token_hex(8)}.tmp", output_dir, None]
     nonce = output_dir / sent[0] if dist.get_rank() == 0 else None
@@ -98,20 +99,23 @@ def check_shared(output_dir: Path, num_processes: int) -> None:
             nonce.unlink(missing_ok=True)
     if blind:
         raise ValueError(
-            f"output_dir={sent[1]} is not shared: {blind} does not see what rank 0 writes there. All processes write or read the "
-            "checkpoints of a run; give an output_dir on storage that all machines share"
+            f"output_dir={sent[1]} is not shared: {blind} does not see what rank 0 writes there. All processes write "
+            "or read the checkpoints of a run; give an output_dir on storage that all machines share"
         )
 
 
 def who_lacks(path: Path) -> str:
-    """Return which process does not see a file, by its own path for it, and how many more do not; all processes call it."""
+    """Return one process that does not see a file and the number of others; empty if all see it.
+
+    All processes call this function.
+    """
     here = f"rank {dist.get_rank()} (process {os.getpid()} on {socket.gethostname()}, {path.parent.absolute()})"
     blind = gather_object([] if is_seen(path) else [here])
     return f"{blind[0]}{f', and {len(blind) - 1} more,' if len(blind) > 1 else ''}" if blind else ""
 
 
 def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:
-    """Return what has to be the same on all processes, by name; plain JSON values."""
+    """Return the facts that must be equal on all processes, by name, as plain JSON values."""
     facts: dict[str, Any] = {
         **dict(dotted_items(recipe.model_dump(mode="json", exclude=OF_ONE_MACHINE))),
         "the data": {
@@ -129,7 +133,7 @@ def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:
 
 
 def disagreements(everywhere: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a phrase for each process and fact that differs from the first process's."""
+    """Return a phrase for each process and fact that differs from the first process."""
     first = everywhere[0]
     return [
         f"{name} is {here.get(name)!r} on rank {rank}, and {first.get(name)!r} on rank 0"
@@ -148,7 +152,10 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _task_source(task: str) -> str:
-    """Return a task with a digest of the file that a custom one is in; other tasks are part of this package's source."""
+    """Return a task's name; for a custom task, with a digest of its file.
+
+    Other tasks are part of this package's source.
+    """
     file = getattr(sys.modules.get(task.partition(":")[0]), "__file__", None)
     return f"{task}, source {_digest([Path(file)])}" if file else task
 

@@ -1,4 +1,4 @@
-"""Examine this machine and this launch: what is wrong, and what to do about it."""
+"""Examine this machine and this launch: report problems and remedies."""
 
 import os
 import platform
@@ -31,10 +31,19 @@ from accel_train.runtime.driver import (
 GIT_SECONDS = 2.0
 LEAST_FREE_DISK_BYTES = 5 * 2**30
 LEAST_SHARED_MEMORY_BYTES = 2**30
-"""Data workers and NCCL pass buffers through /dev/shm; Docker gives it 64 MiB by default."""
+"""Smallest size of /dev/shm without a warning. Data workers and NCCL pass buffers through it; Docker's default is 64
+MiB.
+"""
 SHOWN_VARIABLES = (
-    "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG",
-)  # fmt: skip
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "NCCL_DEBUG",
+)
 OVERRIDING_VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": "precision.mixed_precision",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "batch.gradient_accumulation_steps",
@@ -42,7 +51,7 @@ OVERRIDING_VARIABLES = {
     "ACCELERATE_DYNAMO_BACKEND": "precision.compile",
     "ACCELERATE_ALLOW_TF32": "precision.tf32",
 }
-"""Variables that would change an Accelerator by default, and the setting that decides here instead."""
+"""Variables that change an Accelerator by default, and the recipe setting that replaces each."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,14 @@ class Finding:
 
 
 def device_name(device: Any) -> str:
-    """Return the name of the GPU that a torch device is, or the kind of device where it is none."""
+    """Return the name of a torch device's GPU, or the device type of any other device."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
 def environment(device: Any) -> dict[str, str]:
-    """Return the GPU, platform and versions of a run on this torch device."""
+    """Return the GPU, platform, and versions of a run on this torch device."""
     return {
         "gpu": device_name(device) if device.type == "cuda" else "none",
         "cpu_cores": str(os.cpu_count()),
@@ -76,25 +85,26 @@ def environment(device: Any) -> dict[str, str]:
 
 @cache
 def launch_facts() -> dict[str, str]:
-    """Return the command, host, folder and git commit of this launch, as they were at the first call; no secrets."""
+    """Return the command, host, folder, and git commit of this launch at the first call, without secrets."""
     words = ["accel-train", *sys.argv[1:]] if _is_our_program() else sys.argv
     facts = {"command": shlex.join(redact_words(words)), "host": socket.gethostname(), "folder": os.getcwd()}
-    # No hook of the repository runs; `-dirty` stands for changes that are not committed.
+    # This command runs no hook of the repository. `-dirty` marks uncommitted changes.
     words = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError, ValueError):  # no git, no repository, or a very large one
+    # git or the repository is missing, or the repository is very large.
+    except (OSError, subprocess.SubprocessError, ValueError):
         return facts
     return {**facts, "git_commit": done.stdout.strip()}
 
 
 def _finding(problem: object, subject: str, text: str, remedy: str, status: Literal["warn", "bad"] = "warn") -> Finding:
-    """Return a finding with `status` and `remedy` where there is a problem, and else one that is ok."""
+    """Return a finding with `status` and `remedy` if there is a problem, otherwise an "ok" finding."""
     return Finding(status, subject, text, remedy) if problem else Finding("ok", subject, text)
 
 
 def examine() -> list[Finding]:
-    """Look at versions, GPUs, precision, memory, launcher and disk; nothing is changed."""
+    """Examine versions, GPUs, precision, memory, launcher, and disk, without changing anything."""
     return [
         *check_versions(),
         *_check_gpus(),
@@ -116,7 +126,7 @@ def format_findings(findings: Iterable[Finding]) -> str:
 
 
 def check_launcher(num_processes_seen: int) -> None:
-    """Refuse a launcher that was asked for more processes than Accelerate sees: each would train alone.
+    """Check that the launcher was not asked for more processes than Accelerate sees. Each would train alone.
 
     `num_processes_seen` is `accelerator.num_processes`, after the processes have joined.
 
@@ -126,11 +136,12 @@ def check_launcher(num_processes_seen: int) -> None:
     wanted = os.environ.get("WORLD_SIZE", "")
     if wanted.isdigit() and int(wanted) > num_processes_seen:
         raise ValueError(
-            f"WORLD_SIZE={wanted}, but Accelerate sees {format_count(num_processes_seen, 'process', 'processes')}, so that each "
-            f"would train alone; start with `torchrun --nproc_per_node {wanted} {_own_command()}`, or unset WORLD_SIZE to train "
-            "on one process"
+            f"WORLD_SIZE={wanted}, but Accelerate sees {format_count(num_processes_seen, 'process', 'processes')}, so "
+            f"that each would train alone; start with `torchrun --nproc_per_node {wanted} {_own_command()}`, or unset "
+            "WORLD_SIZE to train on one process"
         )
-    # `accelerate launch` sets both where it was asked for several processes, and WORLD_SIZE only where it starts them.
+    # `accelerate launch` sets both variables if it was asked for several processes. It sets WORLD_SIZE only if it
+    # starts them.
     if num_processes_seen == 1 and not wanted and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
         raise ValueError(
             "`accelerate launch` was asked for several processes and started one (with --cpu it starts one, without a "
@@ -140,11 +151,11 @@ def check_launcher(num_processes_seen: int) -> None:
 
 
 def idle_gpus(device: Any, num_processes_seen: int) -> Choice[str] | None:
-    """Return that this process uses one of several GPUs, and the command for all; None under a launcher or if none is idle."""
+    """Return a choice that reports idle GPUs and the command to use all; None under a launcher or if none is idle."""
     import torch
 
     num_gpus = torch.get_device_module(device).device_count()
-    # `accelerate launch` sets the second, and WORLD_SIZE only for several processes.
+    # `accelerate launch` sets ACCELERATE_MIXED_PRECISION, and sets WORLD_SIZE only for several processes.
     is_launched = not {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}.isdisjoint(os.environ)
     if num_processes_seen > 1 or num_gpus < 2 or is_launched:
         return None
@@ -155,7 +166,7 @@ def idle_gpus(device: Any, num_processes_seen: int) -> Choice[str] | None:
 
 
 def _own_command() -> str:
-    """Return the command of this process as it stands behind a launcher, without secrets."""
+    """Return the command of this process as written after a launcher, without secrets."""
     words = ["-m", "accel_train", *sys.argv[1:]] if _is_our_program() else sys.argv
     return shlex.join(redact_words(words))
 
@@ -200,7 +211,7 @@ def check_versions(requirements: Sequence[str] | None = None) -> Iterator[Findin
 
 
 def _check_gpus() -> Iterator[Finding]:
-    """Examine each GPU (memory, precisions), the driver, CUDA and NCCL."""
+    """Examine each GPU (memory, precisions), the driver, CUDA, and NCCL."""
     import torch
 
     driver = driver_version()
@@ -239,7 +250,7 @@ def _no_gpu(driver: str | None, build: TorchBuild | None) -> Finding:
 
 
 def check_host() -> Iterator[Finding]:
-    """Examine CPU cores this process may use, memory, and the shared memory that data workers need."""
+    """Examine the available CPU cores, the memory, and the shared memory that data workers need."""
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -252,7 +263,7 @@ def check_host() -> Iterator[Finding]:
 
 
 def check_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Examine the launcher's variables, and those of Accelerate that users expect to change a run."""
+    """Examine the launcher's variables, and the Accelerate variables that users expect to change a run."""
     shown = [f"{name}={variables[name]}" for name in SHOWN_VARIABLES if name in variables]
     yield Finding("ok", "environment", ", ".join(shown) or "no launcher: one process")
     size = variables.get("WORLD_SIZE", "1")
@@ -271,7 +282,7 @@ def check_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_folder(subject: str, folder: Path) -> Iterator[Finding]:
-    """Check that a folder (or the nearest one above it that exists) can be written and has room."""
+    """Check that a folder (or its nearest existing parent) is writable and has room."""
     folder = folder.expanduser()
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:

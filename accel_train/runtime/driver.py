@@ -1,4 +1,7 @@
-"""The NVIDIA driver of this machine, the torch that fits it, and whether the installed torch uses it. Imports no torch."""
+"""The NVIDIA driver of this machine: the torch build that fits it, and whether the installed torch uses it.
+
+This module does not import torch.
+"""
 
 import os
 import re
@@ -11,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 WHEELS = {580: "cu130", 525: "cu126"}
-"""torch's wheels by the oldest driver that runs them, newest first (NVIDIA, CUDA Compatibility, table 1)."""
+"""torch wheels by the oldest driver that runs them, newest first (NVIDIA, CUDA Compatibility, table 1)."""
 ROOT = Path("/")
-"""Where the kernel shows the driver and its devices."""
+"""Root of the file system in which the kernel shows the driver and its devices."""
 SMI_SECONDS = 20.0
 
 
 class TorchBuild(NamedTuple):
-    """The installed torch, and the CUDA version that it is built for, None for other devices and for the CPU alone."""
+    """The installed torch and the CUDA version that it is built for; None for other devices and for the CPU alone."""
 
     version: str
     cuda: str | None
@@ -30,7 +33,7 @@ class TorchBuild(NamedTuple):
 
 
 def installed_torch(package: Path | None = None) -> TorchBuild | None:
-    """Return how the torch in `package` was built, from its version file; None if it has no readable one."""
+    """Return the build of the torch in `package`, from its version file; None if the file is not readable."""
     spec = find_spec("torch") if package is None else None
     folder = package or Path((spec and spec.origin) or "missing").parent
     try:
@@ -43,8 +46,9 @@ def installed_torch(package: Path | None = None) -> TorchBuild | None:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, by its kernel module or by nvidia-smi (WSL); None without both."""
-    with suppress(OSError, IndexError):  # no such driver, or another text: WSL's has no file there
+    """Return the version of the NVIDIA driver, from its kernel module or nvidia-smi (WSL); None without both."""
+    # The driver is missing, or the file has another format. WSL has no such file.
+    with suppress(OSError, IndexError):
         words = (ROOT / "proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
         return next((word for word in words if word[0].isdigit()), None)
     command = shutil.which("nvidia-smi")
@@ -58,13 +62,13 @@ def driver_version() -> str | None:
 
 
 def hides_gpus(environment: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: CUDA stops at the first entry that names no GPU."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs. CUDA stops at the first entry that does not name a GPU."""
     first = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     return not re.match(r"\d|GPU-|MIG-", first)
 
 
 def remedy_for(driver: str, build: TorchBuild | None) -> str:
-    """Return what makes torch use a driver of this version."""
+    """Return the remedy that makes torch use a driver of this version."""
     major = re.match(r"\d+", driver)
     wheels = next((name for least, name in WHEELS.items() if major and int(major[0]) >= least), None)
     if wheels is None:
@@ -75,14 +79,15 @@ def remedy_for(driver: str, build: TorchBuild | None) -> str:
 
 
 def unused_driver(environment: Mapping[str, str]) -> str | None:
-    """Return why a torch that sees no GPU leaves this machine's GPUs unused, with the remedy; None if it has none.
+    """Return why a torch that sees no GPU leaves this machine's GPUs unused, with the remedy; otherwise None.
 
-    None also if the environment hides the GPUs or asks for the CPU, and in a container or a job without GPUs.
+    Return None if the machine has no GPUs, if the environment hides them or asks for the CPU, and in a container or job
+    without GPUs.
     """
     if uses_cpu(environment) or hides_gpus(environment) or (driver := driver_version()) is None:
         return None
     devices = [each for each in (ROOT / "dev").glob("nvidia*") if each.name.removeprefix("nvidia").isdecimal()]
-    # Every container of the machine sees the kernel's file, and only those with GPUs see devices.
+    # Every container of the machine sees the kernel's file, but only containers with GPUs see devices.
     if (ROOT / "proc/driver/nvidia/version").exists() and not any(map(_can_open, devices)):
         return None
     build = installed_torch()
@@ -98,7 +103,7 @@ def uses_cpu(environment: Mapping[str, str]) -> bool:
 
 
 def _can_open(device: Path) -> bool:
-    """Return whether this process may use a GPU: a scheduler's limits show only when it is opened."""
+    """Return whether this process may use a GPU. A scheduler's limits only show when the device is opened."""
     try:
         os.close(os.open(device, os.O_RDWR))
     except OSError:

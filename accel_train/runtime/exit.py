@@ -1,4 +1,4 @@
-"""End a process: its exit code, the line that says why, and the order in which it closes what it has opened."""
+"""End a process: its exit code, its error message, and the order in which it closes resources."""
 
 import errno
 import gc
@@ -37,21 +37,31 @@ if TYPE_CHECKING:
     from torch import nn
 
 WAIT_FOR_RANK_0_SECONDS = 8.0
-"""On a busy machine processes that were started together come to the same line seconds apart."""
+"""Seconds that other ranks wait for rank 0 to report an error. On a busy machine, processes are seconds apart."""
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
-"""As a shell shows a program that SIGPIPE ended: `accel-train plan RECIPE | head -1`."""
+"""Exit code that a shell reports for a program ended by SIGPIPE: `accel-train plan RECIPE | head -1`."""
 WRITING_SECONDS = 60.0
-"""How long a process that has failed waits for a checkpoint that is being written."""
+"""Seconds that a failed process waits for a checkpoint that is being written."""
 DATA_WORKER_ERRORS = ("DataLoader worker", "DataLoader timed out", "Pin memory thread exited unexpectedly")
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Return the exit code of a failure; None for one that nobody foresaw."""
+    """Return the exit code of a failure; None for an unexpected error."""
     kinds: dict[type[BaseException], int] = {
-        ExitedEarly: 1, UserError: 2, DataError: 2, RecipeError: 2, TrainingStopped: 3, CheckpointError: 4, Preempted: 75, RestartNeeded: 75, KeyboardInterrupt: INTERRUPTED, MemoryError: 6, OutOfMemory: 6,
-    }  # fmt: skip
+        ExitedEarly: 1,
+        UserError: 2,
+        DataError: 2,
+        RecipeError: 2,
+        TrainingStopped: 3,
+        CheckpointError: 4,
+        Preempted: 75,
+        RestartNeeded: 75,
+        KeyboardInterrupt: INTERRUPTED,
+        MemoryError: 6,
+        OutOfMemory: 6,
+    }
     if isinstance(error, ProcessFailed):
         return error.exit_code
     for kind, code in kinds.items():
@@ -74,13 +84,13 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def compiled_file_of(error: BaseException) -> str | None:
-    """Return the file of torch.compile's kept code that could not be loaded; None for other errors."""
+    """Return the cached file of torch.compile that could not be loaded; None for other errors."""
     path, folder = getattr(error, "path", None), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return str(path) if isinstance(error, ImportError) and path and folder and path.startswith(f"{folder}/") else None
 
 
 def is_output_closed() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more."""
+    """Return whether standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, select.POLLOUT)
     return any(events & select.POLLERR for _, events in poll.poll(0))
@@ -88,10 +98,10 @@ def is_output_closed() -> bool:
 
 @contextmanager
 def exits_are_errors() -> Iterator[None]:
-    """Inside, turn `sys.exit()` into an error, whatever its code: a run that is not done must not look finished.
+    """Turn `sys.exit()` inside the context into an error, so that an unfinished run does not look finished.
 
     Raises:
-        ExitedEarly: some code exited; the text says where.
+        ExitedEarly: some code exited, with any code. The message names the place.
     """
     try:
         yield
@@ -105,7 +115,10 @@ def exits_are_errors() -> Iterator[None]:
 
 
 def report(error: BaseException) -> None:
-    """Print each line of an error on stderr, with the rank; an error that all processes raise together, on rank 0 alone."""
+    """Print each line of an error on stderr, with the rank.
+
+    Rank 0 alone prints errors that all processes raise together.
+    """
     rank, who, watchdog = os.environ.get("RANK", "0"), "", Watchdog.current
     cause = None if watchdog is None else watchdog.cause
     if (isinstance(error, AGREED) and rank != "0") or (watchdog is not None and watchdog.is_reported):
@@ -113,8 +126,9 @@ def report(error: BaseException) -> None:
     if watchdog is not None and watchdog.heartbeats is not None:
         who = "" if isinstance(error, AGREED) and cause is None else watchdog.who
     elif rank != "0" and launch_mistake(os.environ) is None:
-        # All find the same mistake in a recipe. The launcher ends the others as soon as rank 0 has failed: during this sleep.
-        with suppress(ValueError):  # not the main thread
+        # All processes find the same mistake in a recipe. The launcher ends the others when rank 0 has failed, during
+        # this sleep.
+        with suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(WAIT_FOR_RANK_0_SECONDS)
         who = f"rank {rank}: "
@@ -126,12 +140,16 @@ def report(error: BaseException) -> None:
     try:
         for line in message_of(error).splitlines():
             print(f"{label} {who}{line}", file=sys.stderr, flush=True)
-    except OSError:  # the terminal is closed; what is left to write would cost the exit code
+    # The terminal is closed. Writing the rest at exit would change the exit code.
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def message_of(error: BaseException) -> str:
-    """Return what is printed of an error, without secrets: a line a problem, or what another process has failed of before."""
+    """Return the text to print for an error, without secrets, one line per problem.
+
+    If another process failed earlier, its failure is the text.
+    """
     cause = None if Watchdog.current is None else Watchdog.current.cause
     text = cause.message if cause is not None else redact_text(str(error).strip()) or type(error).__name__
     if isinstance(error, RuntimeError) and text.startswith(DATA_WORKER_ERRORS):
@@ -148,13 +166,14 @@ def message_of(error: BaseException) -> str:
 
 
 def end_process_group(module: "nn.Module") -> None:
-    """Destroy the process group, if there is one; `module` is the one that was trained."""
+    """Destroy the process group, if there is one. `module` is the trained module."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return
-    # DDP's reducer must not be the last to hold the process group: it is freed with the interpreter's lock held, and joins
-    # gloo's threads, which may be waiting for that lock (torch 2.13: one exit in ten hung on a busy machine).
+    # DDP's reducer must not be the last owner of the process group. It would free the group while it holds the
+    # interpreter's lock, and join gloo's threads, which may wait for that lock (torch 2.13: one exit in ten hung on a
+    # busy machine).
     for name in ("reducer", "logger"):
         if hasattr(module, name):
             setattr(module, name, None)
@@ -164,15 +183,18 @@ def end_process_group(module: "nn.Module") -> None:
 def exit_process(code: int) -> NoReturn:
     """End this process with an exit code.
 
-    One of several processes ends at once. Python's own exit would stop gloo's threads wherever they are, and one that still
-    waits for the interpreter's lock then aborts the process (torch 2.13, on a busy machine). So does a process that was
-    interrupted twice, whose checkpoint may still be written.
+    One of several processes ends immediately. Python's normal exit would stop gloo's threads anywhere. A thread that
+    still waits for the interpreter's lock then aborts the process (torch 2.13, on a busy machine).
+
+    A process that was interrupted twice also ends immediately. Its checkpoint may still be written.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" and code != INTERRUPTED:
-        gc.freeze()  # else Python looks three times for garbage among torch's million objects: a second and more
+        # Otherwise Python searches torch's million objects for garbage three times, for more than a second.
+        gc.freeze()
         sys.exit(code)
     finish_writing(0.0 if code == INTERRUPTED else WRITING_SECONDS)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # its reader has closed it
+        # The reader has closed the stream.
+        with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)

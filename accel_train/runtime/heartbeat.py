@@ -1,8 +1,8 @@
-"""Heartbeats of the processes of a run, through the process group's store: which rank lives, what it does, and what failed first.
+"""Heartbeats of a run's processes through the process group's store: who lives, current progress, first failure.
 
-They use a connection of their own, from threads that no collective can block. The keys:
+They use a separate connection, from threads that no collective can block. The keys:
 
-    status/RANK        status of a process, which publishes it every second
+    status/RANK        status of a process, published every second
     machine/NAME       number of processes that have joined on a machine
     machine/NAME/I     rank of the I-th of them, from 1
     joined             number of processes that have joined
@@ -10,7 +10,7 @@ They use a connection of their own, from threads that no collective can block. T
     failure            the first failure of the run; later ones read it, so that all processes name the same cause
     stop               some process was asked to stop
 
-A process reads the statuses of its own machine and of rank 0, so a start costs O(world size) calls in all.
+A process reads the statuses of its machine and of rank 0. A start therefore costs O(world size) calls in all.
 """
 
 import itertools
@@ -32,74 +32,91 @@ from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP
 from accel_train.runtime.stacks import within
 
 STORE_SECONDS = 5.0
-"""Timeout of the store, after which its host counts as lost."""
+"""Timeout of the store in seconds, after which its host counts as lost."""
 LAST_READ_SECONDS = 3.0
-"""Time that a failed rank 0 with the store stays for the others, which read it every second."""
+"""Seconds that a failed rank 0 with the store stays alive, so that the others can read it. They read every second."""
 PATIENCE_SECONDS = 20.0
-"""Time that an idle process waits after a peer has ended without a failure, or the store is lost."""
-ENDED, STOPPED = ("dead", "zombie"), ("stopped", "tracing-stop")  # states of a process, as psutil names them
+"""Seconds that an idle process waits after a peer has ended without a failure, or the store is lost."""
+# States of a process, in psutil's names.
+ENDED, STOPPED = ("dead", "zombie"), ("stopped", "tracing-stop")
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """The status that a process published last."""
+    """The last status that a process has published."""
 
     pid: int
     host: str
-    pid_namespace: str  # containers of one host have process numbers of their own
-    heartbeat: int = 0  # counts up while any thread of the process runs
-    progress: Sequence[int] = (0, 0)  # steps done, and batches evaluated
-    place: str = ""  # the line of code that its main thread is in
-    is_waiting: bool = False  # for other processes, in that line
+    pid_namespace: str
+    """Namespace of `pid`. Containers of one host have separate process numbers."""
+    heartbeat: int = 0
+    """Counter that increases while any thread of the process runs."""
+    progress: Sequence[int] = (0, 0)
+    """Number of steps done, and of batches evaluated."""
+    place: str = ""
+    """Line of code that the main thread executes."""
+    is_waiting: bool = False
+    """Whether the main thread waits for other processes in that line."""
     ended: str | None = None
-    """The reason to end, where it is no failure: "" for a finished run; None while the process runs."""
+    """Reason for an end without failure ("" for a finished run); None while the process runs."""
 
 
-Statuses = dict[int, ProcessStatus]  # by rank
+Statuses = dict[int, ProcessStatus]
+"""Statuses by rank."""
 
 
 @dataclass(frozen=True)
 class Failure:
     """The reason why the processes of a run end."""
 
-    rank: int  # of the process that failed, or that reports it
+    rank: int
+    """Rank of the process that failed, or that reports the failure."""
     message: str
-    event: str = "peer_failed"  # its kind in events.jsonl
+    event: str = "peer_failed"
+    """Kind of the event in events.jsonl."""
     exit_code: int = 5
-    """Exit code of the other processes; after an out of memory that of the first one (6, 75), which says what to do."""
+    """Exit code of the other processes. After out of memory, it is the first failed process's code (6 or 75)."""
 
 
 def is_peer_error(error: BaseException | None) -> bool:
-    """Return whether an exception only says that another process is gone."""
-    torch = sys.modules.get("torch")  # what torch raises can only come up where it has been imported
+    """Return whether an exception only reports that another process is gone."""
+    # torch can only have raised the error if it is imported.
+    torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
 class HeartbeatStore:
-    """Statuses and the failure of all processes, in a torch.distributed `store`.
+    """Statuses and the first failure of all processes, in a torch.distributed `store`.
 
-    A method that reads or writes the store waits for its answer: call it through `within`, or from a thread that may wait.
+    Methods that read or write the store wait for its answer. Call them through `within`, or from a thread that may
+    wait.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        # Under torchrun the agent hosts the store, and outlives the processes.
+        # Under torchrun, the agent hosts the store and outlives the processes.
         self._is_on_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        namespace = os.readlink("/proc/self/ns/pid") if os.path.lexists("/proc/self/ns/pid") else ""  # no Linux
+        # The file exists only on Linux.
+        namespace = os.readlink("/proc/self/ns/pid") if os.path.lexists("/proc/self/ns/pid") else ""
         self._store, self._is_lost, self._publishing = store, False, threading.Lock()
         self._status = ProcessStatus(os.getpid(), socket.gethostname(), namespace)
         self._known = {rank: self._status}
         self._machine = f"machine/{self._status.host}/{namespace}"
-        # Members of this machine that this process has read, and whether all processes of the run have joined.
+        # Number of members of this machine that this process has read, and whether all processes of the run have
+        # joined.
         self._num_met, self._is_complete = 0, False
         self._processes: dict[int, Any] = {}
-        self.known_failure: Failure | None = None  # the first one of the run
+        # The first failure of the run.
+        self.known_failure: Failure | None = None
         self.last_contact = time.monotonic()
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the store, or raise a ConnectionError where it is lost: torch writes a page to stderr for each such call."""
+        """Call a method of the store; raise a ConnectionError if the store is lost.
+
+        Without this check, torch would write a page to stderr for each call to a lost store.
+        """
         if self._is_lost or (self._is_on_rank_0 and self.state(0) in (*ENDED, *STOPPED)):
             raise ConnectionError("the store does not answer")
         try:
@@ -109,14 +126,14 @@ class HeartbeatStore:
             raise
 
     def status(self, rank: int) -> ProcessStatus | None:
-        """Return the status that a process published last; None before its first heartbeat."""
+        """Return the last status that a process has published; None before its first heartbeat."""
         if not self._call("check", [f"status/{rank}"]):
             return None
         self._known[rank] = ProcessStatus(**json.loads(self._call("get", f"status/{rank}")))
         return self._known[rank]
 
     def statuses(self) -> Statuses:
-        """Return the last status of each process, read in one call once all have joined."""
+        """Return the last status of each process. Once all have joined, one call reads them."""
         if not self._is_complete:
             return {rank: status for rank in range(self.world_size) if (status := self.status(rank)) is not None}
         values = self._call("multi_get", [f"status/{rank}" for rank in range(self.world_size)])
@@ -124,9 +141,10 @@ class HeartbeatStore:
         return dict(self._known)
 
     def meet(self) -> None:
-        """Join, and wait at most `STORE_SECONDS` for the others, so that a process that dies soon is known."""
+        """Join, and wait at most `STORE_SECONDS` for the others. A process that dies early is then known."""
         self.exchange()
-        with suppress(Exception):  # a peer that has died already; torch has several kinds for it
+        # A peer has already died. torch raises several kinds of errors.
+        with suppress(Exception):
             self._call("wait", ["all_joined"], timedelta(seconds=STORE_SECONDS))
             self._meet_machine()
 
@@ -137,7 +155,10 @@ class HeartbeatStore:
             self._call("set", "all_joined", "1")
 
     def _meet_machine(self) -> None:
-        """Read who has joined on this machine, and rank 0, for their machine and process number, which stay."""
+        """Read which ranks have joined on this machine, and the status of each one and of rank 0.
+
+        The machine and process number in a status do not change.
+        """
         self._is_complete = self._call("check", ["all_joined"])
         for index in range(self._num_met + 1, self._call("add", self._machine, 0) + 1):
             # A process that has counted itself may not have written its rank yet.
@@ -151,7 +172,10 @@ class HeartbeatStore:
             self.status(0)
 
     def exchange(self, *, is_stopping: bool = False, **changes: Any) -> bool:
-        """Publish a heartbeat with changes of the status, and read the run's failure; return whether some process `is_stopping`."""
+        """Publish a heartbeat with changes of the status, and read the run's failure; return whether to stop.
+
+        `is_stopping` publishes a stop request to all processes.
+        """
         with self._publishing:
             self._status = replace(self._status, heartbeat=self._status.heartbeat + 1, **changes)
             self._call("set", f"status/{self.rank}", json.dumps(asdict(self._status)))
@@ -167,11 +191,11 @@ class HeartbeatStore:
         return bool(self._call("check", ["stop"]))
 
     def report_failure(self, failure: Failure) -> Failure:
-        """Publish a failure; return the first one of the run, which another process may have published before."""
+        """Publish a failure; return the first failure of the run. Another process may have published it before."""
         return Failure(**json.loads(self._call("compare_set", "failure", "", json.dumps(asdict(failure)))))
 
     def state(self, rank: int) -> str:
-        """Return the state of a process, as psutil names it; "" for one of another machine."""
+        """Return the state of a process in psutil's names; "" for a process on another machine."""
         import psutil
 
         status = self._known.get(rank)
@@ -179,7 +203,7 @@ class HeartbeatStore:
             return ""
         try:
             process = self._processes.get(rank) or self._processes.setdefault(rank, psutil.Process(status.pid))
-            # After its end, another process may have its number.
+            # After a process has ended, another one may get its number.
             return str(process.status()) if process.is_running() else "dead"
         except psutil.NoSuchProcess:
             return "dead"
@@ -189,25 +213,28 @@ class HeartbeatStore:
         return [rank for rank in sorted(self._known) if rank != self.rank and self.state(rank) in states]
 
     def end_stopped(self) -> None:
-        """Kill the other processes of this machine that are stopped: no other signal reaches them, and the launcher waits."""
+        """Kill the stopped processes of this machine. Only SIGKILL reaches them, and the launcher waits for them."""
         for rank in self.others(["stopped"]):
             with suppress(OSError):
                 os.kill(self._known[rank].pid, signal.SIGKILL)
 
     def describe(self, rank: int) -> str:
-        """Return a rank with its process and machine; `launch/slurm.sh` reads the machine's name from this."""
+        """Return a rank with its process and machine. `launch/slurm.sh` parses the machine's name from this text."""
         status = self._known.get(rank)
         return f"rank {rank}" if status is None else f"rank {rank} (process {status.pid} on {status.host})"
 
     def stay_for_last_reads(self) -> None:
-        """Wait until the others have read the store once more, or have ended, where this process hosts it."""
+        """Wait until the other processes have read the store once more or have ended, if this process hosts it."""
         deadline = time.monotonic() + (LAST_READ_SECONDS if self.rank == 0 and self._is_on_rank_0 else 0.0)
         while time.monotonic() < deadline and len(self.others(ENDED)) < self.world_size - 1:
             time.sleep(0.05)
 
 
 def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
-    """Return which peer of this machine is gone; for a process that is idle for long, also one that ended without a failure."""
+    """Return the failure of a peer of this machine that is gone; None if none is.
+
+    If this process has been idle for long, a peer that ended without a failure also counts.
+    """
     is_stuck = idle_seconds > PATIENCE_SECONDS
     for rank in store.others(ENDED):
         status, who = within(1.0, lambda rank=rank: store.status(rank)), store.describe(rank)  # type: ignore[misc]
@@ -216,7 +243,8 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
             return Failure(rank, f"{who} is gone without an error: {cause}{last_seen(status)}")
         if is_stuck:
             text = f"{who} has ended, and this process waits for it: {status.ended or 'no error'}"
-            # One that was still preparing the run when it was asked to stop: without it no step was done, so nothing is lost.
+            # The peer was still preparing the run when it was asked to stop. No step was done without it, so nothing is
+            # lost.
             is_stop = status.ended == BEFORE_THE_FIRST_STEP
             return Failure(rank, text, "preempted", 75) if is_stop else Failure(rank, text)
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
@@ -225,7 +253,7 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
 
 
 def find_cause(store: HeartbeatStore, seconds: float) -> Failure | None:
-    """Return what made a collective fail: a reported failure, or a peer that is gone; None if nothing is known in time."""
+    """Return the cause of a failed collective: a reported failure, or a peer that is gone; None if unknown in time."""
     deadline, failure = time.monotonic() + seconds, None
     while failure is None and time.monotonic() < deadline:
         within(1.0, store.exchange)
@@ -237,8 +265,9 @@ def find_cause(store: HeartbeatStore, seconds: float) -> Failure | None:
 def find_hung(store: HeartbeatStore, before: Statuses, after: Statuses) -> dict[int, str]:
     """Return the ranks that the others wait for, each with the reason, from two readings some seconds apart.
 
-    These are the ranks without a heartbeat; or else those with the fewest steps; or else, where all have as many, those that
-    do not wait for others. Empty where all are alike. Without an answer of the store, only this machine's processes count.
+    First come the ranks without a heartbeat. If all send heartbeats, return the ranks with the fewest steps. If the
+    steps are also equal, return the ranks that do not wait for others. The result is empty if all ranks are alike.
+    Without an answer from the store, only this machine's processes count.
     """
     silent: dict[int, str] = {}
     for rank in range(store.world_size):
@@ -262,7 +291,7 @@ def find_hung(store: HeartbeatStore, before: Statuses, after: Statuses) -> dict[
 
 
 def last_seen(status: ProcessStatus | None) -> str:
-    """Return the end of a sentence: what a process had done at its last heartbeat, and where it was."""
+    """Return the end of a sentence: the steps of a process at its last heartbeat, and the place it was in."""
     if status is None:
         return ""
     return f"; it had done step {status.progress[0]}, and was in {status.place or 'its start'}"
@@ -272,13 +301,13 @@ _runs = itertools.count()
 
 
 def open_heartbeats(rank: int, world_size: int) -> HeartbeatStore | None:
-    """Publish the first status of this process over the process group's store; None where it is alone."""
+    """Publish the first status of this process over the process group's store; return None for a single process."""
     import torch.distributed as dist
 
     if world_size == 1:
         return None
     group: Any = dist.group.WORLD
-    # Each run of this process has keys of its own.
+    # Each run of this process uses different keys.
     store = dist.PrefixStore(f"accel_train/{next(_runs)}", group.get_group_store().clone())
     store.set_timeout(timedelta(seconds=STORE_SECONDS))
     heartbeats = HeartbeatStore(store, rank, world_size)

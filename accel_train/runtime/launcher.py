@@ -1,4 +1,4 @@
-"""The launcher that started this process: end with it, check its variables, and ask it for a restart."""
+"""The launcher of this process: end when it ends, check its variables, and ask it for a restart."""
 
 import ctypes
 import json
@@ -14,26 +14,31 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 MAY_RESTART = "accel_train_may_restart"
 _is_for_one_run = False
-LAUNCH_REMEDY = "start with torchrun or `accelerate launch`, which set it, or unset WORLD_SIZE and the RANKs to train on one process"
+LAUNCH_REMEDY = (
+    "start with torchrun or `accelerate launch`, which set it, or unset WORLD_SIZE and the RANKs to train on one "
+    "process"
+)
 
 
 def note_start() -> None:
-    """Note that this process was started for one run, whose time begins with the process."""
+    """Record that this process was started for one run, whose time begins with the process."""
     global _is_for_one_run
     _is_for_one_run = True
 
 
 def take_age_seconds() -> float:
-    """Return how long this process has lived for its run; 0 for a later run of the process, and for a program's own process."""
+    """Return the seconds that this process has lived for its run; 0 for a later run, and in a program's own process."""
     global _is_for_one_run
     is_for_this_run, _is_for_one_run = _is_for_one_run, False
     if not is_for_this_run:
         return 0.0
-    try:  # to 10 ms; psutil knows the machine's start by the second alone
+    # This is accurate to 10 ms. psutil knows the machine's start only to the second.
+    try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
+    # /proc exists only on Linux.
+    except (OSError, ValueError, IndexError, AttributeError):
         import psutil
 
         age = time.time() - psutil.Process().create_time()
@@ -41,16 +46,16 @@ def take_age_seconds() -> float:
 
 
 def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when the parent dies, or its thread that started this process: SIGTERM lets a run save.
+    """Ask the kernel for a signal when the parent dies. SIGTERM lets a run save.
 
-    Linux only (prctl(2)).
+    The end of the parent's thread that started this process also counts. Linux only (prctl(2)).
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def allow_restart(reason: str) -> None:
-    """Allow the launcher a restart (`--max-restarts`) for this process's exit code 75, which else means a preemption.
+    """Allow the launcher a restart (`--max-restarts`) for this process's exit code 75. Otherwise 75 means a preemption.
 
     `python -m accel_train.torchrun` reads this from the file in which torch's processes report their error.
     """
@@ -64,15 +69,16 @@ def allow_restart(reason: str) -> None:
 def stop_with_launcher() -> None:
     """Call `stop_with_parent` under torchrun and `accelerate launch`.
 
-    Killed, they leave processes behind that continue to train, hold their GPUs and lock the run folder. Other launchers
-    (slurmd, an MPI daemon) end their processes, and may start them from a thread that ends, which counts as a death.
+    When these are killed, their processes would continue to train, hold their GPUs, and lock the run folder. Other
+    launchers (slurmd, an MPI daemon) end their processes. They may also start them from a thread that ends, and the
+    kernel counts its end as a death.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()
 
 
 def launch_mistake(environment: Mapping[str, str]) -> str | None:
-    """Return what is wrong with a launcher's variables, so that this process would wait for ever; None if nothing is."""
+    """Return the mistake in a launcher's variables that would make this process wait forever; None if valid."""
     numbers = {}
     for name, least in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
         text = environment.get(name)
@@ -83,10 +89,13 @@ def launch_mistake(environment: Mapping[str, str]) -> str | None:
     world_size = numbers.get("WORLD_SIZE", 1)
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in numbers and (rank == "RANK" or size in numbers) and numbers[rank] >= numbers.get(size, 1):
-            return f"{rank}={numbers[rank]} with {size}={numbers.get(size, 1)}: ranks count from 0 to {size} - 1; {LAUNCH_REMEDY}"
+            return (
+                f"{rank}={numbers[rank]} with {size}={numbers.get(size, 1)}: ranks count from 0 to {size} - 1; "
+                f"{LAUNCH_REMEDY}"
+            )
     if numbers.get("LOCAL_WORLD_SIZE", 1) > world_size:
         return f"LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']} is more than WORLD_SIZE={world_size}; {LAUNCH_REMEDY}"
-    # Accelerate reads ranks from MPI's variables, too.
+    # Accelerate also reads ranks from MPI's variables.
     is_mpi = any(name.startswith(("PMI_", "OMPI_", "MV2_")) for name in environment)
     for name in ("RANK", "MASTER_ADDR") if world_size > 1 and not is_mpi else ():
         if not environment.get(name):
@@ -95,10 +104,10 @@ def launch_mistake(environment: Mapping[str, str]) -> str | None:
 
 
 def store_of_this_start(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for processes that torchrun has started again; none for others.
+    """Return arguments of `init_process_group` for processes that torchrun has restarted; empty for others.
 
-    torchrun's store outlives the processes with what earlier ones have written: the addresses where gloo and NCCL would look
-    for them, and that one of them failed (torch 2.13 uses the same names at each start).
+    torchrun's store outlives the processes and keeps the entries of earlier ones. These are the addresses for gloo and
+    NCCL, and the report of a failure. torch 2.13 uses the same names at each start.
     """
     environment = os.environ
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")

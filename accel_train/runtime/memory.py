@@ -1,4 +1,4 @@
-"""Memory of a run: what the allocators keep, when garbage is collected, and the peak of each phase."""
+"""Memory of a run: allocator settings, garbage collection, and the peak of each phase."""
 
 import ctypes
 import gc
@@ -11,11 +11,11 @@ import torch
 
 GARBAGE_EVERY_STEPS = 1000
 EMPTY_CACHE_ABOVE = 0.2
-"""Share of the GPU's memory that is idle in torch's cache before emptying it is worth the allocations it costs."""
+"""Share of the GPU's memory that must be idle in torch's cache before emptying it is worth the new allocations."""
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory for the next step; False where there is no glibc (mallopt(3))."""
+    """Tell glibc to keep freed memory for the next step (mallopt(3)); return False without glibc."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -28,9 +28,10 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def garbage_collected_at_steps() -> Iterator[None]:
-    """Inside, collect garbage only by `collect_garbage`: one process that stalls for it makes all others wait."""
+    """Collect garbage only by `collect_garbage` inside the context. A process that stalls for it delays all others."""
     gc.collect()
-    gc.freeze()  # what lives now lives to the end, so no collection needs to look at it
+    # Objects that live now live to the end, so collections can skip them.
+    gc.freeze()
     gc.disable()
     try:
         yield
@@ -46,7 +47,7 @@ def collect_garbage(step: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on a GPU or on the host; torch says so in several kinds of error."""
+    """Return whether an allocation failed, on a GPU or on the host. torch reports this in several kinds of error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     is_of_torch, text = isinstance(error, RuntimeError), str(error)
@@ -56,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 class PeakMemory:
     """The largest memory of each phase of a run, in bytes: allocated by tensors on a GPU, resident in RAM on a CPU.
 
-    The kernel's figure for resident memory never falls, so on a CPU a phase shows the largest up to its end.
+    The kernel's peak of resident memory never falls. On a CPU, a phase therefore shows the largest value up to its end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,12 +67,12 @@ class PeakMemory:
 
     @property
     def current_phase(self) -> str:
-        """Return the innermost phase; "" outside of any."""
+        """Name of the innermost phase; "" outside of any phase."""
         return self._phases[-1] if self._phases else ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside as `name`; an inner phase does not count for the outer one."""
+        """Record memory inside the context under `name`. An inner phase does not count for the outer one."""
         self._note_peak()
         self._phases.append(name)
         try:

@@ -1,6 +1,7 @@
-"""All private names of torch, Accelerate and DeepSpeed that this program uses, a function each.
+"""All private names of torch, Accelerate, and DeepSpeed that this program uses, one function each.
 
-Each says the version it was seen in and what it is for; `tests/runtime/test_private.py` says what to do when it is gone.
+Each docstring names the version in which the name was seen. `tests/runtime/test_private.py` explains what to do when a
+name is gone.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def norms_of(tensors: list[Tensor], order: float = 2) -> list[Tensor]:
     """Return the norm of each tensor, all in a few kernels; `torch._foreach_norm`, torch 2.13.
 
-    `torch.nn.utils.get_total_norm` groups by device and dtype first: 40 us a step on a small model.
+    `torch.nn.utils.get_total_norm` first groups by device and dtype: 40 us per step on a small model.
     """
     return list(torch._foreach_norm(tensors, order))
 
@@ -28,19 +29,25 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def move_towards(tensors: list[Tensor], others: list[Tensor], share: Tensor) -> None:
-    """Move each tensor by a `share` (0-dim, on the device) of its distance to the other; `torch._foreach_add_`, torch 2.13."""
+    """Move each tensor towards the other by a `share` (0-dim, on the device) of their distance.
+
+    Uses `torch._foreach_add_`, torch 2.13.
+    """
     torch._foreach_add_(tensors, torch._foreach_mul(torch._foreach_sub(others, tensors), share))
 
 
 def fake_tensors() -> Any:
-    """Return a mode in which tensors have a shape and no storage; `torch._subclasses`, torch 2.13."""
+    """Return a mode in which tensors have a shape but no storage; `torch._subclasses`, torch 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def watch_operators(see: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
-    """Call `see(arguments, result)` after each operator of forward and backward inside; `TorchDispatchMode`, torch 2.13."""
+    """Call `see(arguments, result)` after each operator inside the context, in forward and backward.
+
+    Uses `TorchDispatchMode`, torch 2.13.
+    """
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +60,7 @@ def watch_operators(see: Callable[[Any, Any], None]) -> AbstractContextManager[A
 
 @contextmanager
 def watch_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Inside, call `begin` and `end` around all that torch.compile does; `torch._dynamo.callback`, torch 2.13."""
+    """Call `begin` and `end` around each compilation inside the context; `torch._dynamo.callback`, torch 2.13."""
     from torch._dynamo.callback import callback_handler
 
     starts, ends = callback_handler.start_callbacks, callback_handler.end_callbacks
@@ -68,23 +75,24 @@ def watch_compiling(begin: Callable[[], None], end: Callable[[], None]) -> Itera
 
 
 def set_activation_memory_budget(share: float) -> None:
-    """Let what is compiled from now on keep this share of its activations; `torch._functorch.config`, torch 2.13."""
+    """Set the share of activations that later compiled graphs keep; `torch._functorch.config`, torch 2.13."""
     import torch._functorch.config as settings
 
     settings.activation_memory_budget = share
 
 
 def set_constant_floats(is_on: bool) -> None:
-    """Let graphs made from now on take the floats of a module (eps, dropout) for constants; `torch._dynamo.config`, torch 2.13."""
+    """Make later graphs treat a module's floats (eps, dropout) as constants; `torch._dynamo.config`, torch 2.13."""
     import torch._dynamo.config as settings
 
     settings.specialize_float = is_on  # type: ignore[assignment, unused-ignore]
 
 
 def header_folder(folder: Path | None = None) -> Path:
-    """Return where torch keeps precompiled headers of CPU kernels, or move it to `folder`; `codecache._HEADER_DIR`, torch 2.13.
+    """Return the folder of torch's precompiled headers for CPU kernels; with `folder`, move it there first.
 
-    The folder lies among temporary files, whatever TORCHINDUCTOR_CACHE_DIR says.
+    The folder is in the temporary folder, regardless of TORCHINDUCTOR_CACHE_DIR. Uses `codecache._HEADER_DIR`, torch
+    2.13.
     """
     from torch._inductor import codecache
 
@@ -94,8 +102,10 @@ def header_folder(folder: Path | None = None) -> Path:
 
 
 def with_plain_names(module: Any) -> Any:
-    """Return a module that torch.compile has wrapped, and its submodules, compiled in place: the wrapper would put `_orig_mod.` into
-    the names of weights; `OptimizedModule._orig_mod`, `dynamo_ctx`, `Module._compiled_call_impl`, torch 2.13.
+    """Return a compiled module without torch.compile's wrappers, compiled in place, including its submodules.
+
+    The wrapper would add `_orig_mod.` to the names of weights. Uses `OptimizedModule._orig_mod`, `dynamo_ctx`,
+    `Module._compiled_call_impl`, torch 2.13.
     """
 
     def plain(wrapped: Any) -> Any:
@@ -114,17 +124,19 @@ def with_plain_names(module: Any) -> Any:
 
 
 def end_failed_backward(module: DistributedDataParallel) -> None:
-    """Let DDP begin another forward after a backward pass that did not end; `Reducer._reset_state`, torch 2.13."""
+    """Let DDP start another forward after a backward pass that did not end; `Reducer._reset_state`, torch 2.13."""
     reducer: Any = module.reducer
     reducer._reset_state()
 
 
 def before_reduction(module: Any, look: Callable[[list[tuple[Any, Any]]], None]) -> None:
-    """Call `look` before FSDP2 reduces the gradients of a module's group, with its trained weights, each as it is sharded and as it is
-    gathered (None before its first forward); `FSDPParamGroup.post_backward`, torch 2.13.
+    """Call `look` before FSDP2 reduces the gradients of a module's group; `FSDPParamGroup.post_backward`, torch 2.13.
+
+    `look` gets the group's trained weights, each as a pair: sharded, and gathered (None before the first forward).
     """
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one before torch 2.13
+    # Before torch 2.13, a module has one group.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in groups:
         if group is not None:
             group.post_backward = _looking(group, group.post_backward, look)
@@ -140,12 +152,15 @@ def _looking(group: Any, reduce: Callable[..., None], look: Callable[[list[tuple
 
 
 def flatten_mesh(tensor: Any) -> None:
-    """Let a reduction over all dimensions of a DTensor's mesh be one collective; `DeviceMesh._flatten`, torch 2.13."""
+    """Make a reduction over all dimensions of a DTensor's mesh one collective; `DeviceMesh._flatten`, torch 2.13."""
     tensor.device_mesh._flatten()
 
 
 def forget_accelerator() -> None:
-    """Let the next Accelerator of this process have another precision; `AcceleratorState._reset_state`, Accelerate 1.15."""
+    """Let the next Accelerator of this process use another precision.
+
+    Uses `AcceleratorState._reset_state`, Accelerate 1.15.
+    """
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
@@ -159,6 +174,8 @@ def is_set_to_cpu() -> bool:
 
 
 def set_gradient_norm(zero: Any, norm: Tensor) -> None:
-    """Let DeepSpeed's optimizer clip by this norm, and skip its step where that is not finite; DeepSpeed 0.19."""
-    zero.scaled_global_norm = lambda: norm  # stages 1 and 2
-    zero._get_norm_groups = lambda: [norm]  # stage 3
+    """Make DeepSpeed's optimizer clip by this norm, and skip its step if the norm is not finite; DeepSpeed 0.19."""
+    # For stages 1 and 2.
+    zero.scaled_global_norm = lambda: norm
+    # For stage 3.
+    zero._get_norm_groups = lambda: [norm]

@@ -1,4 +1,7 @@
-"""Stop requests: SIGTERM, SIGUSR1, Ctrl-C and a closed terminal (SIGHUP) set a flag; then the loop saves after a step, the same on all processes."""
+"""Stop requests: SIGTERM, SIGUSR1, SIGHUP (a closed terminal), and Ctrl-C set a flag.
+
+The loop then saves after a step, the same step on all processes.
+"""
 
 import os
 import signal
@@ -12,7 +15,7 @@ from accel_train.core.errors import Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HANDLER_SECONDS = 1.0
-"""Time for Python's handler of a signal to begin, before it counts as one that cannot run."""
+"""Seconds for Python's signal handler to start, before the process counts as unable to run it."""
 BEFORE_THE_FIRST_STEP = "asked to stop before the first step; run the same command again to resume"
 INTERRUPTED_MESSAGE = "interrupted; run the same command again to resume from the last checkpoint"
 
@@ -20,19 +23,21 @@ INTERRUPTED_MESSAGE = "interrupted; run the same command again to resume from th
 class StopRequest:
     """A flag that signals set while it is open: `with StopRequest() as stop: ... stop.requested`.
 
-    The handler only sets the flag, since a signal arrives in the middle of anything, a collective included. While a run is
-    prepared there is nothing to save, and the handler raises Preempted. A second Ctrl-C interrupts at once. Outside the
-    main thread (some notebooks) signals cannot be caught, and the flag stays false. It can be opened several times.
+    A signal can arrive at any point, also in a collective, so the handler only sets the flag. While a run is being
+    prepared, nothing needs saving, and the handler raises Preempted. A second Ctrl-C interrupts immediately. Signals
+    cannot be caught outside the main thread (some notebooks), and the flag then stays false. A request can be opened
+    several times.
     """
 
     _is_held = _came_while_held = False
 
     def __init__(self) -> None:
         self.requested = False
-        self.insisted = False  # Ctrl-C came twice
+        # Whether Ctrl-C came twice.
+        self.insisted = False
         self.is_preparing = False
         self.has_failed = False
-        """True once an error has ended the run: what comes later, a SIGTERM of the launcher say, does not change why."""
+        """Whether an error has ended the run. Later signals, such as a launcher's SIGTERM, do not change the reason."""
         self._previous: dict[int, Any] = {}
         self._times_open = 0
         self._pid = os.getpid()
@@ -45,7 +50,8 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         self._times_open += 1
         if self._times_open == 1 and threading.current_thread() is threading.main_thread():
-            # `nohup` ignores SIGHUP from the start. Torchrun's processes have sessions of their own: theirs comes from torchrun.
+            # `nohup` ignores SIGHUP from the start. torchrun's processes have separate sessions, and get SIGHUP from
+            # torchrun.
             is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
             caught = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
             self._previous = {number: signal.signal(number, self._handle) for number in caught}
@@ -53,7 +59,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            return  # a data worker, forked while this was open
+            # This is a data worker that was forked while the request was open.
+            return
         if number == signal.SIGINT and self.requested:
             self.insisted = True
             raise KeyboardInterrupt
@@ -61,7 +68,7 @@ class StopRequest:
         if self.has_failed and number != signal.SIGINT:
             return
         if number == signal.SIGINT and not self.is_preparing:
-            # write(2) alone is safe here: the interrupted code may hold a lock of the buffered streams.
+            # Only write(2) is safe here, because the interrupted code may hold a lock of the buffered streams.
             with suppress(OSError):
                 os.write(2, b"\nstopping: saving at the end of this step; press Ctrl-C again to stop at once\n")
         if self.is_preparing and StopRequest._is_held:
@@ -72,7 +79,10 @@ class StopRequest:
     @staticmethod
     @contextmanager
     def held() -> Iterator[None]:
-        """Inside, a signal waits for the end: what a process sent next, out of the middle of a collective, would not fit the others'.
+        """Delay signals until the end of the context.
+
+        A signal in the middle of a collective would interrupt it. The next collective of this process would then not
+        match the other processes.
 
         Raises:
             Preempted: a signal came.
@@ -87,7 +97,9 @@ class StopRequest:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Inside, where nothing is trained yet, a signal raises Preempted; an error that follows from it becomes Preempted.
+        """Make signals raise Preempted inside the context, where nothing is trained yet.
+
+        Errors that follow from a signal also become Preempted.
 
         Raises:
             Preempted: a signal came.
@@ -105,7 +117,7 @@ class StopRequest:
         self.raise_if_requested()
 
     def raise_if_requested(self) -> None:
-        """Raise Preempted where a signal came: what its handler raised may have been caught, for libraries try one thing after another."""
+        """Raise Preempted if a signal came. A library may have caught the exception that its handler raised."""
         if self.requested:
             raise Preempted(BEFORE_THE_FIRST_STEP)
 
@@ -119,11 +131,11 @@ class StopRequest:
 
 @contextmanager
 def stopped_while_joining() -> Iterator[None]:
-    """Inside, a signal ends this process with exit code 75, even where the main thread waits for others in native code.
+    """Make a signal inside the context end this process with exit code 75, even during a wait in native code.
 
-    Python's handlers run in the main thread, between two of its instructions, and there may be none for half an hour: while
-    processes join, they wait for one that was killed. So a thread reads the byte that C's handler writes
-    (`signal.set_wakeup_fd`), and ends the process where Python's handler does not run soon.
+    Python's signal handlers run in the main thread, between two instructions. While processes join, they may wait half
+    an hour for a process that was killed. A thread therefore reads the byte that C's handler writes
+    (`signal.set_wakeup_fd`). It ends the process if Python's handler does not run soon.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -150,7 +162,7 @@ def stopped_while_joining() -> Iterator[None]:
 
 @contextmanager
 def signals_put_back() -> Iterator[None]:
-    """Restore the handlers of signals at the end."""
+    """Restore the signal handlers at the end of the context."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The progress of this process, the stacks of its threads, and the wait for its writers, as the watchdog needs them."""
+"""The progress of this process, the stacks of its threads, and the wait for its writers, for the watchdog."""
 
 import faulthandler
 import os
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 LIBRARY = os.path.dirname(os.__file__)
 WAITING_FUNCTIONS = ("_engine_run_backward", "_receive", "read_last", "settle", "synchronize", "wait_for_everyone")
-"""Functions in which a process waits for others, besides those of torch.distributed: the backward reduces the gradients."""
+"""Functions in which a process waits for others, in addition to torch.distributed. The backward reduces gradients."""
 
 
 class Progress:
-    """The progress of the loop, and the time since something moved."""
+    """The progress of the loop, and the time since the last progress."""
 
     def __init__(self) -> None:
         self.idle_seconds = self.longest_idle_seconds = 0.0
-        """Time since something moved, and the longest such time after the first step."""
+        """Seconds since the last progress, and the longest such time after the first step."""
         self.has_begun = False
         self.done: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Returns steps done, and batches evaluated."""
+        """Function that returns the numbers of steps done and of batches evaluated."""
         self.phase: Callable[[], str] = str
-        """Returns what the loop does now: train, evaluate, save."""
+        """Function that returns the current phase of the loop: train, evaluate, save."""
         self._first_step = 0
         self._last: object = None
 
@@ -41,11 +41,14 @@ class Progress:
 
     @property
     def is_first_step(self) -> bool:
-        """Return whether this process has done no step yet."""
+        """Return whether this process has not finished a step yet."""
         return self.done()[0] == self._first_step
 
     def look(self, elapsed_seconds: float) -> bool:
-        """Note whether something has moved since the last look, so many seconds ago; return whether steps were done."""
+        """Record whether the loop has moved since the last look; return whether steps were done.
+
+        `elapsed_seconds` is the time since the last look.
+        """
         now, is_first = (self.done(), self.phase()), self.is_first_step
         if now == self._last:
             self.idle_seconds += elapsed_seconds
@@ -56,12 +59,12 @@ class Progress:
         return not is_first
 
     def describe(self) -> str:
-        """Return the end of a sentence: the last step, and the line of code that the main thread is in."""
+        """Return the end of a sentence: the last step, and the line of code that the main thread executes."""
         return f"has done step {self.done()[0]}, and is in {place_of_main_thread()[0]}"
 
 
 def within(seconds: float, call: Callable[[], T]) -> T | None:
-    """Return the result of a call; None where it fails or takes longer (its thread stays behind)."""
+    """Return the result of a call; None if it fails or takes longer. Its thread then continues to run."""
     answer: list[T] = []
 
     def run() -> None:
@@ -89,14 +92,14 @@ def write_stacks(path: Path, rank: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error in one line: its message where that is meant for users, otherwise with its kind."""
+    """Return an error as one line: its message if it is meant for users, otherwise its type and message."""
     text = next(iter(str(error).strip().splitlines()), "")
     is_for_users = isinstance(error, ValueError | CheckpointError | Preempted | RestartNeeded | OutOfMemory)
     return text if text and is_for_users else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def finish_writing(seconds: float) -> None:
-    """Wait at most this long for threads that write (a checkpoint)."""
+    """Wait at most `seconds` for threads that write (a checkpoint)."""
     deadline = time.monotonic() + seconds
     for thread in threading.enumerate():
         if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
@@ -104,7 +107,7 @@ def finish_writing(seconds: float) -> None:
 
 
 def place_of_main_thread() -> tuple[str, bool]:
-    """Return the innermost line of the main thread outside of libraries, and whether it waits for other processes there."""
+    """Return the main thread's innermost line outside of libraries, and whether it waits for other processes there."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None:
         return "no line of Python", False

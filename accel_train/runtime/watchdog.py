@@ -1,8 +1,9 @@
-"""End a process that would wait for ever: for a peer that has died or hangs, or for a step that does not come.
+"""End a process that would otherwise wait forever: for a peer that died or hangs, or for a step that does not come.
 
-The training never waits for the two threads of the watchdog. One sends heartbeats, and reads whether the run has failed or is to
-stop; the other looks at the clock, at the loop's progress (plain attributes, so a step costs nothing), and at the processes of
-this machine. Each process prints why it ends; all name the first failure of the run as the cause.
+Training never waits for the watchdog's two threads. One thread sends heartbeats, and reads whether the run has failed
+or must stop. The other thread checks the clock, the loop's progress, and the processes of this machine. Progress is
+read from plain attributes, so a step costs nothing. Each process prints the reason for its end. All name the first
+failure of the run as the cause.
 """
 
 import os
@@ -32,30 +33,33 @@ from accel_train.runtime.stacks import Progress, finish_writing, one_line, place
 
 TICK_SECONDS, HEARTBEAT_SECONDS = 0.5, 1.0
 GRACE_SECONDS = 1.5
-"""A process whose peer is gone mostly fails by itself, at its next collective, with a better message than the watchdog's."""
+"""Seconds before the watchdog reports a lost peer. A process mostly fails earlier, in a collective.
+
+Its message is then better than the watchdog's.
+"""
 STOP_SECONDS = 15.0
-"""Time for a step after a stop request: launchers kill after 30 seconds."""
+"""Seconds for a step after a stop request. Launchers kill after 30 seconds."""
 JOIN_SECONDS = 2.0
-"""Time for each thread to end when the watchdog closes."""
+"""Seconds for each thread to end when the watchdog closes."""
 COLLECTIVE_ALLOWANCE = 2
 """Timeout of a collective, as a multiple of the timeout of a step."""
 FIRST_STEPS_ALLOWANCE = 3
-"""Multiple of the timeout for the first step, which may compile, and for what follows the last, which writes."""
+"""Multiple of the timeout for the first step, because it may compile, and after the last step, because it writes."""
 AGREED = (TrainingStopped, CheckpointError, Preempted)
-"""Errors that all processes raise at the same point, so that none is a failure of one process."""
+"""Errors that all processes raise at the same point. They are not failures of one process."""
 FOR_ALL: dict[type[BaseException], tuple[str, int]] = {
     OutOfMemory: ("out_of_memory", 6), RestartNeeded: ("out_of_memory", 75),
 }  # fmt: skip
-"""Event and exit code of all processes where one fails with these; after any other error the others end with 5."""
+"""Event and exit code of all processes if one fails with these errors. After any other error, the others end with 5."""
 
 
 class Watchdog:
-    """Watches this process while it is open; `heartbeats` is None where it is the only one."""
+    """Watches this process while it is open. A single process has no `heartbeats` (None)."""
 
     current: ClassVar["Watchdog | None"] = None
-    """The one that was opened last in this process."""
+    """The watchdog that was opened last in this process."""
     at_end: ClassVar[list[Callable[[str, str, int], object]]] = []
-    """Called with event, message and exit code before a watchdog ends this process."""
+    """Functions called with event, message, and exit code before a watchdog ends this process."""
 
     def __init__(
         self, stop: StopRequest, output_dir: Path, timeout_seconds: float, heartbeats: HeartbeatStore | None
@@ -63,13 +67,14 @@ class Watchdog:
         self.stop, self.output_dir, self.timeout_seconds = stop, output_dir, timeout_seconds
         self.heartbeats = heartbeats
         self.rank = 0 if heartbeats is None else heartbeats.rank
-        self.who = "" if heartbeats is None else f"rank {self.rank}: "  # begins each line that this process prints
+        # Prefix of each line that this process prints.
+        self.who = "" if heartbeats is None else f"rank {self.rank}: "
         self.cause: Failure | None = None
-        """The failure of another process, which made this one fail."""
+        """Failure of another process that made this one fail."""
         self.is_reported = False
-        """True where another process has failed with the same message before, and prints it."""
+        """Whether another process failed first with the same message, and prints it."""
         self.record: Callable[[Mapping[str, Any]], object] | None = None
-        """Appends an event to the run folder, on the main process."""
+        """Function that appends an event to the run folder, on the main process."""
         self._progress = Progress()
         self._since_stop = self._since_insisted = self._alarmed = 0.0
         self._halfway: Statuses | None = None
@@ -92,12 +97,14 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.note_end(kind, error, trace)
         self._over.set()
-        for thread in self._threads:  # one that is within torch when the interpreter ends aborts the process
+        # A thread that is inside torch when the interpreter ends aborts the process.
+        for thread in self._threads:
             thread.join(JOIN_SECONDS)
 
     def note_end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Publish why the loop of this process ends, by an error or not, and read which failure came first."""
-        if self._ends_process:  # the other thread is about to end it, and must not be cut short
+        """Publish why the loop of this process ends (an error or not), and read the first failure of the run."""
+        # The other thread is about to end the process, and must not be interrupted.
+        if self._ends_process:
             time.sleep(STOP_SECONDS)
         if self._ending:
             return
@@ -105,16 +112,19 @@ class Watchdog:
         if heartbeats is None:
             return
         if error is not None and self.stop.requested and self.stop.is_preparing and not self.stop.insisted:
-            error = Preempted(BEFORE_THE_FIRST_STEP)  # whatever a library made of it, as `StopRequest.preparing` does
-        # The others end as soon as they have read this failure, and then a launcher asks this process to stop.
+            # A library may have converted the error. `StopRequest.preparing` does the same.
+            error = Preempted(BEFORE_THE_FIRST_STEP)
+        # The others end when they have read this failure. A launcher then asks this process to stop.
         self.stop.has_failed = not (error is None or isinstance(error, Preempted) or is_peer_error(error))
         if is_peer_error(error) and self.stop.is_preparing and within(1.0, heartbeats.exchange):
-            self.stop.requested = True  # then `StopRequest.preparing` makes the error Preempted
+            # `StopRequest.preparing` then makes the error Preempted.
+            self.stop.requested = True
         elif error is None or isinstance(error, AGREED):
             is_alone = isinstance(error, Preempted) and not self._progress.has_begun
             ended = "" if error is None else one_line(error)
             within(2.0, lambda: heartbeats.exchange(is_stopping=is_alone, ended=ended))
-            if is_alone:  # while a run is prepared each process stops by itself, or because the launcher saw one fail
+            # While a run is prepared, each process stops alone, or because the launcher saw another one fail.
+            if is_alone:
                 self.cause = heartbeats.known_failure
                 heartbeats.stay_for_last_reads()
         else:
@@ -126,7 +136,7 @@ class Watchdog:
             self.rank, heartbeats.describe(self.rank) + text, *FOR_ALL.get(type(error), ())
         )
         if is_peer_error(error):
-            # Where a peer was asked to stop while it still prepared the run, no step was done: nobody has failed.
+            # If a peer was asked to stop while it still prepared the run, no step was done, and no process has failed.
             is_stop = self.stop.requested and self._progress.is_first_step
             stop = Failure(self.rank, BEFORE_THE_FIRST_STEP, "preempted", 75)
             failure = stop if is_stop else find_cause(heartbeats, 2 * GRACE_SECONDS)
@@ -146,7 +156,8 @@ class Watchdog:
         while not self._over.is_set():
             place, is_waiting = place_of_main_thread()
             now = {"progress": self._progress.done(), "place": place, "is_waiting": is_waiting}
-            with suppress(Exception):  # torch has several kinds for a store that does not answer
+            # torch raises several kinds of errors for a store that does not answer.
+            with suppress(Exception):
                 if self.heartbeats.exchange(is_stopping=self.stop.requested, **now):
                     if not self.stop.requested and self.stop.is_preparing and self.stop.is_open:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
@@ -169,25 +180,28 @@ class Watchdog:
                 self._end(failure)
 
     def _limit_collectives(self, seconds: float) -> None:
-        """Let collectives time out after the watchdog, which names the process that is waited for."""
+        """Set a timeout of collectives that is later than the watchdog's, so that the watchdog can name the process."""
         if self.heartbeats is not None:
             from accel_train.runtime.process_group import limit_collectives
 
-            with suppress(RuntimeError, ValueError):  # the group is gone already
+            # The process group is already gone.
+            with suppress(RuntimeError, ValueError):
                 limit_collectives(COLLECTIVE_ALLOWANCE * seconds)
 
     def _failed_peer(self) -> Failure | None:
-        """Return the failure of a peer, once this process has had time to fail by itself."""
+        """Return the failure of a peer, after this process has had time to fail in a collective."""
         heartbeats = self.heartbeats
-        if heartbeats is None or (self.stop.requested and self.stop.is_preparing):  # nobody waits for those that stop
+        # Processes that stop before the first step are not waited for.
+        if heartbeats is None or (self.stop.requested and self.stop.is_preparing):
             return None
         failure = heartbeats.known_failure or lost_peer(heartbeats, self._progress.idle_seconds)
-        # Ticks, not seconds: where the machine was too busy for this process, its loop has not had that time either.
+        # Count ticks instead of seconds. If the machine was too busy for this thread, the loop has not had the time
+        # either.
         self._alarmed = 0.0 if failure is None else self._alarmed + TICK_SECONDS
         return failure if self._alarmed > GRACE_SECONDS else None
 
     def _overdue_stop(self, elapsed: float) -> Failure | None:
-        """Return why a stop request has no effect: better to end here than to be killed without a message."""
+        """Return why a stop request has no effect. Ending here is better than being killed without a message."""
         if not self.stop.requested:
             return None
         self._since_stop += elapsed
@@ -202,13 +216,14 @@ class Watchdog:
         if is_moving or not progress.has_begun:
             return None
         message = (
-            f"asked to stop, and for {self._since_stop:.0f} s nothing has moved (rank {self.rank} {progress.describe()}): "
-            "what came after the last checkpoint is not saved; run the same command again to resume"
+            f"asked to stop, and for {self._since_stop:.0f} s nothing has moved (rank {self.rank} "
+            f"{progress.describe()}): what came after the last checkpoint is not saved; run the same command again to "
+            "resume"
         )
         return Failure(self.rank, message, "preempted", 75)
 
     def _hang(self) -> Failure | None:
-        """Return which rank hangs, where no step was done in time anywhere; while others make progress, this process waits."""
+        """Return which rank hangs, if no process did a step in time. While others make progress, this process waits."""
         progress, heartbeats = self._progress, self.heartbeats
         if not progress.has_begun or progress.idle_seconds <= self.timeout_seconds / 2:
             self._halfway = None
@@ -231,7 +246,7 @@ class Watchdog:
         return Failure(culprit, f"no step for {timeout:g} s (guard.hang_timeout_seconds): {hung}; {stacks}", "hang")
 
     def _end(self, failure: Failure) -> None:
-        """Print the first failure of the run, which may be another one, and end this process."""
+        """Print the first failure of the run (possibly another one), and end this process."""
         heartbeats = self.heartbeats
         if self._ending or self._over.is_set():
             return
@@ -250,7 +265,8 @@ class Watchdog:
             heartbeats.stay_for_last_reads()
         finish_writing(3.0)
         for call in Watchdog.at_end:
-            with suppress(Exception):  # this process has to end
+            # This process must end.
+            with suppress(Exception):
                 call(failure.event, failure.message, failure.exit_code)
         os._exit(failure.exit_code)
 

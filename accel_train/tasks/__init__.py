@@ -1,1 +1,1 @@
-"""Tasks: one file each, chosen by name in a recipe (`accel_train.task.TASKS`) and imported only then."""
+"""Tasks, one per file. A recipe chooses a task by name (`accel_train.task.TASKS`), and only that file is imported."""

@@ -1,4 +1,4 @@
-"""Language modelling: predict each next token of text, with any causal LM of transformers."""
+"""Causal language modeling: predict each next token of a text with any causal LM of transformers."""
 
 import math
 from collections.abc import Mapping
@@ -48,38 +48,39 @@ from accel_train.tasks.text.sft import rows_as_samples, shares_windows
 
 
 class CausalLM(Task):
-    """GPT-style pretraining, training on from pretrained weights, and fine-tuning on prompts with completions or chats."""
+    """Pretrain a GPT-style model, continue training pretrained weights, or fine-tune on completions or chats."""
 
     loss_is_by_position = True
-    """The loss is a sum over positions, of each one's logits and label, so that sequences may be split (`parallel.sp_size`)."""
+    """Each position contributes to the loss independently, so `parallel.sp_size` may split sequences."""
     positions_per_target = 1.0
-    """Positions that the model computes for each one with a target."""
+    """Positions that the model computes per position with a label."""
     counts_hits = False
-    """Fine-tuning reports the accuracy of tokens, which costs a pass over the logits."""
+    """Whether evaluations report the token accuracy. True when fine-tuning. It costs a pass over the logits."""
     chunked: bool | str = "auto"
-    """`loss.chunked`."""
+    """Setting `loss.chunked`."""
     label_smoothing = 0.0
     compiled = False
-    """`precision.compile` is on."""
+    """Whether `precision.compile` is on."""
     router_loss: RouterLoss | None = None
-    """Of a mixture of experts whose routers are balanced (`loss.router_aux`)."""
+    """Router loss of a mixture of experts (`loss.router_aux`). None for other models."""
     whole_up_to = 0
-    """Positions of the largest micro-batch so far whose logits were made whole: smaller ones are, too."""
+    """Positions of the largest micro-batch so far whose loss used whole logits. Smaller micro-batches use them too."""
 
     def prove(self, recipe: Recipe) -> dict[str, Choice[Any]]:
-        """Probe the recipe's forward on its model at toy size: `tasks/text/probe.py`.
+        """Probe the recipe's forward pass on a toy-size copy of its model (see `tasks/text/probe.py`).
 
         Raises:
-            ValueError: a setting changes what the model computes.
+            ValueError: a setting changes the model's result.
         """
         if recipe.task != "causal-lm" or type(self).build_model is not CausalLM.build_model:
-            return {}  # a model of the program's own
+            # The program builds its own model.
+            return {}
         fields = recipe.model.config
         config = pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
         return prove(recipe, config, FORWARD)
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read windows of the recipe's text, tokenised once and then reused; or rows of `data.format`, in memory."""
+        """Read windows of the recipe's text, tokenized once and reused, or load rows of `data.format`."""
         self.chunked, self.label_smoothing = recipe.loss.chunked, recipe.loss.label_smoothing
         tokenizer_notes = []
         if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
@@ -104,10 +105,10 @@ class CausalLM(Task):
         return data
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's causal LM, its vocabulary padded to a multiple that suits the hardware.
+        """Build the recipe's causal LM, with a vocabulary padded to a multiple that suits the hardware.
 
         Raises:
-            ValueError: the model cannot take the tokenizer's vocabulary or the sequence length, or cannot be loaded.
+            ValueError: the model cannot be loaded, or is too small for the vocabulary or the sequence length.
         """
         corpus: Corpus[Any] = data.source
         self.compiled = recipe.precision.compile is not False
@@ -126,10 +127,10 @@ class CausalLM(Task):
         return model
 
     def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
-        """Choose whether the loss is computed in chunks, and how documents that share a window are kept apart.
+        """Return whether the loss is computed in chunks, how documents are masked, and the router coefficient.
 
         Raises:
-            ValueError: `loss.chunked` is true, and the model does not allow it.
+            ValueError: `loss.chunked` is true, but the model does not allow it.
         """
         chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)
         choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
@@ -142,12 +143,12 @@ class CausalLM(Task):
         return choices
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the cross-entropy over the labels that are not -100, in fp32; smoothed by `loss.label_smoothing` in training, and
-        with the router loss of `loss.router_aux`.
+        """Return the fp32 cross-entropy summed over the labels that are not -100.
 
-        It is not the model's own loss: transformers divides by the tokens of the micro-batch, and for GPT-2 warns in the
-        middle of the graph.
+        In training, add label smoothing (`loss.label_smoothing`) and the router loss (`loss.router_aux`).
         """
+        # The model's own loss is not used: transformers divides it by the tokens of the micro-batch, and its code for
+        # GPT-2 warns in the middle of the graph.
         if self.router_loss is not None and model.training:
             with self.router_loss.recording():
                 loss_sum = self.cross_entropy_sum(model, batch)
@@ -155,14 +156,14 @@ class CausalLM(Task):
         return self.cross_entropy_sum(model, batch)
 
     def routing(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return how the routers spread a micro-batch over the experts, for `RouterLoss.over`; no head, and no loss."""
+        """Return the routers' distribution over experts, for `RouterLoss.over`, without computing logits or loss."""
         assert self.router_loss is not None
         with self.router_loss.recording():
             hidden_states(model, batch, self.compiled)
         return self.router_loss.routing(batch["labels"])
 
     def cross_entropy_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the cross-entropy alone."""
+        """Return the cross-entropy summed over the labels, without the router loss."""
         labels, smoothing = batch["labels"], self.label_smoothing if model.training else 0.0
         head = self.head_for_chunks(model, labels.numel())
         if head is None:
@@ -170,8 +171,9 @@ class CausalLM(Task):
         return chunked_loss(head, hidden_states(model, batch, self.compiled), labels, smoothing)
 
     def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
-        """Return the output layer where the loss of so many positions is computed in chunks; None where logits are made whole."""
-        if num_positions <= self.whole_up_to:  # decided before: to look takes 24 us
+        """Return the output layer if the loss of `num_positions` is computed in chunks, or None to use whole logits."""
+        # The check below costs 24 us, so its answer is remembered.
+        if num_positions <= self.whole_up_to:
             return None
         head = head_for_chunks(self.chunked, model, num_positions)
         if head is None and not torch.compiler.is_compiling():
@@ -179,9 +181,10 @@ class CausalLM(Task):
         return head
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 6 N - 2 F + 12 L D T (PaLM, appendix B); prompts and padding count too.
+        """Return the FLOPs per target: 6 N - 2 F + 12 L D T (PaLM, appendix B).
 
-        N parameters without embeddings that are only looked up, F of them frozen (LoRA).
+        N counts the parameters that take part in matrix products, and F counts the frozen ones (LoRA). L is the number
+        of layers, D the hidden size, and T the sequence length. Prompts and padding count too.
         """
         assert isinstance(model, PreTrainedModel)
         text, used = model.config.get_text_config(), matmul_parameters(model)
@@ -194,7 +197,7 @@ class CausalLM(Task):
         )
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum the loss; when fine-tuning also count the targets, and those whose likeliest token is the right one."""
+        """Return the summed loss and, when fine-tuning, the counts of labels and of correct predictions."""
         if not self.counts_hits:
             return {"loss_sum": self.loss_sum(model, batch)}
         labels = batch["labels"]
@@ -207,7 +210,10 @@ class CausalLM(Task):
         return {"loss_sum": loss_sum, "num_hits": num_hits, "num_labels": (labels != IGNORED_LABEL).sum()}
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute perplexity; for text also bits per byte, which does not depend on the tokenizer; for rows the accuracy of tokens."""
+        """Return the perplexity, with bits per byte for text or token accuracy for rows.
+
+        Bits per byte do not depend on the tokenizer.
+        """
         scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         facts = data.facts
         if facts.get("eval_bytes"):
@@ -217,17 +223,17 @@ class CausalLM(Task):
         return Scores(scores)
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Return what models without any knowledge of language reach on the same evaluation data."""
+        """Return the scores of unigram frequencies and xz on the same evaluation data."""
         names = ("unigram_bits_per_byte", "xz_bits_per_byte", "unigram_perplexity")
         return {name: data.facts[name] for name in names if data.facts.get(name) is not None}
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write configuration and tokenizer in transformers' own layout."""
+        """Write the configuration and the tokenizer to `folder` in the layout of transformers."""
         super().save_description(model, data, folder)
         data.source.tokenizer.save_pretrained(folder)
 
     def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
-        """Generate a text that begins with `evaluate.sample_prompt`."""
+        """Generate a text that begins with `evaluate.sample_prompt`. Return None without a prompt."""
         if recipe.evaluate.sample_prompt is None:
             return None
         from accel_train.model.generation import chat_prompt, generate_text
@@ -246,35 +252,37 @@ class CausalLM(Task):
 
 
 def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
-    """Return logits (B, T, vocabulary) in the model's precision; with ids, attention and positions stay within a document."""
-    if not compiled and has_plain_head(
-        model
-    ):  # what the model does, less the records that it puts its results in: 50 us
+    """Return logits (B, T, vocabulary) in the model's precision.
+
+    Document ids in the batch restrict attention and positions to each document.
+    """
+    # A plain head is called directly. This skips the output records of transformers and saves 50 us.
+    if not compiled and has_plain_head(model):
         return model.get_output_embeddings()(hidden_states(model, batch))  # type: ignore[operator]
     logits: Tensor = model(**model_inputs(model, batch, compiled)).logits
     return logits
 
 
 def hidden_states(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
-    """Return what the output layer makes those logits of: (B, T, hidden size)."""
+    """Return the hidden states (B, T, hidden size) that the output layer reads."""
     assert isinstance(model, PreTrainedModel)
     hidden: Tensor = model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
     return hidden
 
 
 def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) -> dict[str, Any]:
-    """Return the arguments of a forward over whole sequences."""
+    """Return the keyword arguments of a forward pass over whole sequences."""
     inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     if "document_ids" in batch or "document_lengths" in batch:
         inputs["attention_mask"] = document_mask(model, batch, compiled=compiled)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        # RouterLoss asks for them; the model's own router loss takes no mask of documents.
+        # RouterLoss computes its own loss from the router logits; the model's router loss does not mask documents.
         inputs["output_router_logits"] = False
     return {**inputs, "use_cache": False}
 
 
 def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Sum the cross-entropy over the labels that are not -100, in fp32."""
+    """Return the fp32 cross-entropy summed over the labels that are not -100."""
     return cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),
@@ -285,7 +293,7 @@ def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) ->
 
 
 def router_choice(recipe: Recipe, model: nn.Module) -> Choice[float] | None:
-    """Return the coefficient of the router loss: see `choose_router_loss`."""
+    """Return the coefficient of the router loss (see `choose_router_loss`)."""
     section, place = recipe.parallel, ""
     if section.strategy == "deepspeed" or section.sp_size > 1:
         place = "parallel.sp_size above 1" if section.sp_size > 1 else "parallel.strategy deepspeed"
@@ -293,15 +301,15 @@ def router_choice(recipe: Recipe, model: nn.Module) -> Choice[float] | None:
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """Return the next multiple; 0 leaves the size alone."""
+    """Return `vocab_size` rounded up to a multiple of `multiple`. A multiple of 0 leaves it unchanged."""
     return vocab_size if multiple == 0 else -(-vocab_size // multiple) * multiple
 
 
 def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
-    """Return `model.config` with a vocabulary of so many tokens, padded to the recipe's multiple where it names no size.
+    """Return `model.config` with a vocabulary size: `vocab_size` padded to the recipe's multiple, unless it is set.
 
     Raises:
-        ValueError: it names one that is too small.
+        ValueError: the configured size is smaller than `vocab_size`.
     """
     assert section.config is not None
     fields = dict(section.config)
@@ -315,10 +323,11 @@ def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
 
 
 def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrainedConfig:
-    """Return the transformers configuration of the recipe's model, checked against tokenizer and sequence length.
+    """Return the transformers configuration of the recipe's model, checked against the tokenizer and sequence length.
 
     Raises:
-        ValueError: it cannot be loaded, is no causal LM, or is too small for the vocabulary or the sequence length.
+        ValueError: the configuration cannot be loaded, is not a causal LM, or is too small for the vocabulary or the
+            sequence length.
     """
     section = recipe.model
     if section.pretrained is not None:
@@ -335,14 +344,15 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < recipe.data.sequence_length:
         raise ValueError(
-            f"data.sequence_length={recipe.data.sequence_length} is longer than the {positions} positions of the model; "
+            f"data.sequence_length={recipe.data.sequence_length} is longer than the {positions} positions of the "
+            f"model; "
             f"lower it to {positions}, or raise n_positions or max_position_embeddings in model.config"
         )
     return config
 
 
 def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:
-    """Return `attn_implementation` for transformers' model factories, or nothing where the library chooses."""
+    """Return `attn_implementation` for the model factories of transformers, or nothing if the library chooses."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return {}
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -350,14 +360,15 @@ def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, s
     window = attention_window(config)
     if recipe.data.mask_documents and window is not None and window < recipe.data.sequence_length:
         raise ValueError(
-            f"data.mask_documents would take the place of the mask by which this model attends within {window} tokens; use "
+            f"data.mask_documents would take the place of the mask by which this model attends within {window} tokens; "
+            "use "
             f"data.sequence_length up to {window}, or leave data.mask_documents out"
         )
     return {} if choice.value == "library default" else {"attn_implementation": choice.value}
 
 
 def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the parameters that take part in a matrix product: all but position embeddings and an untied input embedding."""
+    """Return the parameters used in matrix products: all except position embeddings and an untied input embedding."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     tied = {id(head.weight)} if head is not None else set()
@@ -365,4 +376,4 @@ def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 FORWARD = Forward(attention_arguments, next_token_logits, hidden_states, summed_loss)
-"""What the probe of a run computes with, as training does."""
+"""Forward functions that the probe of a run uses. Training uses the same ones."""

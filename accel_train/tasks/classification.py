@@ -1,4 +1,4 @@
-"""Classification of texts, images and pixels: losses, class weights, labels in the model, further metrics, FLOPs."""
+"""Shared parts of classification tasks: losses, class weights, label names, further metrics, and FLOPs."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,33 +25,34 @@ def classification_loss_sum(
     class_weights: Tensor | None = None,
     ignore_index: int = IGNORED_LABEL,
 ) -> Tensor:
-    """Cross-entropy summed over samples or pixels: sum_i w_i ce_i, in fp32.
+    """Return the fp32 cross-entropy summed over samples or pixels: sum_i w_i ce_i.
 
-    With smoothing e, the target of a sample is (1 - e) x its label + e / C for every class (Szegedy et al. 2016, section 7).
-    The weight w_i of a sample is that of its class, and for soft labels the mean of the weights under them; what it is
-    divided by later is the plain number of samples, not the sum of weights as in torch's `reduction="mean"`.
+    With smoothing e, the target of a sample is (1 - e) x its label + e / C for every class (Szegedy et al. 2016,
+    section 7). The weight w_i of a sample is the weight of its class. With soft labels, it is the mean of the class
+    weights under them. Callers divide by the number of samples, not by the sum of weights as torch's `reduction="mean"`
+    does.
 
     Args:
-        logits: (N, C), or (N, C, H, W) of images; any floating-point type.
-        labels: (N,) or (N, H, W) integers, where `ignore_index` marks what counts nothing; or (N, C) probabilities.
+        logits: (N, C), or (N, C, H, W) for images, in any floating-point type.
+        labels: (N,) or (N, H, W) integers, with `ignore_index` at positions without a loss; or (N, C) probabilities.
         class_weights: (C,) fp32.
     """
     soft = labels.is_floating_point()
     if logits.ndim == 4 and torch.are_deterministic_algorithms_enabled():
-        # CUDA's loss over images adds up in no fixed order; the one over rows does not, at the price of a copy.
+        # The CUDA loss over images adds up in a varying order. The loss over rows is deterministic but costs a copy.
         logits, labels = logits.permute(0, 2, 3, 1).flatten(0, 2), labels.flatten()
     targets = labels.float() if soft else labels
     ignored: dict[str, Any] = {} if soft else {"ignore_index": ignore_index}
     losses_of = partial(cross_entropy, logits.float(), targets, label_smoothing=label_smoothing, **ignored)
     if class_weights is None:
         return losses_of(reduction="sum")
-    # what is ignored has a loss of 0
+    # Ignored positions have a loss of 0, so their weight does not matter.
     weights = targets @ class_weights if soft else class_weights[labels.clamp(0, len(class_weights) - 1)]
     return (losses_of(reduction="none") * weights).sum()
 
 
 class ClassLoss:
-    """The summed cross-entropy of classes, in training with `loss.label_smoothing` and a weight for each class or None."""
+    """A summed cross-entropy over classes. Training applies `loss.label_smoothing` and the class weights, if any."""
 
     def __init__(
         self, label_smoothing: float, class_weights: Sequence[float] | None, ignore_index: int = IGNORED_LABEL
@@ -60,9 +61,10 @@ class ClassLoss:
         self.class_weights = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
 
     def __call__(self, logits: Tensor, labels: Tensor, *, training: bool) -> Tensor:
-        """Return `classification_loss_sum`, plain in an evaluation."""
+        """Return `classification_loss_sum` of the batch, without smoothing and weights in an evaluation."""
         if self.class_weights is not None and self.class_weights.device != logits.device:
-            self.class_weights = self.class_weights.to(logits.device)  # once: a copy a step would wait for the device
+            # Moved once: a copy per step would wait for the device.
+            self.class_weights = self.class_weights.to(logits.device)
         settings: dict[str, Any] = {"ignore_index": self.ignore_index}
         if training:
             settings |= {"label_smoothing": self.label_smoothing, "class_weights": self.class_weights}
@@ -70,30 +72,34 @@ class ClassLoss:
 
 
 def multi_label_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross-entropy of each label, averaged over the C labels and summed over samples: (N, C) both, labels 0 or 1.
+    """Return the binary cross-entropy, averaged over the C labels and summed over the N samples.
 
-    Divided by N it is what transformers' models of `problem_type: multi_label_classification` return.
+    Both arguments are (N, C); labels are 0 or 1. Divided by N, the result equals the loss of transformers' models with
+    `problem_type: multi_label_classification`.
     """
     losses = binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
     return losses / logits.shape[-1]
 
 
 def regression_loss_sum(values: Tensor, targets: Tensor) -> Tensor:
-    """Squared errors, summed: (N,) both. Divided by N it is transformers' loss of `problem_type: regression`."""
+    """Return the summed squared errors of `values` and `targets`, both (N,).
+
+    Divided by N, the result equals the loss of transformers' models with `problem_type: regression`.
+    """
     return mse_loss(values.float(), targets.float(), reduction="sum")
 
 
 def resolve_class_weights(
     setting: str | Sequence[float] | Mapping[str, float] | None, counts: NDArray[Any], label_names: Sequence[str]
 ) -> tuple[float, ...] | None:
-    """`loss.class_weights` as one weight a class, in the order of ids; None where all count alike.
+    """Return one weight per class in the order of ids from `loss.class_weights`, or None if all classes count alike.
 
-    `balanced` is n / (C n_c), as scikit-learn computes it: a class of average size has weight 1. A mapping gives some
-    classes by name, the others have weight 1. `counts` are the training samples of each class.
+    `balanced` is n / (C n_c), as scikit-learn computes it: a class of average size has weight 1. A mapping sets some
+    classes by name, and the other classes get weight 1. `counts` holds the number of training samples per class.
 
     Raises:
-        ValueError: a class without training samples under `balanced`, an unknown name, a wrong number of weights, or
-            nothing but zeros.
+        ValueError: `balanced` meets a class without training samples, a name is unknown, the number of weights is
+            wrong, or all weights are 0.
     """
     if setting is None:
         return None
@@ -116,7 +122,8 @@ def resolve_class_weights(
         weights = tuple(map(float, setting))
         if len(weights) != len(label_names):
             raise ValueError(
-                f"loss.class_weights has {len(weights)} weights for {len(label_names)} classes ({listed(label_names)}); "
+                f"loss.class_weights has {len(weights)} weights for {len(label_names)} classes "
+                f"({listed(label_names)}); "
                 "give one for each, or a mapping of some by name"
             )
     if not any(weights):
@@ -125,20 +132,20 @@ def resolve_class_weights(
 
 
 def listed(names: Sequence[str], most: int = 12, where: str = "") -> str:
-    """Return `a, b, c and 9 more`; `where` follows, which says where the others are."""
+    """Return at most `most` names as text: `a, b, c and 9 more`. `where` is appended to point to the other names."""
     more = f" and {len(names) - most} more{where}" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def with_labels(config: PreTrainedConfig, label_names: Sequence[str]) -> PreTrainedConfig:
-    """Return the same configuration, changed in place, with a head for these classes."""
+    """Set a head for these classes in `config`, in place, and return it."""
     config.id2label = dict(enumerate(label_names))
     config.label2id = {name: index for index, name in enumerate(label_names)}
     return config
 
 
 def row_metrics(names: Sequence[str], totals: Mapping[str, NDArray[Any]], *, allow_hub: bool) -> dict[str, float]:
-    """Compute metrics of `rows_predictions`, `rows_labels` and `rows_scores`: every single number that they return."""
+    """Return every scalar of the named metrics, computed from `rows_predictions`, `rows_labels`, and `rows_scores`."""
     found: dict[str, float] = {}
     for name in names:
         metric = load_metric(name, allow_hub=allow_hub)
@@ -150,10 +157,12 @@ def row_metrics(names: Sequence[str], totals: Mapping[str, NDArray[Any]], *, all
 
 
 def forward_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[int, ...]) -> int:
-    """Count the floating-point operations of a forward pass, on a copy without weights; inputs called `...input_ids` are integers.
+    """Return the floating-point operations of a forward pass, counted on a meta copy of the model without values.
+
+    Inputs whose names end in `input_ids` are integers.
 
     Raises:
-        ValueError, RuntimeError: the model cannot take the input, or looks at its values, which are not there.
+        ValueError, RuntimeError: the model does not accept the input, or reads values that a meta tensor does not have.
     """
     counter = FlopCounterMode(display=False)
     with torch.device("meta"), torch.no_grad():
@@ -168,8 +177,9 @@ def forward_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[
 
 
 def training_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[int, ...]) -> float | None:
-    """Return 3 x the FLOPs of a forward pass, for forward and backward; None where they cannot be counted."""
+    """Return 3 x the FLOPs of a forward pass, for forward and backward, or None if they cannot be counted."""
     try:
         return 3.0 * forward_flops(factory, config, **input_shapes)
-    except (ValueError, RuntimeError, AttributeError):  # the last of a model that needs an attention mask
+    # AttributeError: the model needs an attention mask.
+    except (ValueError, RuntimeError, AttributeError):
         return None

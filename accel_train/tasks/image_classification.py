@@ -1,4 +1,4 @@
-"""Image classification: one class for each image, with any image classifier of transformers."""
+"""Image classification: predict one class per image with any image classifier of transformers."""
 
 import warnings
 from collections.abc import Mapping
@@ -26,15 +26,15 @@ from accel_train.tasks import classification
 from accel_train.tasks.vision.models import VisionTask, image_logits
 
 _TOP_5_FROM_CLASSES = 11
-"""With ten classes or fewer, one of the likeliest five is no achievement."""
+"""Number of classes from which top-5 accuracy is reported. With ten or fewer, it is too easy."""
 _OTHER_TASKS = frozenset(("mean_iou", "perplexity", "pearson", "spearman"))
 _BASELINE_IMAGES = 2_000
-"""Images of each side that baselines read, evenly spaced: a few seconds where they have to be decoded."""
+"""Images per split that baselines read, evenly spaced. Decoding them takes a few seconds."""
 _THUMBNAIL_EDGE = 8
 
 
 class ImageClassification(VisionTask):
-    """ResNets, vision transformers and similar models, from random or pretrained weights."""
+    """Train ResNets, vision transformers, and similar models from random or pretrained weights."""
 
     factory, models = AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     purpose, predicts_pixels = "image classification", False
@@ -46,12 +46,13 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
     )
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read class folders, tables, arrays or the embedded digits; images are decoded when they are drawn."""
+        """Read class folders, tables, arrays, or the embedded digits. Images are decoded when they are drawn."""
         settings = recipe.data.augment
         check_augment(settings)
         if not isinstance(recipe.data.image_size, int):
             raise ValueError(
-                f"data.image_size={list(recipe.data.image_size)}: image-classification cuts squares out of images; give one number"
+                f"data.image_size={list(recipe.data.image_size)}: image-classification cuts squares out of images; "
+                "give one number"
             )
         _check_metrics(recipe.evaluate)
         self.evaluation = recipe.evaluate
@@ -59,7 +60,8 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
         sets, preprocessing = source.sets, source.preprocessing
         counts = np.bincount(sets.train.labels[sets.train.labels >= 0], minlength=len(sets.label_names))
         weights = None
-        if sets.train is not sets.eval:  # else nothing is trained, and a class may be missing
+        # If both are the same set, nothing is trained, and a class may be missing.
+        if sets.train is not sets.eval:
             weights = classification.resolve_class_weights(recipe.loss.class_weights, counts, sets.label_names)
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
         if "auroc" in recipe.evaluate.metrics and tally.histogram_bits(len(sets.label_names)) is None:
@@ -79,13 +81,13 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
         )
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the cross-entropy over images, in fp32; in training with smoothing, class weights and mixed labels."""
+        """Return the fp32 cross-entropy summed over images. Training adds smoothing, weights, and mixed labels."""
         logits = image_logits(model, batch["pixel_values"])
         labels = batch["labels"] if "labels" in batch else batch["soft_labels"]
         return self.loss(logits, labels, training=model.training)
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Count loss and confusion matrix; with test-time augmentation a second matrix; more where further metrics ask for it."""
+        """Return the summed loss, the confusion matrix, and counts for further metrics and test-time augmentation."""
         pixel_values, labels = batch["pixel_values"], batch["labels"]
         logits = image_logits(model, pixel_values)
         num_classes = logits.shape[-1]
@@ -109,12 +111,12 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
         return counts
 
     def _mean_probabilities(self, model: nn.Module, pixel_values: Tensor, logits: Tensor) -> Tensor:
-        """Return (N, C) fp32, means over all views; `logits` are those of the images as they are."""
+        """Return mean probabilities (N, C) over all views, in fp32. `logits` belong to the unaugmented images."""
         views = self.views(model, pixel_values, logits)
         return torch.stack([each.float().softmax(-1) for each in views]).mean(0)
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute accuracy, precision, recall, F1 and Matthews' correlation; top-5 accuracy of 11 classes or more."""
+        """Return accuracy, precision, recall, F1, and Matthews' correlation, with top-5 accuracy from 11 classes."""
         names = data.source.label_names
         scores = classification_scores(totals["confusion"], names)
         metrics, details = dict(scores.metrics), dict(scores.details)
@@ -130,14 +132,14 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
         return Scores(metrics, details)
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Predict the likeliest class and the probabilities: means over all views, where the recipe has test-time augmentation."""
+        """Return the likeliest class and all probabilities, averaged over all views with test-time augmentation."""
         pixel_values = batch["pixel_values"]
         scores = self._mean_probabilities(model, pixel_values, image_logits(model, pixel_values))
         score, label = scores.max(-1)
         return {"label": label, "score": score, "scores": scores}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Return the share of the commonest class, and the accuracy of logistic regression on 8 x 8 grey thumbnails."""
+        """Return the accuracy of the commonest class and of logistic regression on 8 x 8 gray thumbnails."""
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
 
@@ -151,7 +153,8 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
             return found
         mean, scale = inputs.mean(0), inputs.std() + 1e-6
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline need not be the best of its kind
+            # A baseline does not have to converge.
+            warnings.simplefilter("ignore", ConvergenceWarning)
             model = LogisticRegression(max_iter=200).fit((inputs - mean) / scale, labels)
         inputs, labels = _thumbnails(sets.eval)
         found["logistic_regression_accuracy"] = float((model.predict((inputs - mean) / scale) == labels).mean())
@@ -159,7 +162,7 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
 
 
 def _thumbnails(images: ImageRows) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return (n, 64) grey values of 0 to 1 and (n,) labels, of at most _BASELINE_IMAGES of the images."""
+    """Return (n, 64) gray values in [0, 1] and (n,) labels of at most _BASELINE_IMAGES of the images."""
     chosen = evenly_spaced(len(images), _BASELINE_IMAGES)
     size = (_THUMBNAIL_EDGE, _THUMBNAIL_EDGE)
     rows = [
@@ -173,7 +176,8 @@ def _check_metrics(section: Evaluate) -> None:
     for name in section.metrics:
         if name in _OTHER_TASKS:
             raise ValueError(
-                f"evaluate.metrics: {name!r} is not for classes; accuracy, f1_macro, mcc and auroc are among those that are"
+                f"evaluate.metrics: {name!r} is not for classes; "
+                "accuracy, f1_macro, mcc and auroc are among those that are"
             )
         if name not in METRICS:
             load_metric(name, allow_hub=section.allow_hub_metrics)

@@ -1,4 +1,4 @@
-"""Masked language modelling: predict tokens of text from those on both sides, with any BERT of transformers."""
+"""Masked language modeling: predict masked tokens from both sides with any BERT-style model of transformers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,22 +35,22 @@ from accel_train.tasks.text.generation import NO_TOKEN, decoded
 
 MASKED_LM = models.Head("masked language modelling", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING)
 MOST_COUNTED = 10_000
-"""Windows of each side that the baseline counts, evenly spaced."""
+"""Windows per split that the baseline counts, evenly spaced."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tokenizer, model configuration and masks: what the task keeps beside its samples."""
+    """The tokenizer, model configuration, and masking that the task keeps in addition to its samples."""
 
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
     masking: Masking
     rows: list[TextRow]
-    """Texts whose masks are to be filled; empty where windows are masked."""
+    """Texts whose masks are to be filled. Empty if the task masks windows."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer."""
+        """Number of tokens in the tokenizer's vocabulary."""
         return len(self.masking.is_special)
 
     def row_ids(self, index: int) -> str:
@@ -59,15 +59,17 @@ class Source:
 
 
 class MaskedLM(Task):
-    """Pretrain a BERT or RoBERTa on text, or train one on from pretrained weights."""
+    """Pretrain a BERT or RoBERTa on text, or continue training pretrained weights."""
 
     metric_names = ("perplexity", "token_accuracy")
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read windows of the recipe's text, tokenised once and then reused; without `data.label_column` texts with masks to fill.
+        """Read windows of the recipe's text, tokenized once and reused, or texts to fill.
+
+        Without `data.label_column`, the texts already contain masks, and the task fills them.
 
         Raises:
-            ValueError: model, tokenizer or text are not what the recipe says.
+            ValueError: the model, tokenizer, or text does not match the recipe.
         """
         models.check_model(recipe, MASKED_LM)
         self.label_smoothing, self.probability = recipe.loss.label_smoothing, recipe.data.mlm_probability
@@ -120,13 +122,13 @@ class MaskedLM(Task):
     def _source(
         self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, separator_id: int, rows: list[TextRow]
     ) -> Source:
-        """Return what the task keeps, after comparing the sequence length with the model's positions."""
+        """Return the source, after checking the sequence length against the model's positions."""
         config = models.model_config(recipe, tokenizer, MASKED_LM)
         positions = models.num_positions(config, MASKED_LM)
         if positions is not None and self.length > positions:
             raise ValueError(
-                f"data.sequence_length={self.length} is longer than the {positions} positions of the model; lower it to {positions}, "
-                "or raise max_position_embeddings in model.config"
+                f"data.sequence_length={self.length} is longer than the {positions} positions of the model; "
+                f"lower it to {positions}, or raise max_position_embeddings in model.config"
             )
         self.masking = masking_of(tokenizer, vocab_size_of(tokenizer), separator_id, self.probability)
         framed = len(self.masking.prefix) + len(self.masking.suffix)
@@ -135,10 +137,10 @@ class MaskedLM(Task):
         return Source(tokenizer, config, self.masking, rows)
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's masked language model; notes on its new weights are added to the data's facts.
+        """Build the recipe's masked language model and add notes about its new weights to the facts of `data`.
 
         Raises:
-            ValueError: the weights cannot be loaded, or are no safetensors.
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
         model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), MASKED_LM)
@@ -146,17 +148,17 @@ class MaskedLM(Task):
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the cross-entropy over the tokens to predict, fp32; smoothed by `loss.label_smoothing` in training."""
+        """Return the fp32 cross-entropy summed over masked tokens, with `loss.label_smoothing` in training."""
         return summed_loss(_logits(model, batch), batch["labels"], self.label_smoothing if model.training else 0.0)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the matrix products of one forward pass of a window, for each token that it predicts on average."""
+        """Return 3 x the FLOPs of one window's forward pass, divided by the mean number of tokens it predicts."""
         assert isinstance(model, PreTrainedModel)
         flops = classification.training_flops(AutoModelForMaskedLM, model.config, input_ids=(1, self.length))
         return None if flops is None else flops / (self.probability * self.length)
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum the loss, and count the tokens to predict, and those whose likeliest token is the right one."""
+        """Return the summed loss, the number of masked tokens, and the number whose likeliest token is right."""
         logits, labels = _logits(model, batch), batch["labels"]
         return {
             "loss_sum": summed_loss(logits, labels),
@@ -165,21 +167,23 @@ class MaskedLM(Task):
         }
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute the perplexity and the accuracy of the tokens to predict, on masks that are the same in every evaluation.
+        """Return the perplexity and accuracy of the masked tokens. All evaluations use the same masks.
 
-        The perplexity is exp of the loss with all masks of a window at once, as of transformers' `run_mlm`. One mask at a time
-        (the pseudo-perplexity of Salazar et al. 2020) would take a forward for each token, and be lower.
+        The perplexity is exp of the loss with all masks of a window at once, as in transformers' `run_mlm`. Masking one
+        token at a time (the pseudo-perplexity of Salazar et al. 2020) would need one forward pass per token and give a
+        lower value.
         """
         accuracy = float(totals["num_hits"] / max(1, totals["num_labels"]))
         return Scores({"perplexity": perplexity(loss), "token_accuracy": accuracy})
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Score the frequencies of the training tokens on the tokens that evaluations predict."""
+        """Return the scores of the training tokens' frequencies on the tokens that evaluations predict."""
         if data.eval is None or data.source.rows:
             return {}
         special = data.source.masking.is_special
         counts, wanted = (_token_counts(side, len(special)) for side in (data.train, data.eval))
-        counts += ~special  # one more of each, so that none is impossible
+        # Adding one to each count keeps every token possible.
+        counts += ~special
         known = wanted > 0
         nats = -np.log(counts[known] / counts.sum())
         return {
@@ -188,9 +192,10 @@ class MaskedLM(Task):
         }
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Fill masks with the likeliest tokens: `filled` and `tokens` (N, `data.sequence_length`) ids, and `score` (N,).
+        """Fill masks with the likeliest tokens and return `filled`, `tokens`, and `score` (N,).
 
-        `tokens` are those in place of masks, -1 elsewhere; the score is the mean of their probabilities.
+        `filled` holds the text's ids, and `tokens` the ids at the masks: both (N, `data.sequence_length`), -1
+        elsewhere. The score is the mean probability of the filled tokens.
         """
         ids, logits = batch["input_ids"], _logits(model, batch).float()
         masking = self.masking
@@ -207,7 +212,7 @@ class MaskedLM(Task):
         return {**padded, "score": (score * is_mask).sum(1) / is_mask.sum(1).clamp(min=1)}
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
-        """Return the texts with their masks filled, the tokens in place of the masks, and their score."""
+        """Return the texts with filled masks, the tokens at the masks, and their score."""
         tokenizer = data.source.tokenizer
         return {
             "filled": decoded(rows["filled"], tokenizer),
@@ -216,7 +221,7 @@ class MaskedLM(Task):
         }
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write configuration and tokenizer in transformers' own layout, and a model card."""
+        """Write the configuration and tokenizer in the layout of transformers, and a model card."""
         assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
         mask = data.source.tokenizer.mask_token
@@ -227,7 +232,8 @@ class MaskedLM(Task):
             pipeline_tag="fill-mask",
             unit=f"windows of {self.length} tokens",
             lines=[
-                f"Gives: the tokens that stand at `{mask}`; {self.probability:.0%} of all were to be predicted in training",
+                f"Gives: the tokens that stand at `{mask}`; {self.probability:.0%} of all were to be predicted in "
+                "training",
                 f"Reads: up to {self.length} tokens",
             ],
             example=f'fill = pipeline("fill-mask", model="path/of/this/folder")\nfill("a text with a {mask}")',
@@ -241,7 +247,10 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _with_mask(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """Return the same tokenizer with a mask and padding; one that is made here also puts [CLS] and [SEP] around a text."""
+    """Add mask and padding tokens to `tokenizer` and return it with notes.
+
+    A byte tokenizer or a trained tokenizer also frames each text with [CLS] and [SEP].
+    """
     choice, notes = recipe.tokenizer_in_use, []
     if isinstance(choice, TrainedTokenizer) or choice == "bytes":
         tokenizer = with_frame(tokenizer)
@@ -259,7 +268,7 @@ def _with_mask(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreT
 
 
 def _token_counts(windows: Any, size: int) -> NDArray[np.int64]:
-    """Return how often each token is to be predicted in up to MOST_COUNTED windows, evenly spaced: (size,)."""
+    """Return the counts (size,) of masked tokens in up to MOST_COUNTED evenly spaced windows."""
     counts, number = np.zeros(size, dtype=np.int64), min(MOST_COUNTED, len(windows))
     for index in range(number):
         labels = windows[index * len(windows) // number].labels

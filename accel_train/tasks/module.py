@@ -1,4 +1,4 @@
-"""Any `nn.Module` as a task: data, model and loss are enough."""
+"""Train any `nn.Module` as a task, from its data, model, and loss."""
 
 import copy
 import json
@@ -21,45 +21,48 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 
 _SAMPLES, _STRUCTURE = "samples", "structure"
-"""Names under which a batch carries a row for each sample, and the structure that `collate` gave it."""
+"""Keys of a batch: one row per sample, and the nested structure that `collate` returned."""
 _LEFT: "WeakKeyDictionary[nn.Module, tuple[str, str]]" = WeakKeyDictionary()
-"""Digests of modules that this process has fitted: as they were given, and as the run left them."""
+"""Digests of modules that this process has fitted: as given to `fit`, and as the run left them."""
 
 
 class ModuleTask(Task):
-    """A task of three methods: `data`, `model` and `loss`.
+    """A task that is defined by three methods: `data`, `model`, and `loss`.
 
-    `batch` is what `collate` makes of the samples, on the device, nested or not: for samples `(x, y)` the list of two tensors, for
-    mappings a mapping, for tensors one tensor. `self.recipe` is there in all methods.
+    `batch` is the result of `collate` on the device, nested or not. With the default `collate`, samples `(x, y)` give a
+    list of two tensors, mappings give a mapping, and tensors give one tensor. All methods can read `self.recipe`.
     """
 
     recipe: Recipe
 
     @abstractmethod
     def data(self) -> "tuple[Dataset[Any], Dataset[Any] | None]":
-        """Return the training and the evaluation data: objects with `__len__` and `__getitem__`; None: nothing is evaluated."""
+        """Return the training data and the evaluation data, or None to skip evaluations.
+
+        Both have `__len__` and `__getitem__`.
+        """
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model on the CPU, in fp32; the seed is set."""
+        """Build the model on the CPU in fp32. The seed is set before the call."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss: one number for each sample, or 0-dim their mean."""
+        """Return the loss: one number per sample (N,), or their mean as a 0-dim tensor."""
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return further numbers for an evaluation, by name, each as `loss`; they are averaged over all samples. By default none."""
+        """Return further evaluation metrics by name, shaped like `loss` and averaged over all samples."""
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make a batch of samples; by default as torch's DataLoader does."""
+        """Return a batch of `samples`. The default is the collation of torch's DataLoader."""
         return default_collate(list(samples))
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Return what `data` returns, with a digest of its size and of some of its samples.
+        """Return the result of `data`, with a digest of its size and of some of its samples.
 
         Raises:
-            ValueError: there are no training samples.
+            ValueError: the training data has no samples.
         """
         self.recipe = recipe
         train, evaluation = self.data()
@@ -83,22 +86,22 @@ class ModuleTask(Task):
         )
 
     def code(self) -> dict[str, str]:
-        """Return digests of code that decides the result, by name; by default none, as a run digests the task's class."""
+        """Return digests, by name, of code that affects the result. A run always digests the task's class."""
         return {}
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Return `model()`, with the weights of a finished run where the recipe names its folder."""
+        """Return `model()`, with the weights of a finished run if the recipe names its folder."""
         model = self.model()
         if recipe.model.pretrained is not None and not any(weight.is_meta for weight in model.parameters()):
             load_model(model, Path(recipe.model.pretrained) / "model.safetensors")
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over the samples, fp32."""
+        """Return the fp32 loss summed over the samples."""
         return _summed(self.loss(model, self._given(batch)), len(batch[_SAMPLES]), "loss")
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum up the loss and the metrics over the samples."""
+        """Return the loss and the metrics, summed over the samples."""
         samples = batch[_SAMPLES]
         found = self.metrics(model, self._given(batch))
         sums = {name: _summed(value, len(samples), f"metric {name}").double() for name, value in found.items()}
@@ -112,13 +115,13 @@ class ModuleTask(Task):
         return Scores({name: float(total) / number for name, total in own.items()})
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration of a transformers model, else the name of the class: a finished run is known by this file."""
+        """Write the configuration of a transformers model, or the class name. `config.json` marks a finished run."""
         super().save_description(model, data, folder)
         if not (folder / "config.json").exists():
             (folder / "config.json").write_text(json.dumps({"module": type(model).__qualname__}) + "\n")
 
     def _named(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Return the tensors of a batch by name, and what `_given` needs to make the batch of them again."""
+        """Return the tensors of a batch by name, with the structure that `_given` needs to rebuild the batch."""
         tensors: dict[str, Any] = {}
 
         def take(leaf: Any, name: str) -> Any:
@@ -130,19 +133,21 @@ class ModuleTask(Task):
             return _Name(name)
 
         structure = _Structure(_mapped(self.collate(samples), take))
-        # `collate` alone decides on shapes (time first, nodes of all graphs), so the count of samples has a tensor of its own.
-        # Without columns: it is not known which dimension is of the samples.
+        # Only `collate` decides on shapes (time first, nodes of all graphs), so a separate tensor carries the sample
+        # count. It has 0 columns with a custom `collate`, because the sample dimension of the other tensors is then
+        # unknown.
         rows = torch.zeros((len(samples),) if self._stacks() else (len(samples), 0), dtype=torch.uint8)
         return {**tensors, _SAMPLES: rows, _STRUCTURE: structure, "num_targets": len(samples)}
 
     def _stacks(self) -> bool:
-        """Return whether `collate` is torch's, which puts samples one after the other in the first dimension."""
+        """Return whether `collate` stacks samples in the first dimension, as the default does."""
         return type(self).collate is ModuleTask.collate
 
     def _given(self, batch: Mapping[str, Any]) -> Any:
-        """Return the batch in the form in which `collate` made it."""
+        """Return the batch in the structure that `collate` returned."""
         structure, samples = batch.get(_STRUCTURE), batch[_SAMPLES]
-        if structure is None:  # a batch of an incident, which keeps tensors alone
+        # A batch of an incident keeps only tensors.
+        if structure is None:
             example = self._named([cast("Any", self.data()[0])[0]] * len(samples))
             structure = example[_STRUCTURE]
             if {name for name, value in example.items() if isinstance(value, Tensor)} != batch.keys():
@@ -157,7 +162,7 @@ class ModuleTask(Task):
 
 
 class FittedModule(ModuleTask):
-    """The task of `accel_train.fit`: a model, data and functions of a program."""
+    """The task of `accel_train.fit`, made from a program's model, data, and functions."""
 
     def __init__(
         self,
@@ -175,13 +180,13 @@ class FittedModule(ModuleTask):
         return self.train, self.evaluation
 
     def model(self) -> nn.Module:
-        """Return the program's module itself, so that it is what is trained; without values a copy of it."""
+        """Return the program's module itself, so that training changes it. On the meta device, return a copy."""
         if torch.get_default_device().type == "meta":
             return copy.deepcopy(self.module).to("meta")
         return self.module
 
     def code(self) -> dict[str, str]:
-        """Return digests of the functions, and of the module as it was before an earlier `fit` trained it in place."""
+        """Return digests of the functions and of the module as it was before an earlier `fit` trained it in place."""
         names = ("loss", "metrics", "collate")
         return {name: digest_of_code(self.functions.get(name)) for name in names} | {"model": self._as_given()}
 
@@ -192,7 +197,7 @@ class FittedModule(ModuleTask):
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """On leaving, remember how the module was given and how it is left (frozen, say): it may be given again."""
+        """Record the module's digests on exit, so that a later `fit` recognizes it. Training may have frozen it."""
         given = self._as_given()
         try:
             yield
@@ -200,11 +205,11 @@ class FittedModule(ModuleTask):
             _LEFT[self.module] = given, digest_of_module(self.module)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return what the program's function does."""
+        """Return the result of the program's loss function."""
         return self.functions["loss"](model, batch)  # type: ignore[misc]
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return what the program's function does; nothing without one."""
+        """Return the result of the program's metrics function, or nothing without one."""
         function = self.functions.get("metrics")
         return {} if function is None else function(model, batch)
 
@@ -212,24 +217,24 @@ class FittedModule(ModuleTask):
         return self.functions.get("collate") is None
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """Make a batch by the program's function, else as torch's DataLoader does."""
+        """Return a batch made by the program's function, or by torch's DataLoader collation without one."""
         function = self.functions.get("collate")
         return super().collate(samples) if function is None else function(samples)
 
 
 class _Name(str):
-    """The name of a tensor, in its place in a structure."""
+    """The name of a tensor, in the tensor's place in a structure."""
 
 
 class _Structure:
-    """The nested batch that `collate` made, with names in place of tensors: a plain object, so that no wrapper looks inside."""
+    """The nested batch of `collate` with names in place of tensors. Wrappers do not look inside this plain object."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
 
 
 def _mapped(part: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return a nested batch with `change(leaf, name)` in place of each leaf; an object that moves itself (`to`) is a leaf."""
+    """Return `part` with `change(leaf, name)` in place of each leaf. An object with a `to` method is a leaf."""
     before = f"{name}." if name else ""
     if isinstance(part, Mapping):
         parts = {key: _mapped(value, change, f"{before}{key}") for key, value in part.items()}
@@ -245,10 +250,10 @@ def _mapped(part: Any, change: Callable[[Any, str], Any], name: str = "") -> Any
 
 
 def _summed(value: Tensor, size: int, name: str) -> Tensor:
-    """Return the sum over samples of a value for each sample, or of their mean.
+    """Return the fp32 sum over samples of `value`: one number per sample (size,), or their 0-dim mean.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: `value` is not a tensor, or has another shape.
     """
     if not isinstance(value, Tensor):
         raise ValueError(
@@ -258,6 +263,7 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
         return value.float() * size
     if value.shape != (size,):
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)} for {size} samples; return one number for each sample, or their mean"
+            f"{name} has shape {tuple(value.shape)} for {size} samples; "
+            "return one number for each sample, or their mean"
         )
     return value.float().sum()

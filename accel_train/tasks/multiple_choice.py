@@ -1,4 +1,4 @@
-"""Multiple choice: which of several endings belongs to a text (SWAG, RACE, ARC)."""
+"""Multiple choice: find which of several endings belongs to a text (SWAG, RACE, ARC)."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Source:
-    """Texts with their endings, tokenizer and model configuration: what the task keeps beside its samples."""
+    """The texts with endings, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
     choices: choices.Choices
     tokenizer: PreTrainedTokenizerBase
@@ -46,23 +46,24 @@ class Source:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The places of the endings."""
+        """Positions of the endings, from 0, as text."""
         return tuple(map(str, range(self.choices.num_choices)))
 
     def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, else its file and row."""
+        """Return the name of an evaluation row: its id column, or its file and row number."""
         assert self.choices.eval is not None
         return self.choices.eval[index].id
 
 
 class MultipleChoice(Task):
-    """Fine-tune any model for multiple choice of transformers, or train one from a configuration."""
+    """Fine-tune any multiple-choice model of transformers, or train one from a configuration."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenise texts with their endings, all of them in memory.
+        """Read and tokenize all texts and endings into memory.
 
         Raises:
-            ValueError: model, tokenizer or rows are not what the recipe says; the text names file, row and column.
+            ValueError: the model, tokenizer, or rows do not match the recipe. The message names the file, row, and
+                column.
         """
         models.check_model(recipe, models.CHOICES)
         refuse_metrics(recipe, "multiple-choice reports the accuracy")
@@ -81,10 +82,15 @@ class MultipleChoice(Task):
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, None)
         lengths = np.array([max(map(len, sample.ids)) for sample in train])
         self.mean_length = float(lengths.mean())
-        num_cut = int((lengths >= max_length).sum())  # but for a few that fit exactly
-        cut = f"{num_cut:,} of {len(lengths):,} training rows reach data.max_length={max_length} tokens, and are cut there"
+        # This includes a few rows that fit exactly.
+        num_cut = int((lengths >= max_length).sum())
+        cut = (
+            f"{num_cut:,} of {len(lengths):,} training rows reach data.max_length={max_length} tokens, "
+            "and are cut there"
+        )
         return TaskData(
-            train=cast("Dataset[Any]", train),  # a list is read as a map-style data set is
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
             eval=cast("Dataset[Any] | None", evaluation),
             collate=partial(
                 choices.collate_choices,
@@ -110,10 +116,10 @@ class MultipleChoice(Task):
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's model; the new weights of a pretrained one are added to the notes of the data's facts.
+        """Build the recipe's model and add notes about new weights in a pretrained model to the facts of `data`.
 
         Raises:
-            ValueError: the weights cannot be loaded, or are no safetensors.
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
         model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.CHOICES)
@@ -121,34 +127,34 @@ class MultipleChoice(Task):
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross-entropy of the right ending, summed over texts, fp32; label smoothing counts in training only."""
+        """Return the fp32 cross-entropy of the right ending, summed over texts. Training applies label smoothing."""
         return self.loss(_logits(model, batch), batch["labels"], training=model.training)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the matrix products of one forward pass of a text of mean length with all its endings, without padding."""
+        """Return 3 x the FLOPs of the forward pass of a mean-length text with all its endings, without padding."""
         assert isinstance(model, PreTrainedModel)
         shape = (1, self.num_choices, max(1, round(self.mean_length)))
         return classification.training_flops(models.CHOICES.factory, model.config, input_ids=shape)
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Count the plain loss, and which place was given for which."""
+        """Return the summed loss without smoothing, and the confusion matrix of positions."""
         logits, labels = _logits(model, batch), batch["labels"]
         confusion = tally.confusion_counts(labels, logits.argmax(-1), self.num_choices)
         return {"loss_sum": self.loss(logits, labels, training=False), "confusion": confusion}
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute the accuracy: that the right ending is at one place or another means nothing, so there is no score by place."""
+        """Return the accuracy. Positions carry no meaning, so they have no separate scores."""
         confusion = totals["confusion"]
         return Scores({"accuracy": float(np.trace(confusion) / confusion.sum()) if confusion.any() else float("nan")})
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Predict the place of the right ending, from 0, and the probability of each."""
+        """Return the position of the likeliest ending, from 0, and the probability of each ending."""
         scores = _logits(model, batch).float().softmax(dim=-1)
         score, label = scores.max(dim=-1)
         return {"label": label, "score": score, "scores": scores}
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
-        """Return the place of the likeliest ending, its text and probability, the right place where that is known, and all probabilities."""
+        """Return the likeliest ending, its position, all probabilities, and the right position if known."""
         evaluated: list[choices.ChoiceRow] = data.source.choices.eval
         asked, places = [evaluated[index] for index in rows["index"].tolist()], rows["label"].tolist()
         columns: dict[str, list[Any]] = {
@@ -158,11 +164,12 @@ class MultipleChoice(Task):
         }
         if asked and asked[0].label != IGNORED_LABEL:
             columns["true_label"] = [str(row.label) for row in asked]
-        scores = rows.get("scores", np.empty((0, 0)))  # left out where there are many endings
+        # Left out if a text has many endings.
+        scores = rows.get("scores", np.empty((0, 0)))
         return columns | {f"score_{place}": _decimals(scores[:, place]) for place in range(scores.shape[1])}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Score the most frequent place, and the ending of whose words most are in the text, on the same split."""
+        """Return the accuracy of the most frequent position and of the largest word overlap with the text."""
         rows: choices.Choices = data.source.choices
         if rows.eval is None:
             return {}
@@ -195,7 +202,7 @@ class MultipleChoice(Task):
 
 
 def _decimals(values: NDArray[Any]) -> list[float]:
-    """Return the shortest decimals that are exact."""
+    """Return the shortest decimals that round to the same values."""
     return [float(str(value)) for value in values]
 
 
@@ -206,7 +213,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _likest(row: choices.ChoiceRow) -> int:
-    """Return the place of the ending with the largest share of words that are in the text; of equal ones the first."""
+    """Return the position of the ending with the largest share of words found in the text. The first wins a tie."""
     known = {*_WORD.findall(row.text.lower())}
     endings = [_WORD.findall(ending.lower()) for ending in row.endings]
     shares = [sum(word in known for word in words) / max(1, len(words)) for words in endings]

@@ -1,4 +1,4 @@
-"""Extractive question answering: the part of a context that answers a question, or that there is none (SQuAD 1.1 and 2.0)."""
+"""Extractive question answering: find the answer in a context, or that it has no answer (SQuAD 1.1 and 2.0)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from accel_train.tasks.text.answers import Best, best_spans, overlap_answers, po
 from accel_train.tasks.text.evaluation import refuse_metrics
 
 NUM_BEST = 20
-"""Answers of a question that are kept, the likeliest ones."""
+"""Number of likeliest answers that are kept per question."""
 _SHOWN_MISTAKES = 20
 _EXAMPLE = """
 tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
@@ -39,12 +39,13 @@ first = max(answer, key=lambda place: found.start_logits[0, place])
 last = max(answer[answer.index(first) :], key=lambda place: found.end_logits[0, place])
 print(context[letters[first, 0] : letters[last, 1]])
 """.strip()
-_MAY_BE_UNANSWERED = "may_be_unanswered"  # in the configuration of a model that has learned to give no answer
+# Field in the configuration of a model that has learned to return no answer.
+_MAY_BE_UNANSWERED = "may_be_unanswered"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Questions, tokenizer and model configuration: what the task keeps beside its samples."""
+    """The questions, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
     loaded: questions.Questions
     tokenizer: PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ class Source:
 
     @property
     def asked(self) -> list[questions.Question]:
-        """The evaluation questions."""
+        """Evaluation questions."""
         assert self.loaded.eval is not None
         return self.loaded.eval
 
@@ -64,14 +65,15 @@ class Source:
 class QuestionAnswering(Task):
     """Fine-tune any extractive reader of transformers, or train one from a configuration.
 
-    A training sample is a window of a question's context; an evaluation sample is a whole question, with all of its windows.
+    A training sample is one window of a question's context. An evaluation sample is a whole question with all its
+    windows.
     """
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenise questions, all of them in memory.
+        """Read and tokenize all questions into memory.
 
         Raises:
-            ValueError: model, tokenizer or questions are not what the recipe says; the text names file and row.
+            ValueError: the model, tokenizer, or questions do not match the recipe. The message names the file and row.
         """
         section = recipe.data
         models.check_model(recipe, models.ANSWERS)
@@ -106,7 +108,8 @@ class QuestionAnswering(Task):
         lengths = np.array([len(window.ids) for window in train])
         self.mean_length = float(lengths.mean())
         return TaskData(
-            train=cast("Dataset[Any]", train),  # a list is read as a map-style data set is
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
             eval=cast("Dataset[Any] | None", evaluation),
             collate=partial(
                 questions.collate_windows,
@@ -136,26 +139,27 @@ class QuestionAnswering(Task):
     def _notes(
         self, train: list[tuple[questions.Window, ...]], num_cut: int, max_length: int, doc_stride: int
     ) -> list[str]:
-        """Return notes on windows, and on what counts as no answer."""
+        """Return notes about windows and about unanswered questions."""
         num_long = sum(len(windows) > 1 for windows in train)
         notes = [
-            f"{len(train):,} training questions are read in {sum(map(len, train)):,} windows of at most {max_length} tokens: {num_long:,} "
-            f"contexts are longer, and neighbouring windows share {doc_stride} tokens"
+            f"{len(train):,} training questions are read in {sum(map(len, train)):,} windows of at most {max_length} "
+            f"tokens: {num_long:,} contexts are longer, and neighbouring windows share {doc_stride} tokens"
         ]
         if num_cut:
             notes.append(f"{num_cut:,} training questions are longer than half a window, and are cut there")
         if self.threshold is not None:
             notes.append(
-                "some questions have no answer: the answer is empty where no answer scores higher than the best one by more than "
-                f"evaluate.null_score_diff_threshold={self.threshold:g}; best_f1_threshold says which would have been best"
+                "some questions have no answer: the answer is empty where no answer scores higher than the best one "
+                f"by more than evaluate.null_score_diff_threshold={self.threshold:g}; "
+                "best_f1_threshold says which would have been best"
             )
         return notes
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's reader; the new weights of a pretrained one are added to the notes of the data's facts.
+        """Build the recipe's reader and add notes about new weights in a pretrained model to the facts of `data`.
 
         Raises:
-            ValueError: the weights cannot be loaded, or are no safetensors.
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
         model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.ANSWERS)
@@ -163,9 +167,9 @@ class QuestionAnswering(Task):
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean cross-entropy of an answer's first and last token, summed over windows, fp32.
+        """Return the mean fp32 cross-entropy of an answer's first and last token, summed over windows.
 
-        It is the models' own, but for padding, which is no place of an answer here: so it does not depend on what else is in a batch.
+        Padding is excluded from the softmax, unlike in the models' own loss, so the rest of the batch has no effect.
         """
         smoothing = self.label_smoothing if model.training else 0.0
         return self._loss_sum(self._logits(model, batch), batch, smoothing)
@@ -179,19 +183,19 @@ class QuestionAnswering(Task):
         return sum(losses, start=start.new_zeros(())) / 2
 
     def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the logits of the first and of the last token, (W, T) fp32 both."""
+        """Return the fp32 logits (W, T) of the first token and of the last token."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         output = model(**{name: batch[name] for name in names if name in batch})
         return output.start_logits.float(), output.end_logits.float()
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the matrix products of one forward pass of a window of mean length, without padding: a target is a window."""
+        """Return 3 x the FLOPs of the forward pass of a mean-length window, without padding. A target is a window."""
         assert isinstance(model, PreTrainedModel)
         length = max(1, round(self.mean_length))
         return classification.training_flops(models.ANSWERS.factory, model.config, input_ids=(1, length))
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Count the plain loss, and keep for each question its likeliest answers: places in its context, and their scores."""
+        """Return the summed loss without smoothing, and the likeliest answers per question: positions and scores."""
         logits = self._logits(model, batch)
         found = {f"rows_{name}": value for name, value in self._best(logits, batch).items()}
         return {"loss_sum": self._loss_sum(logits, batch, 0.0), **found}
@@ -200,10 +204,10 @@ class QuestionAnswering(Task):
         return best_spans(*logits, batch, num_best=NUM_BEST, max_answer_length=self.max_answer_length)
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute exact match and F1 as SQuAD does, each question once; with questions that have no answer, more of them."""
+        """Return SQuAD's exact match and F1, with no-answer metrics if questions may be unanswered."""
         source: Source = data.source
         rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
-        # A part of the questions (evaluate.max_samples) is evenly spaced over them, as the evaluation reads them.
+        # evaluate.max_samples selects questions at even spacing, in the order in which the evaluation reads them.
         count, total = len(rows["null"]), len(source.asked)
         asked = [source.asked[index * total // count] for index in range(count)]
         best = [ranked(question, rows, row)[0] for row, question in enumerate(asked)]
@@ -219,15 +223,15 @@ class QuestionAnswering(Task):
         return Scores(metrics, {"mistakes": mistakes[:_SHOWN_MISTAKES]})
 
     def _given(self, best: Best) -> str:
-        """Return the answer that is given: the best one, or the empty one."""
+        """Return the text of `best`, or an empty string if the no-answer score exceeds the threshold."""
         return "" if self.threshold is not None and best.null_score > self.threshold else best.text
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Predict for each question its likeliest answers, and the score of no answer."""
+        """Return the likeliest answers of each question, and the score of no answer."""
         return self._best(self._logits(model, batch), batch)
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
-        """Return the answer, its probability, the five likeliest ones, and what is right where that is known."""
+        """Return the answer, its probability, the five likeliest answers, and the right answers if known."""
         source: Source = data.source
         asked = [source.asked[index] for index in rows["index"].tolist()]
         every = [ranked(question, rows, row) for row, question in enumerate(asked)]
@@ -244,7 +248,7 @@ class QuestionAnswering(Task):
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Score the part of each context around which most words of the question stand, and the empty answer."""
+        """Return the scores of the context part with the most question words around it, and of an empty answer."""
         source: Source = data.source
         if source.loaded.eval is None:
             return {}
@@ -271,7 +275,8 @@ class QuestionAnswering(Task):
             lines=[
                 "Gives: the first and the last token of the answer in the context"
                 + (", or its first token ([CLS]) for none" if self.may_be_unanswered else ""),
-                f"Reads: up to {facts['max_length']} tokens, question and context together; longer contexts in several windows",
+                f"Reads: up to {facts['max_length']} tokens, question and context together; "
+                "longer contexts in several windows",
             ],
             imported="AutoModelForQuestionAnswering, AutoTokenizer",
             example=_EXAMPLE,
@@ -280,12 +285,12 @@ class QuestionAnswering(Task):
 
 
 def _stride(asked: int | None, max_length: int) -> int:
-    """Return the tokens that neighbouring windows share: `data.doc_stride`, else a quarter of a window."""
+    """Return the tokens that neighboring windows share: `data.doc_stride`, or by default a quarter of a window."""
     most = max(1, max_length // 4)
     if asked is not None and asked > most:
         raise ValueError(
-            f"data.doc_stride={asked} is more than a quarter of data.max_length={max_length}; beside a long question windows would not "
-            f"move on: lower it to {most}, or raise data.max_length"
+            f"data.doc_stride={asked} is more than a quarter of data.max_length={max_length}; beside a long question "
+            f"windows would not move on: lower it to {most}, or raise data.max_length"
         )
     return most if asked is None else asked
 

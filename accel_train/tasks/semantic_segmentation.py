@@ -1,4 +1,4 @@
-"""Semantic segmentation: a class for each pixel, with any segmentation model of transformers."""
+"""Semantic segmentation: predict a class per pixel with any segmentation model of transformers."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -25,11 +25,11 @@ from accel_train.tasks.vision.views import at_label_size, mean_pixel_probabiliti
 _OWN_METRICS = ("mean_iou", "pixel_accuracy")
 _BASELINE_MASKS = 2_000
 _NUM_TRIED = 64
-"""Pairs, evenly spaced, that are decoded before training starts: what is wrong with all of them is found there."""
+"""Evenly spaced pairs that are decoded before training starts, to find errors that affect all of them."""
 
 
 class SemanticSegmentation(VisionTask):
-    """SegFormer, UPerNet, MobileNet and similar models, from random or pretrained weights."""
+    """Train SegFormer, UPerNet, MobileNet, and similar models from random or pretrained weights."""
 
     factory, models = AutoModelForSemanticSegmentation, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING
     purpose, predicts_pixels = "semantic segmentation", True
@@ -41,7 +41,7 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
     )
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read folders of images and masks, tables, arrays or the embedded scenes; decoded when they are drawn."""
+        """Read folders of images and masks, tables, arrays, or the embedded scenes. Pairs are decoded when drawn."""
         data = recipe.data
         check_augment(data.augment, masks=True)
         for name in recipe.evaluate.metrics:
@@ -85,18 +85,25 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
         )
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the cross-entropy over the pixels that are not ignored, in fp32; in training with smoothing and class weights."""
+        """Return the fp32 cross-entropy summed over pixels that are not ignored.
+
+        Training adds smoothing and class weights.
+        """
         logits = at_label_size(image_logits(model, batch["pixel_values"]), batch)
         return self.loss(logits, batch["labels"].long(), training=model.training)
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Count loss and confusion matrix of pixels, at the masks' own size; with test-time augmentation a second matrix."""
+        """Return the summed loss and the confusion matrix of pixels, at the size of the masks.
+
+        With test-time augmentation, also return the confusion matrix of the averaged predictions.
+        """
         logits = self.whole_logits(model, batch["pixel_values"])
         views, num_classes = self.views(model, batch["pixel_values"], logits), logits.shape[1]
         counts: dict[str, Tensor] = {}
         for own, image in one_at_a_time(batch):
             full, labels = at_label_size(logits[own], image), image["labels"].long()
-            known = torch.where(labels == self.ignore_index, -1, labels)  # it may be the number of a class
+            # `ignore_index` may be the number of a class, so ignored pixels become -1.
+            known = torch.where(labels == self.ignore_index, -1, labels)
             found = {
                 "loss_sum": self.loss(full, labels, training=False),
                 "confusion": confusion_counts(known, full.argmax(1), num_classes),
@@ -109,7 +116,7 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
         return counts
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute the mean intersection over union of the classes that occur, and the share of right pixels."""
+        """Return the mean intersection over union of the classes that occur, and the pixel accuracy."""
         names = data.source.label_names
         scores = segmentation_scores(totals["confusion"], names)
         if "confusion_averaged" not in totals:
@@ -119,7 +126,10 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
         return Scores(scores.metrics, {**scores.details, "test_time_augmentation": compared})
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Predict the likeliest class of each pixel, at the mask's own size; where sizes differ, 255 beyond `height` and `width`."""
+        """Return the likeliest class of each pixel as `mask`, at the size of the masks, with `height` and `width`.
+
+        In a batch with masks of several sizes, pixels beyond a mask's own height and width are 255.
+        """
         logits = self.whole_logits(model, batch["pixel_values"])
         views = self.views(model, batch["pixel_values"], logits)
         masks = []
@@ -138,7 +148,7 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
         return {"mask": mask.where(inside, 255), "height": height, "width": width}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Score the commonest class of the training masks as the answer for every pixel, on 2,000 masks at most."""
+        """Return the scores of the commonest training class as the answer for every pixel, on at most 2,000 masks."""
         source: ImageSource = data.source
         if source.sets.eval is None:
             return {}

@@ -1,4 +1,4 @@
-"""Sequence to sequence: translate, summarise or rewrite a text, with any encoder-decoder of transformers (T5, BART, Marian, ...)."""
+"""Sequence to sequence: translate, summarize, or rewrite texts with any encoder-decoder (T5, BART, Marian, ...)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from accel_train.tasks.text.encoder_decoder import (
 from accel_train.tasks.text.generation import TextGenerator, decoded, spaced
 
 NUM_SHOWN = 10
-"""Generated texts in the report."""
+"""Number of generated texts in the report."""
 
 _EXAMPLE = """
 tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
@@ -48,22 +48,22 @@ print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))
 
 @dataclass(frozen=True)
 class Source:
-    """Evaluation rows, tokenizer and model configuration: what the task keeps beside its samples."""
+    """The evaluation rows, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
     rows: list[TextRow]
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
     generated: Sequence[int]
-    """Numbers of the evaluation rows that texts are generated for."""
+    """Indices of the evaluation rows for which texts are generated."""
     most_frequent_target: str
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer."""
+        """Number of tokens in the tokenizer's vocabulary."""
         return vocab_size_of(self.tokenizer)
 
     def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, else its file and row."""
+        """Return the name of an evaluation row: its id column, or its file and row number."""
         return self.rows[index].id
 
 
@@ -71,13 +71,14 @@ class Seq2Seq(Task):
     """Fine-tune any encoder-decoder of transformers on pairs of texts, or train one from a configuration."""
 
     metric_names: tuple[str, ...]
-    """Metrics that evaluations report, with those of generated texts where `evaluate.generation` asks for some."""
+    """Metrics that evaluations report. Includes metrics of generated texts if `evaluate.generation` asks for texts."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenise pairs of texts, all of them in memory.
+        """Read and tokenize all pairs of texts into memory.
 
         Raises:
-            ValueError: model, tokenizer or rows are not what the recipe says, or a package that scores texts is missing.
+            ValueError: the model, tokenizer, or rows do not match the recipe, or a package that scores texts is
+                missing.
         """
         data, section = recipe.data, recipe.evaluate.generation
         models.check_model(recipe, SEQ2SEQ)
@@ -101,7 +102,8 @@ class Seq2Seq(Task):
         sizes = np.array([(len(pair.source), len(pair.target)) for pair in train])
         self.mean_lengths = sizes.mean(axis=0).tolist()
         return TaskData(
-            train=cast("Dataset[Any]", train),  # a list is read as a map-style data set is
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
             eval=cast("Dataset[Any]", evaluation) if evaluation else None,
             collate=partial(
                 collate_pairs, pad_id=int(tokenizer.pad_token_id), multiple=data.pad_to_multiple_of, max_lengths=lengths
@@ -126,10 +128,10 @@ class Seq2Seq(Task):
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's encoder-decoder; notes on its new weights are added to the data's facts.
+        """Build the recipe's encoder-decoder and add notes about its new weights to the facts of `data`.
 
         Raises:
-            ValueError: the weights cannot be loaded, or are no safetensors.
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
         model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), SEQ2SEQ)
@@ -137,12 +139,12 @@ class Seq2Seq(Task):
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Sum the cross-entropy over the target tokens, fp32; smoothed by `loss.label_smoothing` in training."""
+        """Return the fp32 cross-entropy summed over target tokens, with `loss.label_smoothing` in training."""
         smoothing = self.label_smoothing if model.training else 0.0
         return summed_loss(decoder_logits(model, batch), batch["labels"], smoothing)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the matrix products of one forward pass of a pair of mean lengths, without padding, for each target token."""
+        """Return 3 x the FLOPs per target token of the forward pass of a mean-length pair, without padding."""
         assert isinstance(model, PreTrainedModel)
         source, target = (max(1, round(length)) for length in self.mean_lengths)
         shapes = {"input_ids": (1, source), "decoder_input_ids": (1, target)}
@@ -150,7 +152,10 @@ class Seq2Seq(Task):
         return None if flops is None else flops / target
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum the loss, count target tokens that are guessed right from those before them, and generate texts for chosen rows."""
+        """Return the summed loss, the counts of target tokens and correct predictions, and generated texts.
+
+        Predictions are teacher-forced. Texts are generated only for the chosen rows.
+        """
         labels, logits = batch["labels"], decoder_logits(model, batch)
         counted = {
             "loss_sum": summed_loss(logits, labels),
@@ -164,7 +169,7 @@ class Seq2Seq(Task):
         return counted
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute perplexity and the accuracy of tokens; BLEU, chrF, ROUGE and exact matches of the generated texts."""
+        """Return perplexity and token accuracy, with BLEU, chrF, ROUGE, and exact match of generated texts."""
         source: Source = data.source
         accuracy = float(totals["num_hits"] / max(1, totals["num_labels"]))
         metrics = {"perplexity": perplexity(loss), "token_accuracy": accuracy}
@@ -184,7 +189,7 @@ class Seq2Seq(Task):
         return text_scores(texts, [row.label.strip() for row in rows], bleu_tokenizer=self.bleu_tokenizer)
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Score what takes no model on the same rows: the source itself, and the most frequent training target."""
+        """Return the scores of two answers without a model: the source, and the most frequent training target."""
         source: Source = data.source
         rows = [source.rows[number] for number in source.generated]
         answers = {
@@ -199,18 +204,21 @@ class Seq2Seq(Task):
         }
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Generate a text for each source: `generated` (N, `data.max_target_length`) token ids, -1 behind the end."""
+        """Generate a text per source. Return token ids `generated` (N, `data.max_target_length`), -1 after the end."""
         return {"generated": self.generator.generate(model, model_inputs(batch))}
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
-        """Return the generated texts, and the targets where they are known."""
+        """Return the generated texts, and the targets if known."""
         source: Source = data.source
         targets = [source.rows[number].label for number in rows["index"]]
         columns: dict[str, list[Any]] = {"generated": decoded(rows["generated"], source.tokenizer)}
         return columns | ({"target": targets} if targets[0] is not None else {})
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write configuration, tokenizer, model card, and how texts are generated: `model.generate` then does as the evaluations did."""
+        """Write the configuration, tokenizer, model card, and generation config to `folder`.
+
+        With this generation config, `model.generate` decodes as the evaluations did.
+        """
         assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
         self.generator.config(model).save_pretrained(folder)
@@ -232,7 +240,7 @@ class Seq2Seq(Task):
         models.save_tokenizer_and_card(data.source.tokenizer, facts["max_source_length"], text, folder)
 
     def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
-        """Generate a text for the source `evaluate.sample_prompt`."""
+        """Generate a text for the source `evaluate.sample_prompt`. Return None without a prompt."""
         prompt, tokenizer = recipe.evaluate.sample_prompt, data.source.tokenizer
         if prompt is None:
             return None
@@ -247,7 +255,7 @@ class Seq2Seq(Task):
 
 
 def _generated_rows(recipe: Recipe, num_rows: int) -> Sequence[int]:
-    """Return the rows to generate texts for: evenly spaced among those that every evaluation reads."""
+    """Return the indices of rows to generate texts for, evenly spaced among the rows that evaluations read."""
     section = recipe.evaluate
     read = spaced(num_rows if section.max_samples is None else section.max_samples, num_rows)
     wanted = section.generation.max_samples
@@ -260,7 +268,7 @@ def _most_frequent(rows: Sequence[TextRow]) -> str:
 
 
 def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int]) -> list[str]:
-    """Return notes on training texts that reach their limit: all but a few that fit exactly are cut there."""
+    """Return notes about training texts that reach a length limit. The count includes a few that fit exactly."""
     notes = []
     for side, name, column, most in (
         ("sources", "max_length", 0, lengths[0]),

@@ -1,4 +1,4 @@
-"""Text classification: one label of several, several labels at once, or a number, for a text or a pair of texts."""
+"""Text classification of texts or pairs: predict one of several labels, several labels at once, or a number."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from accel_train.tasks.text.evaluation import baseline_scores, check_metrics, co
 
 @dataclass(frozen=True)
 class Source:
-    """Texts, tokenizer and model configuration: what the task keeps beside its samples."""
+    """The texts, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
     texts: labelled.LabelledTexts
     tokenizer: PreTrainedTokenizerBase
@@ -37,16 +37,16 @@ class Source:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Classes in the order of their ids."""
+        """Class names in the order of their ids."""
         return self.texts.scheme.names
 
     def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, else its file and row."""
+        """Return the name of an evaluation row: its id column, or its file and row number."""
         assert self.texts.eval is not None
         return self.texts.eval[index].id
 
     def shown(self, index: int) -> dict[str, Any]:
-        """Return the text of an evaluation row, as a report shows it."""
+        """Return the text of an evaluation row for a report."""
         assert self.texts.eval is not None
         return {"text": "\n".join(self.texts.eval[index].texts)}
 
@@ -55,10 +55,11 @@ class TextClassification(Task):
     """Fine-tune any sequence classifier of transformers, or train one from a configuration."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenise labelled texts, all of them in memory.
+        """Read and tokenize all labeled texts into memory.
 
         Raises:
-            ValueError: model, tokenizer, rows or labels are not what the recipe says; the text names file, row and column.
+            ValueError: the model, tokenizer, rows, or labels do not match the recipe. The message names the file, row,
+                and column.
         """
         models.check_model(recipe)
         texts = labelled.load_labelled_texts(recipe, models.known_names(recipe))
@@ -87,10 +88,15 @@ class TextClassification(Task):
         self.allow_hub_metrics = recipe.evaluate.allow_hub_metrics
         lengths = np.array([len(sample.ids) for sample in train])
         self.mean_length = float(lengths.mean())
-        num_cut = int((lengths >= max_length).sum())  # but for a few that fit exactly
-        cut = f"{num_cut:,} of {len(lengths):,} training texts reach data.max_length={max_length} tokens, and are cut there"
+        # This includes a few texts that fit exactly.
+        num_cut = int((lengths >= max_length).sum())
+        cut = (
+            f"{num_cut:,} of {len(lengths):,} training texts reach data.max_length={max_length} tokens, "
+            "and are cut there"
+        )
         return TaskData(
-            train=cast("Dataset[Any]", train),  # a list is read as a map-style data set is
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
             eval=cast("Dataset[Any] | None", evaluation),
             collate=partial(
                 labelled.collate_texts,
@@ -118,10 +124,10 @@ class TextClassification(Task):
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's classifier; the new weights of a pretrained one are added to the notes of the data's facts.
+        """Build the recipe's classifier and add notes about new weights in a pretrained model to the facts of `data`.
 
         Raises:
-            ValueError: the weights cannot be loaded, or are no safetensors.
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
         model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer))
@@ -133,20 +139,20 @@ class TextClassification(Task):
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross-entropy, binary cross-entropy or squared error, summed over samples, fp32.
+        """Return the fp32 cross-entropy, binary cross-entropy, or squared error, summed over samples.
 
-        Label smoothing and class weights count in training only.
+        Training adds label smoothing and class weights.
         """
         return self._loss_sum(_logits(model, batch), batch["labels"], training=model.training)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the matrix products of one forward pass of a text of mean length, without padding: a target is a text."""
+        """Return 3 x the FLOPs of the forward pass of a mean-length text, without padding. A target is a text."""
         assert isinstance(model, PreTrainedModel)
         length = max(1, round(self.mean_length))
         return classification.training_flops(AutoModelForSequenceClassification, model.config, input_ids=(1, length))
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Count the plain loss and what every score follows from; keep single rows only where a metric needs them."""
+        """Return the summed loss without smoothing, and counts for the scores, or rows if a metric needs them."""
         logits, labels = _logits(model, batch).float(), batch["labels"]
         counted = {"loss_sum": self._loss_sum(logits, labels, training=False)}
         if self.scheme.problem_type == "regression":
@@ -167,7 +173,7 @@ class TextClassification(Task):
         return counted
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute accuracy, precision, recall, F1, Matthews' correlation and AUROC; errors and correlations of a regression."""
+        """Return accuracy, precision, recall, F1, Matthews' correlation, and AUROC, or the errors of a regression."""
         names = self.scheme.names
         if self.scheme.problem_type == "regression":
             scores = regression_scores(totals["rows_predictions"], totals["rows_labels"])
@@ -182,7 +188,7 @@ class TextClassification(Task):
         return Scores({**scores.metrics, **further}, scores.details)
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Predict each text's label and probabilities; for multi_label those of every label, for regression the number."""
+        """Return each text's label with all probabilities. A regression returns its number instead."""
         logits = _logits(model, batch).float()
         if self.scheme.problem_type == "regression":
             return {"value": logits.squeeze(-1)}
@@ -193,7 +199,7 @@ class TextClassification(Task):
         return {"label": label, "score": score, "scores": scores}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Score a constant answer and a bag of words on the same split."""
+        """Return the scores of a constant answer and of bags of words on the same split."""
         return {} if data.eval is None else baseline_scores(data.source.texts)
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
@@ -218,7 +224,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check_loss(recipe: Recipe, scheme: LabelScheme) -> None:
-    """Refuse `loss` settings, which are for one label of several, for another problem."""
+    """Raise ValueError if `loss` settings for single_label problems are used with another problem type."""
     loss = recipe.loss
     for name, value in (("class_weights", loss.class_weights), ("label_smoothing", loss.label_smoothing or None)):
         if value is not None and scheme.problem_type != "single_label":

@@ -1,4 +1,4 @@
-"""Token classification: a tag for each word of a sentence, such as entities (B-PER, I-PER, O) or parts of speech."""
+"""Token classification: tag each word of a sentence with entities (B-PER, I-PER, O) or parts of speech."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ from accel_train.tasks.text.evaluation import refuse_metrics
 
 @dataclass(frozen=True)
 class Source:
-    """Sentences, tokenizer and model configuration: what the task keeps beside its samples."""
+    """The sentences, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
     sentences: words.TaggedSentences
     samples: list[words.Sample]
-    """The evaluation sentences as token ids."""
+    """Evaluation sentences as token ids."""
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
 
@@ -45,7 +45,7 @@ class Source:
         return self.sentences.scheme.names
 
     def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation sentence: its id column, else its file and row."""
+        """Return the name of an evaluation sentence: its id column, or its file and row number."""
         assert self.sentences.eval is not None
         return self.sentences.eval[index].id
 
@@ -53,14 +53,15 @@ class Source:
 class TokenClassification(Task):
     """Fine-tune any token classifier of transformers, or train one from a configuration.
 
-    A word's label is learned and predicted at its first token; the loss is divided by the words that have a label.
+    The first token of a word learns and predicts the word's label. The loss is divided by the number of labeled words.
     """
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenise tagged sentences, all of them in memory.
+        """Read and tokenize all tagged sentences into memory.
 
         Raises:
-            ValueError: model, tokenizer, sentences or tags are not what the recipe says; the text names file, row and word.
+            ValueError: the model, tokenizer, sentences, or tags do not match the recipe. The message names the file,
+                row, and word.
         """
         models.check_model(recipe, models.TOKENS)
         refuse_metrics(recipe, "token-classification reports those of entities (or, of other tags, of classes)")
@@ -90,7 +91,8 @@ class TokenClassification(Task):
         notes = [*sentences.notes, *tokenizer_notes, *_cut("training", sentences.train, train, max_length)]
         notes += _cut("evaluation", sentences.eval or [], evaluation or [], max_length)
         return TaskData(
-            train=cast("Dataset[Any]", train),  # a list is read as a map-style data set is
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
             eval=cast("Dataset[Any] | None", evaluation),
             collate=partial(
                 words.collate_sentences,
@@ -118,10 +120,10 @@ class TokenClassification(Task):
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's classifier; the new weights of a pretrained one are added to the notes of the data's facts.
+        """Build the recipe's classifier and add notes about new weights in a pretrained model to the facts of `data`.
 
         Raises:
-            ValueError: the weights cannot be loaded, or are no safetensors.
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
         model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.TOKENS)
@@ -129,31 +131,34 @@ class TokenClassification(Task):
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the cross-entropy, summed over words, fp32; label smoothing and class weights count in training only."""
+        """Return the fp32 cross-entropy summed over words. Training adds label smoothing and class weights."""
         return self.loss(word_logits(model, batch).flatten(0, 1), batch["labels"].flatten(), training=model.training)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the matrix products of one forward pass of a sentence of mean length, without padding, for each of its words."""
+        """Return 3 x the FLOPs per word of the forward pass of a mean-length sentence, without padding."""
         assert isinstance(model, PreTrainedModel)
         length = max(1, round(self.mean_length))
         flops = classification.training_flops(models.TOKENS.factory, model.config, input_ids=(1, length))
         return None if flops is None else flops / self.words_per_sentence
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Count the plain loss, and entities by type or a confusion matrix; no single word is kept."""
+        """Return the summed loss without smoothing, and counts of entities by type or a confusion matrix."""
         logits, labels = word_logits(model, batch).float(), batch["labels"]
         loss_sum = self.loss(logits.flatten(0, 1), labels.flatten(), training=False)
         return {"loss_sum": loss_sum, **self._counts(labels, logits.argmax(-1))}
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        """Compute precision, recall and F1 of entities and the accuracy of words; of plain tags the scores of classes."""
+        """Return precision, recall, and F1 of entities with the word accuracy, or class scores of plain tags."""
         if self.tags is None:
             return classification_scores(totals["confusion"], self.names)
         right, total = totals["words"].tolist()
         return entity_scores(totals["entities"], self.tags.types, int(right), int(total))
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Predict the tag of each word and its probability: (N, words of the longest sentence of all), -1 where there is none."""
+        """Return the tag of each word, -1 beyond a sentence's end, and its probability.
+
+        Both have shape (N, number of words in the longest evaluation sentence).
+        """
         scores, tags = word_logits(model, batch).float().softmax(-1).max(-1)
         missing = self.most_words - tags.shape[1]
         return {
@@ -162,7 +167,10 @@ class TokenClassification(Task):
         }
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
-        """Return words, the tag and the probability of each (none of words that were cut off), and the true tags where they are known."""
+        """Return the words, their tags and probabilities, and the true tags if known.
+
+        Words that were cut off have the tag and probability None.
+        """
         source: Source = data.source
         assert source.sentences.eval is not None
         columns: dict[str, list[Any]] = {"words": [], "tags": [], "scores": []}
@@ -182,7 +190,10 @@ class TokenClassification(Task):
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Score the most frequent tag that each word has in training (of an unknown word, that all words have), on the same split."""
+        """Return the scores of each word's most frequent training tag on the same split.
+
+        An unknown word gets the most frequent tag of all words.
+        """
         sentences: words.TaggedSentences = data.source.sentences
         if sentences.eval is None:
             return {}
@@ -193,7 +204,7 @@ class TokenClassification(Task):
         best = {word: found.most_common(1)[0][0] for word, found in counts.items()}
         every = int(np.bincount(np.concatenate(sentences.train_tags)).argmax())
         answers = [np.array([best.get(word, every) for word in sentence.words]) for sentence in sentences.eval]
-        # What was cut off counts as little as for the model.
+        # Words that were cut off are not scored, as for the model.
         kept = [sample.words for sample in data.source.samples]
         pairs = [(tags[place], answer[place]) for tags, answer, place in zip(sentences.eval_tags, answers, kept)]
         width = max(1, *(len(place) for place in kept))
@@ -204,7 +215,7 @@ class TokenClassification(Task):
         return {f"most_frequent_tag_{metric}": found[metric] for metric in shown}
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration with the names of the tags, the tokenizer, and a model card."""
+        """Write the configuration with the tag names, the tokenizer, and a model card."""
         assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
         facts = data.facts
@@ -215,14 +226,18 @@ class TokenClassification(Task):
             pipeline_tag="token-classification",
             lines=[
                 f"Gives: {len(self.names)} tags: {classification.listed(self.names, 40, ' (config.json has all)')}",
-                f"Reads: up to {facts['max_length']} tokens; what follows is cut; the tag of a word is that of its first token",
+                f"Reads: up to {facts['max_length']} tokens; what follows is cut; "
+                "the tag of a word is that of its first token",
             ],
-            example='tag = pipeline("token-classification", model="path/of/this/folder", aggregation_strategy="first")\ntag("a sentence")',
+            example=(
+                'tag = pipeline("token-classification", model="path/of/this/folder", aggregation_strategy="first")\n'
+                'tag("a sentence")'
+            ),
         )
         models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 
     def _counts(self, labels: Tensor, predictions: Tensor) -> dict[str, Tensor]:
-        """Count what `score` needs of (N, W) labels and predictions."""
+        """Return the counts that `score` needs from labels and predictions (N, W)."""
         if self.tags is None:
             return {"confusion": tally.confusion_counts(labels, predictions, len(self.names))}
         known = labels >= 0
@@ -231,21 +246,21 @@ class TokenClassification(Task):
 
 
 def word_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits at the first token of each word, (N, W, C)."""
+    """Return the logits (N, W, C) at the first token of each word."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "word_starts")}
     logits: Tensor = model(**inputs).logits
     return logits.gather(1, batch["word_starts"][..., None].expand(-1, -1, logits.shape[-1]))
 
 
 def _cut(kind: str, rows: Sequence[words.Sentence], samples: Sequence[words.Sample], max_length: int) -> list[str]:
-    """Return a note on words without a token: those that `max_length` cuts off, and those that the tokenizer leaves out."""
+    """Return a note about words without a token: cut off by `max_length`, or dropped by the tokenizer."""
     cut = [len(row.words) - len(sample.words) for row, sample in zip(rows, samples)]
     num_rows, num_words = sum(count > 0 for count in cut), sum(cut)
     if not num_words:
         return []
     return [
-        f"{num_words:,} words of {num_rows:,} of {len(rows):,} {kind} sentences have no token within data.max_length={max_length}: "
-        "they are neither learned nor scored"
+        f"{num_words:,} words of {num_rows:,} of {len(rows):,} {kind} sentences have no token within "
+        f"data.max_length={max_length}: they are neither learned nor scored"
     ]
 
 

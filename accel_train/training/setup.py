@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from accel_train.checkpoint.base import base_problem, digests_of_base, holds_base, left_out
+from accel_train.checkpoint.base import base_problem, digests_of_base, left_out
 from accel_train.checkpoint.contents import describe_model
 from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, setting_changes, training_settings
 from accel_train.checkpoint.health import Health
@@ -264,7 +264,7 @@ def check_base(
 ) -> Mapping[str, str]:
     """Return the digests of what the run's checkpoints leave out, once it is sure that a resume has the same base.
 
-    Nothing is left out where the run resumes from a checkpoint of all weights, and those that are frozen are not the base's.
+    Nothing is left out where the run resumes from a checkpoint of all weights: those that are frozen now were trained before.
 
     Raises:
         ValueError: on all processes: some process has loaded another base than the checkpoint was trained on.
@@ -274,12 +274,10 @@ def check_base(
         return digests
     has_loaded = bool(digests) or not inner.base
     problem = base_problem(path, digests) if has_loaded else ""
-    is_other = bool(digests) and not left_out(path) and not holds_base(path, digests)
-    found = [(problem, is_other)] if accelerator.num_processes == 1 else gather_object([(problem, is_other)])
-    for problem, _ in found:
-        if problem:
-            raise ValueError(problem)
-    if any(is_other for _, is_other in found):
+    for found in [problem] if accelerator.num_processes == 1 else gather_object([problem]):
+        if found:
+            raise ValueError(found)
+    if not left_out(path):
         inner.base = frozenset()
         return {}
     return digests

@@ -176,15 +176,6 @@ def test_a_finished_run_with_a_changed_setting_says_that_it_is_not_trained_and_k
     assert events(copied / "run", "settings_changed") == []
 
 
-def test_a_checkpoint_without_settings_says_nothing_of_them(copied: Path) -> None:
-    (folder,) = (copied / "run" / "checkpoints").iterdir()
-    trainer = json.loads((folder / "trainer.json").read_text())
-    rewrite_trainer(folder, {name: value for name, value in trainer.items() if name != "settings"})
-    flags = ("--accept-changes", "--schedule.max_steps", "6", "--optimizer.learning_rate", "0.001")
-    assert main(["run", str(copied / "recipe.yaml"), *flags]) == 0
-    assert events(copied / "run", "settings_changed") == []
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

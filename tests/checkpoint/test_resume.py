@@ -84,14 +84,14 @@ def test_starting_anew_takes_rollbacks_and_incidents_along_and_counts_on_after_r
         publish(tmp_path / "checkpoints", number, files(number))
         write_rollbacks(tmp_path, [ROLLBACK])
         (tmp_path / "incidents" / "step-5").mkdir(parents=True)
-        for name in ("report-loss.png", "examples.json", "trackers.json"):
+        for name in ("report.html", "examples.json", "trackers.json"):
             (tmp_path / name).touch()
         assert set_aside(tmp_path) == tmp_path / f"previous-{number}"
         assert sorted(path.name for path in (tmp_path / f"previous-{number}").iterdir()) == [
             "checkpoints",
             "examples.json",
             "incidents",
-            "report-loss.png",
+            "report.html",
             ROLLBACKS,
             "trackers.json",
         ]

@@ -15,8 +15,8 @@ import yaml
 from accel_train import Recipe, train
 from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.cli.main import main
-from accel_train.core.ownership import MARKER, RUN_NAMES, check_file, claim, recipe_of_run, write_file
-from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE, RunFolder
+from accel_train.core.ownership import MARKER, RUN_NAMES, check_file, claim, write_file
+from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE, RunFolder, read_events
 from accel_train.observe.trackers import RUN_IDS
 from tests.support.runs import SCENES, recipe_dict, write_corpus
 
@@ -202,13 +202,10 @@ def test_what_was_put_or_changed_in_a_run_folder_is_kept_when_the_run_writes_the
     assert json.loads((text / "summary.json").read_text())["steps"] == 4
 
 
-@pytest.mark.parametrize("names", [("checkpoints",), ("checkpoints", MARKER)], ids=["now", "of an older version"])
 def test_a_finished_run_without_its_checkpoints_is_not_trained_over(
-    here: Path, names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in names:
-        path = Path("text", name)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree("text/checkpoints")
     model, metrics = digests(Path("text/model")), digest(Path("text/metrics.jsonl"))
     assert main(["run", "text.yaml"]) == 2
     error = error_of(capsys)
@@ -243,25 +240,19 @@ def test_a_foreign_recipe_yaml_in_output_dir_is_left_alone_and_runs_twice(corpus
     for _ in range(2):
         assert main(["run", str(mine)]) == 0
         assert digest(mine) == before
-    assert recipe_of_run(mine.parent) == mine.parent / "recipe.resolved.yaml"
-    assert main(["run", str(mine.parent / "recipe.resolved.yaml")]) == 0
+    assert main(["run", str(mine.parent / RECIPE_FILE)]) == 0
     assert not list(mine.parent.glob("previous-*"))
 
 
-def test_a_run_of_an_older_version_is_known_without_a_marker_and_written_to_again(here: Path) -> None:
-    text = Path("text")
-    for marker in text.rglob(MARKER):
-        marker.unlink()
-    (text / RECIPE_FILE).rename(text / "recipe.yaml")
-    summary = json.loads((text / "summary.json").read_text())
-    (text / "summary.json").write_text(json.dumps(summary | {"recipe_digest": None}))
-    for words in (["report", "text"], ["evaluate", "text"], ["verify", "text"], ["export", "text"]):
-        assert main(words) == 0, words
-    (text / MARKER).unlink()
-    model = digests(text / "model")
-    assert main(["run", "text.yaml"]) == 0
-    assert digests(text / "previous-1" / "model") == model, "it cannot be proved that nothing was put into it"
-    assert recipe_of_run(text) == text / RECIPE_FILE
+@pytest.mark.parametrize("part", [".", "checkpoints"])
+def test_a_run_resumes_from_a_copy_without_hidden_files(here: Path, part: str) -> None:
+    shutil.copytree(Path("text", part), Path("copy", part), ignore=shutil.ignore_patterns(".*"))
+    before = {digest(path) for path in Path("copy").rglob("*") if path.is_file()}
+    assert main(["run", "text.yaml", "--output_dir", "copy", "--schedule.max_steps", "3", "--accept-changes"]) == 0
+    assert [event["step"] for event in read_events(here / "copy") if event["event"] == "resume"] == [2]
+    kept = {digest(path) for path in Path("copy/previous-1").rglob("*") if path.is_file()}
+    assert kept <= before
+    assert bool(kept) == (part == ".")
 
 
 @pytest.mark.parametrize("place", ["", "  ", "s3://bucket/run", "gs://b/r", "hf://b/r", "file:///tmp/run"])

@@ -110,6 +110,7 @@ def test_a_cut_letter_does_not_make_utf8_another_encoding(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("lines", "content", "rows"),
     [
+        ("label_text", "1 great movie\t\n", [("1", "great movie")]),
         ("label_text", "DESC:def What is it ?\n\nHUM Who\twas it\n", [("DESC:def", "What is it ?"), ("HUM Who", "was it")]),
         ("fasttext", "__label__good very good\nbad film __label__bad\n", [("good", "very good"), ("bad", "bad film")]),
         ("fasttext_multi", "__label__a __label__b text\n__label__a more\n", [(["a", "b"], "text"), (["a"], "more")]),

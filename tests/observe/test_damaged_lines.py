@@ -46,7 +46,8 @@ def insert(path: Path, number: int, line: bytes) -> None:
 def test_a_damaged_line_is_skipped_and_named_once_on_stderr_and_kept_by_a_rewind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    lines = [{"step": step, "split": "train", "event": "skip", "loss": 1.0} for step in (1, 2, 4)]
+    facts = {"split": "train", "event": "skip", "loss": 1.0, "step_loss": 1.0}
+    lines = [{"step": step, **facts} for step in (1, 2, 4)]
     with RunFolder(tmp_path) as folder:
         for line in lines:
             folder.append_metrics(line)
@@ -74,7 +75,7 @@ def test_the_report_and_a_comparison_say_which_lines_they_leave_out(tmp_path: Pa
         insert(run / "events.jsonl", 2, DAMAGE[damage])
     (run / "summary.json").write_text(json.dumps(SUMMARY)[:-40])
     (run / "evaluation.json").write_bytes(b"\xff\x00")
-    (run / "recipe.yaml").write_bytes(b"\xff\xfe: [")
+    (run / "recipe.resolved.yaml").write_bytes(b"\xff\xfe: [")
     for folders in ([run], [run, other]):
         text = Page(write_report(folders).read_text()).text
         assert f"{run}/metrics.jsonl:3 is damaged (" in text

@@ -201,7 +201,10 @@ def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path)
 
 LEAVE_A_CHILD_WITH_THE_LOCK = """
 import fcntl, json, os, socket, subprocess, sys
+from pathlib import Path
+from accel_train.core.ownership import claim
 folder = sys.argv[1]
+claim(Path(folder))
 lock = os.open(f"{folder}/.lock", os.O_RDWR | os.O_CREAT)
 fcntl.flock(lock, fcntl.LOCK_EX)
 json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": "2026"}, open(f"{folder}/.lock.holder", "w"))

@@ -346,6 +346,7 @@ def finding_of(rank: int, **changes: Any) -> dict[str, Any]:
         "happens_again": False,
         "error": None,
         "unit": "sample",
+        "gradients_finite_then": True,
     }
     return {**known, "loss_sum_then": 1.0, "loss_sum": 1.0, "gradient_norm": 1.0, "heaviest": [], **changes}
 
@@ -370,7 +371,7 @@ def finding_of(rank: int, **changes: Any) -> dict[str, Any]:
 def test_kind_of_an_incident_follows_from_all_findings(
     findings: list[dict[str, Any]], expected: str, said: str
 ) -> None:
-    record: dict[str, Any] = {"kind": "not finite", "processes": findings}
+    record: dict[str, Any] = {"kind": "not finite", "processes": findings, "not_diagnosed": None}
     record["classification"] = classify(record)
     assert record["classification"] == expected
     assert said in summarise_incident(record)

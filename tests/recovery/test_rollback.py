@@ -193,7 +193,7 @@ SECOND = Rollback(number=2, at_step=30, to_step=12, skip_first=20, skip_last=30,
 def save_after(root: Path, step: int, rollbacks: list[Rollback]) -> Path:
     content = files(step)
     state = {"step": step, "rollbacks": [vars(each) for each in rollbacks]}
-    text = json.dumps({"state": state, "identity": {}})
+    text = json.dumps({"state": state, "identity": {}, "settings": {}, "origins": {}})
     return publish(root, step, {**content, "trainer.json": lambda path: path.write_text(text)})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from accel_train.core.errors import ExitedEarly, Preempted
+from accel_train.core.ownership import claim
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.signals import StopRequest
 from accel_train.training.train import train
@@ -282,6 +283,7 @@ def test_second_run_in_a_folder_exits_with_2_at_once_naming_the_first_and_the_fo
 
 def test_what_a_holder_on_another_host_left_does_not_keep_a_run_out(corpus: Path, started: list[Forked]) -> None:
     (corpus / "run").mkdir()
+    claim(corpus / "run")
     holder = {"pid": 1, "host": "another-host", "started": "2020-01-01T00:00:00+00:00"}
     (corpus / "run" / ".lock.holder").write_text(json.dumps(holder))
     (corpus / "run" / ".lock").touch()

@@ -62,6 +62,7 @@ from accel_train.data.tables import read_rows
 from accel_train.data.text.labelled import load_labelled_texts
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
 from accel_train.hf import Seq2SeqTrainer, Trainer
+from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.compile import CACHE_VARIABLE, machine_kind
 from accel_train.model.kernels.documents import same_document_mask
 from accel_train.observe import metrics_reader
@@ -251,6 +252,11 @@ def test_attack_03_a_command_in_log_notify_is_refused_and_reaches_no_file_or_ter
     assert "log.notify" in said
     assert not [secret for secret in ("BEARERSECRET777", "PASSWORD555") if secret in said]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_s_webhooks_are_left_out_when_it_is_opened(tmp_path: Path) -> None:
+    run = _strangers_run(tmp_path, log={"notify": ["$WEBHOOK"]})
+    assert recipe_of_trained(run).log.notify == ()
 
 
 @pytest.mark.parametrize(
@@ -1782,14 +1788,12 @@ def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_ar
         "launches.jsonl",
         "evaluation.json",
         "examples.json",
-        "recipe.yaml",
+        RECIPE_FILE,
         ".accel_train.json",
     ],
 )
 def test_a_pipe_in_place_of_a_file_of_a_run_hangs_no_reader(name: str, tmp_path: Path) -> None:
     run = _strangers_run(tmp_path)
-    if name == "recipe.yaml":
-        (run / RECIPE_FILE).unlink()
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -1819,9 +1823,17 @@ def test_a_name_that_no_folder_can_have_is_one_line(
     [({"settings": [1]}, 3), ({"origins": 3}, 3), ({"state": {"step": 3, "num_targets_seen": 10**400}}, 3)],
 )
 def test_a_trainer_json_that_no_run_wrote_is_one_error(change: dict[str, Any], step: int, tmp_path: Path) -> None:
-    trainer = {"state": {"step": step}, "identity": {}, **change}
-    (tmp_path / "trainer.json").write_text(json.dumps(trainer))
+    usual = {
+        "state": {"step": step},
+        "identity": {"schedule.max_steps": 9},
+        "settings": {},
+        "origins": {},
+        "scaler": None,
+    }
     (tmp_path / "manifest.json").write_text(json.dumps({"step": step}))
+    (tmp_path / "trainer.json").write_text(json.dumps(usual))
+    assert read_state(tmp_path).step == step
+    (tmp_path / "trainer.json").write_text(json.dumps({**usual, **change}))
     with pytest.raises(CheckpointError):
         read_state(tmp_path)
 

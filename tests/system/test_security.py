@@ -348,6 +348,7 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
         "batches": [{"file": "x"}],
         "precision": "no",
         "world_size": 1,
+        "num_sharing": 1,
         "num_targets": 1,
         "loss_scale": None,
         **{"step": 1, "kind": "nonfinite", "sentence": "", "classification": "unknown", "processes": [], "weights": {}},

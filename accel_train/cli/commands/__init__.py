@@ -1,6 +1,7 @@
 """All commands by name, in the order of `accel-train --help`.
 
-A command's module imports what it needs when it runs. Nothing here imports torch."""
+The module of a command imports its dependencies when the command runs. Code in this package must not import torch.
+"""
 
 from accel_train.cli.command import Command
 from accel_train.cli.commands.finetune import FINETUNE

@@ -1,4 +1,4 @@
-"""`finetune`: a recipe for data of the user's own, written and run."""
+"""The command `finetune`: write a recipe for the user's data, and run it."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
 def _write_recipe(
     arguments: argparse.Namespace, settings: list[str], *, is_first: bool
 ) -> tuple["Recipe", "Found", list[str], results.FinetuneResult]:
-    """Write the recipe; return it, what was found, what is to be printed, and the result without the training."""
+    """Write the recipe; return it, the findings, the lines to print, and the result without the training."""
     from accel_train.experiments.finetune import recipe as own
     from accel_train.experiments.finetune.models import choose
     from accel_train.experiments.finetune.recognise import recognise
@@ -78,13 +78,32 @@ def _write_recipe(
     return recipe, found, lines, result
 
 
-FINETUNE = Command(_finetune, "own data in one line: find the task, write its recipe, and train it", {
-    "path": {"metavar": "PATH", "help": "a table (csv, tsv, jsonl, parquet), text files, chats, a folder of images by class, or of images and masks"},
-    "--model": {"metavar": "NAME", "help": "pretrained weights: a folder, or a name on the hub; default: a small model from scratch"},
-    "--text": {"metavar": "COL", "help": "the column with the text; two with a comma between them are read as a pair"},
-    "--label": {"metavar": "COL", "help": "the column with the label"},
-    "--task": {"metavar": "TASK", "help": "text-classification, causal-lm, image-classification or semantic-segmentation; default: found from the data"},
-    "--output_dir": {"metavar": "DIR", "help": "the run folder; default: runs/NAME of the data"},
-    "--recipe": {"metavar": "FILE", "help": "where the recipe is written; default: DIR.yaml"},
-    "--dry-run": {"action": "store_true", "help": "only say what was found, and write the recipe"},
-}, processes="all")  # fmt: skip
+FINETUNE = Command(
+    _finetune,
+    "train on your own data: find the task, write a recipe, and train it",
+    {
+        "path": {
+            "metavar": "PATH",
+            "help": (
+                "a table (csv, tsv, jsonl, parquet), text files, chats, or a folder of images by class or with masks"
+            ),
+        },
+        "--model": {
+            "metavar": "NAME",
+            "help": "pretrained weights: a folder or a hub name; default: a small model from scratch",
+        },
+        "--text": {"metavar": "COL", "help": "text column, or two text columns with a comma between them for pairs"},
+        "--label": {"metavar": "COL", "help": "label column"},
+        "--task": {
+            "metavar": "TASK",
+            "help": (
+                "text-classification, causal-lm, image-classification, or semantic-segmentation; default: found from "
+                "the data"
+            ),
+        },
+        "--output_dir": {"metavar": "DIR", "help": "run folder; default: runs/NAME, named after the data"},
+        "--recipe": {"metavar": "FILE", "help": "recipe file to write; default: DIR.yaml"},
+        "--dry-run": {"action": "store_true", "help": "print the findings and write the recipe, but do not train"},
+    },
+    processes="all",
+)

@@ -1,4 +1,4 @@
-"""`recipes`, `init` and `explain`: what comes with the package, and what its settings mean. `completion`: for shells."""
+"""The commands `recipes`, `init`, and `explain` for shipped recipes and settings, and `completion` for shells."""
 
 import argparse
 import re
@@ -20,7 +20,7 @@ def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
     width = shutil.get_terminal_size().columns
     for name, recipe in shipped_recipes().items():
         print(name)
-        # The first clause of each note; a semicolon in parentheses does not end it.
+        # Print the first clause of each note. A semicolon in parentheses does not end a clause.
         data = re.split(r": |\. ", recipe.notes["Data"])[0]
         needs = f"needs {re.split(r';(?![^(]*[)])', recipe.notes['Hardware'])[0].rstrip('.')}; data: {data.rstrip('.')}"
         for text in (recipe.about, needs):
@@ -91,19 +91,40 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     return Outcome(result)
 
 
-RECIPES = Command(
-    _recipes, "list the recipes that come with the package, and what each needs", {}, takes_settings=False
+RECIPES = Command(_recipes, "list the recipes of the package and what each needs", {}, takes_settings=False)
+
+INIT = Command(
+    _init,
+    "copy a recipe of the package, so that you can edit it",
+    {
+        "name": {"metavar": "NAME", "help": "recipe name from `accel-train recipes`"},
+        "file": {"metavar": "FILE", "nargs": "?", "help": "file to write; default: NAME.yaml"},
+    },
+    takes_settings=False,
 )
 
-INIT = Command(_init, "copy a recipe of the package, to be edited", {
-    "name": {"metavar": "NAME", "help": "a name that `accel-train recipes` lists"},
-    "file": {"metavar": "FILE", "nargs": "?", "help": "default: NAME.yaml"},
-}, takes_settings=False)  # fmt: skip
+EXPLAIN = Command(
+    _explain,
+    "explain a setting: values, default, meaning, and an example",
+    {
+        "setting": {
+            "metavar": "SETTING",
+            "nargs": "?",
+            "default": "",
+            "help": "setting or section, such as optimizer.lr_scaling; default: all",
+        },
+    },
+    takes_settings=False,
+)
 
-EXPLAIN = Command(_explain, "what a setting takes, its default, meaning, and an example", {
-    "setting": {"metavar": "SETTING", "nargs": "?", "default": "", "help": "optimizer.lr_scaling, or optimizer; default: all"},
-}, takes_settings=False)  # fmt: skip
-
-COMPLETION = Command(_completion, "print what makes a shell complete commands, flags and settings", {
-    "shell": {"choices": ["bash", "zsh", "tcsh"], "help": "for bash: accel-train completion bash >> ~/.bash_completion"},
-}, takes_settings=False)  # fmt: skip
+COMPLETION = Command(
+    _completion,
+    "print the script that completes commands, flags, and settings in your shell",
+    {
+        "shell": {
+            "choices": ["bash", "zsh", "tcsh"],
+            "help": "shell; for bash: accel-train completion bash >> ~/.bash_completion",
+        },
+    },
+    takes_settings=False,
+)

@@ -1,4 +1,4 @@
-"""`rehearse` and `verify`: will a run resume, and with the same result?"""
+"""The commands `rehearse` and `verify`: check whether a run resumes, and with the same result."""
 
 import argparse
 import sys
@@ -100,17 +100,28 @@ def _rehearsed(
     }
 
 
-REHEARSE = Command(_rehearse, "step, evaluate, save, kill, run again: minutes on the real recipe, and whether the result is the same", {
-    "recipe": RECIPE,
-    "--processes": {**PROCESSES, "help": "processes to train with; default: the GPUs here"},
-    "--steps": {**STEPS, "help": "steps to train; default: 8"},
-    "--all": {**ALL, "help": "also show each step of the rehearsal, every comparison, and the plan"},
-})  # fmt: skip
+REHEARSE = Command(
+    _rehearse,
+    "test your real recipe in minutes: train, evaluate, save, kill, resume, and compare the results",
+    {
+        "recipe": RECIPE,
+        "--processes": {**PROCESSES, "help": "processes to train with; default: one per GPU"},
+        "--steps": {**STEPS, "help": "steps to train; default: 8"},
+        "--all": {**ALL, "help": "show each step of the rehearsal, every comparison, and the plan"},
+    },
+)
 
-VERIFY = Command(_verify, "check every checkpoint's digests, and say which one a resume would use", {
-    "run": {"metavar": "RUN", "help": "the output_dir of a run"},
-    "--resume-proof": {"action": "store_true", "help": "also resume it from copies of its newest checkpoint, once killed and once not, and compare"},
-    "--processes": {**PROCESSES, "help": "of --resume-proof; default: as many as the run had"},
-    "--steps": {**STEPS, "help": "of --resume-proof: steps to train; default: 8"},
-    "--all": {**ALL, "help": "of --resume-proof: also show each step and every comparison"},
-})  # fmt: skip
+VERIFY = Command(
+    _verify,
+    "check the digests of every checkpoint and name the one that a resume would use",
+    {
+        "run": {"metavar": "RUN", "help": "output_dir of a run"},
+        "--resume-proof": {
+            "action": "store_true",
+            "help": "also resume from copies of the newest checkpoint, once with a kill and once without, and compare",
+        },
+        "--processes": {**PROCESSES, "help": "processes for --resume-proof; default: as in the run"},
+        "--steps": {**STEPS, "help": "steps to train for --resume-proof; default: 8"},
+        "--all": {**ALL, "help": "show each step and every comparison of --resume-proof"},
+    },
+)

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict`, `generate`, `export`, `report`, `replay`: what is done with runs; and `doctor`, with this machine."""
+"""Commands for runs (`evaluate`, `predict`, `generate`, `export`, `report`, `watch`, `replay`), and `doctor`."""
 
 import argparse
 import sys
@@ -91,7 +91,8 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     folder = Path(arguments.run)
     check_generation(folder, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
     with importing(arguments.run, "causal-lm"):
-        pass  # the task is imported at its end
+        # `importing` imports the task at its end.
+        pass
     names = ("max_new_tokens", "temperature", "seed")
     sampling = {name: getattr(arguments, name) for name in names}
     text = generate_from_run(folder, arguments.prompt, **sampling)
@@ -157,14 +158,15 @@ def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     if arguments.json:
         return Outcome(_watched(Path(arguments.run)))
     in_place = sys.stdout.isatty() and not arguments.once
-    with suppress(KeyboardInterrupt):  # Ctrl-C leaves the view, and not the run
+    # Ctrl-C ends the view, not the run.
+    with suppress(KeyboardInterrupt):
         show = show_in_terminal if in_place else print
         watch_run(Path(arguments.run), once=arguments.once, every_seconds=arguments.every, show=show)
     return Outcome()
 
 
 def _watched(folder: Path) -> results.WatchResult:
-    """Return a run as it is at this moment."""
+    """Return the current state of a run."""
     from accel_train.report.run import load_run
     from accel_train.report.watch import LAST_EVENTS, seconds_left, silent_seconds, state_of, total_steps
 
@@ -194,14 +196,15 @@ def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         raise ValueError("--debug is for people, who type into the debugger, and --json for programs; give one of them")
     try:
         replay = replay_incident(Path(arguments.incident), arguments.device, debug=arguments.debug, settings=settings)
-    except BdbQuit:  # leaving the debugger is no error
+    # Leaving the debugger is not an error.
+    except BdbQuit:
         return Outcome()
     print(format_replay(replay))
     return Outcome(_replayed(arguments.incident, replay))
 
 
 def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
-    """Return what came of an incident that was computed again."""
+    """Return the result of a replayed incident."""
     return {
         "incident": incident,
         "step": replay.record["step"],
@@ -238,57 +241,118 @@ def _doctor(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
     return Outcome(result, 2 if is_bad else 0)
 
 
-EVALUATE = Command(_evaluate, "metrics of a finished run, on the data it held out or on other labelled data", {
-    "run": RUN,
-    **DATA,
-}, processes="all")  # fmt: skip
+EVALUATE = Command(
+    _evaluate,
+    "compute metrics of a finished run, on its held-out data or on other labeled data",
+    {
+        "run": RUN,
+        **DATA,
+    },
+    processes="all",
+)
 
-PREDICT = Command(_predict, "a table of what a finished run predicts, a row a sample, for data with or without labels", {
-    "run": RUN,
-    **DATA,
-    "--out": {"metavar": "FILE", "help": "csv, jsonl or parquet; default: RUN/predictions.csv"},
-}, processes="all")  # fmt: skip
+PREDICT = Command(
+    _predict,
+    "write a table of a finished run's predictions, one row per sample; labels are not needed",
+    {
+        "run": RUN,
+        **DATA,
+        "--out": {"metavar": "FILE", "help": "csv, jsonl, or parquet file; default: RUN/predictions.csv"},
+    },
+    processes="all",
+)
 
-GENERATE = Command(_generate, "write text with a finished causal-lm run", {
-    "run": RUN,
-    "--prompt": {"metavar": "TEXT", "default": "", "help": "what the text begins with"},
-    "--max-new-tokens": {"metavar": "N", "type": whole_number, "default": 200, "help": "default: 200"},
-    "--temperature": {"metavar": "T", "type": finite_number, "default": 0.8, "help": "0: the likeliest token; default: 0.8"},
-    "--seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "default: 0"},
-}, takes_settings=False)  # fmt: skip
+GENERATE = Command(
+    _generate,
+    "write text with a finished language model run",
+    {
+        "run": RUN,
+        "--prompt": {"metavar": "TEXT", "default": "", "help": "beginning of the text"},
+        "--max-new-tokens": {
+            "metavar": "N",
+            "type": whole_number,
+            "default": 200,
+            "help": "tokens to write; default: 200",
+        },
+        "--temperature": {
+            "metavar": "T",
+            "type": finite_number,
+            "default": 0.8,
+            "help": "sampling temperature; 0 takes the likeliest token; default: 0.8",
+        },
+        "--seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "seed of the sampling; default: 0"},
+    },
+    takes_settings=False,
+)
 
-OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code, which the run's recipe names, once you have read it"}
+OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code, which the run's recipe names; read it first"}
 
-EXPORT = Command(_export, "write the model into a folder for others, and make it smaller if asked", {
-    "run": RUN,
-    "--out": {"metavar": "FOLDER", "help": "default: RUN/export, or RUN/export-int8"},
-    "--quantize": {"choices": ["int8"], "help": "int8: linear layers in a quarter of the memory (needs torchao)"},
-    "--task": OWN_CODE,
-    "--optimizer.name": OWN_CODE,
-}, takes_settings=False, processes="one")  # fmt: skip
+EXPORT = Command(
+    _export,
+    "write the model into a folder to share; int8 makes it smaller",
+    {
+        "run": RUN,
+        "--out": {"metavar": "FOLDER", "help": "folder to write; default: RUN/export or RUN/export-int8"},
+        "--quantize": {
+            "choices": ["int8"],
+            "help": "int8 stores linear layers in a quarter of the memory; needs torchao",
+        },
+        "--task": OWN_CODE,
+        "--optimizer.name": OWN_CODE,
+    },
+    takes_settings=False,
+    processes="one",
+)
 
-REPORT = Command(_report, "write report.html of one run, or a comparison of several", {
-    "runs": {"metavar": "RUN", "nargs": "+", "help": "the output_dir of a run"},
-    "--out": {"metavar": "FILE", "help": "where to write the HTML"},
-    "--follow": {"action": "store_true", "help": "serve the page on this machine, and renew it while the run goes on; writes no file"},
-    "--port": {"metavar": "N", "type": whole_number, "help": "of --follow; default: one that is free"},
-}, takes_settings=False)  # fmt: skip
+REPORT = Command(
+    _report,
+    "write an HTML report of one run, or compare several runs",
+    {
+        "runs": {"metavar": "RUN", "nargs": "+", "help": "output_dir of a run"},
+        "--out": {"metavar": "FILE", "help": "HTML file to write; default: RUN/report.html"},
+        "--follow": {
+            "action": "store_true",
+            "help": "serve the page on localhost and reload it while the run trains; writes no file",
+        },
+        "--port": {"metavar": "N", "type": whole_number, "help": "port of --follow; default: a free port"},
+    },
+    takes_settings=False,
+)
 
-WATCH = Command(_watch, "a run's state, loss, rate, time left and last events in the terminal, until it has ended", {
-    "run": {"metavar": "RUN", "help": "the output_dir of a run, of any process or machine that writes there"},
-    "--once": {"action": "store_true", "help": "print it once, and end"},
-    "--every": {"metavar": "SECONDS", "type": finite_number, "default": 2.0, "help": "how often to look; default: 2"},
-}, takes_settings=False, processes="one")  # fmt: skip
+WATCH = Command(
+    _watch,
+    "show a run in the terminal until it ends: state, loss, learning rate, time left, events",
+    {
+        "run": {"metavar": "RUN", "help": "output_dir of a run; its processes may be on other machines"},
+        "--once": {"action": "store_true", "help": "print the state once and exit"},
+        "--every": {
+            "metavar": "SECONDS",
+            "type": finite_number,
+            "default": 2.0,
+            "help": "seconds between updates; default: 2",
+        },
+    },
+    takes_settings=False,
+    processes="one",
+)
 
-REPLAY = Command(_replay, "compute an incident of a run again, module by module", {
-    "incident": {"metavar": "INCIDENT", "help": "a folder of RUN/incidents"},
-    "--device": {"metavar": "DEVICE", "help": "cpu or cuda; default: what there is"},
-    "--debug": {"action": "store_true", "help": "stop in the debugger at the first module whose output is not finite"},
-}, processes="one")  # fmt: skip
+REPLAY = Command(
+    _replay,
+    "recompute the bad step of an incident, module by module",
+    {
+        "incident": {"metavar": "INCIDENT", "help": "folder in RUN/incidents"},
+        "--device": {"metavar": "DEVICE", "help": "cpu or cuda; default: cuda if available"},
+        "--debug": {
+            "action": "store_true",
+            "help": "stop in the debugger at the first module whose output is not finite",
+        },
+    },
+    processes="one",
+)
 
 DOCTOR = Command(
     _doctor,
-    "GPUs, driver, versions, precision, launcher, disk: what is wrong, and what to do",
+    "check GPUs, driver, versions, precision, launcher, and disk, and print how to fix each problem",
     {},
     takes_settings=False,
 )

@@ -1,10 +1,10 @@
-"""`sweep`: a recipe with several values of some settings."""
+"""The command `sweep`: train a recipe with several values of some settings."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from accel_train.cli.command import RECIPE, Command, Outcome, importing, say, seed_number, users_mistakes, whole_number
+from accel_train.cli.command import Command, Outcome, importing, say, seed_number, users_mistakes, whole_number
 from accel_train.cli.results import training as results
 
 
@@ -35,16 +35,32 @@ def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(result, swept.exit_code)
 
 
-SWEEP = Command(_sweep, (
-    "train every combination of values: --optimizer.learning_rate 1e-4,3e-4 --seed 0,1,2, or some of a range: 1e-5..1e-3; "
-    "commas within [ ], { } and quotation marks do not split; the same command resumes"
-), {
-    "recipe": RECIPE,
-    "--random": {"metavar": "N", "type": whole_number, "help": "train N combinations, drawn from lists and ranges, each with every seed"},
-    "--optuna": {
-        "metavar": "N", "type": whole_number,
-        "help": "train N combinations, each chosen by Optuna's TPE from the results so far, with every seed",
+SWEEP = Command(
+    _sweep,
+    "train every combination of setting values and compare the runs; run it again to resume",
+    {
+        "recipe": {
+            "metavar": "RECIPE",
+            "help": "recipe file, or a name from `accel-train recipes`; give settings several values, --seed 0,1,2, or a "
+            "range, --optimizer.learning_rate 1e-5..1e-3; commas within [ ], { }, and quotation marks do not split",
+        },
+        "--random": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "train N combinations drawn from the lists and ranges, each with every seed",
+        },
+        "--optuna": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "train N combinations chosen by Optuna's TPE from the results so far, each with every seed",
+        },
+        "--draw-seed": {
+            "metavar": "S",
+            "type": seed_number,
+            "default": 0,
+            "help": "seed of --random and --optuna; default: 0",
+        },
+        "--processes": {"metavar": "N", "type": whole_number, "help": "processes of each run; default: one per GPU"},
     },
-    "--draw-seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "of --random and --optuna; default: 0"},
-    "--processes": {"metavar": "N", "type": whole_number, "help": "of each run; default: the GPUs here"},
-}, processes="one")  # fmt: skip
+    processes="one",
+)

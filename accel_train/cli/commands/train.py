@@ -1,4 +1,4 @@
-"""`run`, `plan` and `find-lr`: what begins with a recipe."""
+"""The commands that start from a recipe: `run`, `plan`, and `find-lr`."""
 
 import argparse
 import os
@@ -40,15 +40,17 @@ def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
 
 
 def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
-    """Train the recipe in a file, or resume it. The process ends with it."""
-    # Read when torch is imported. On a busy CPU, OpenMP threads that spin for long made steps ten times slower.
+    """Train the recipe in a file, or resume it; return the result. The process ends after it."""
+    # OpenMP reads this when torch is imported. On a busy CPU, OpenMP threads with a long spin made steps ten times
+    # slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    stop = StopRequest().__enter__()  # to the end of the process, which ends with a code of its own; `main` closes it
+    # It stays open to the end of the process, because the process ends with a specific exit code. `main` closes it.
+    stop = StopRequest().__enter__()
     with users_mistakes(), stop.preparing():
         from accel_train.recipe.loader import load_recipe
 
         recipe = load_recipe(path, arguments=settings)
-        # Known before torch is imported; whether a build for GPUs finds them is known after it.
+        # This is known before torch is imported. Whether a GPU build finds the GPUs is only known after it.
         if (build := installed_torch()) is not None and build.is_for_cpu and (problem := unused_driver(os.environ)):
             raise ValueError(problem)
         if os.environ.get("RANK", "0") == "0":
@@ -62,7 +64,8 @@ def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
     try:
         trained = train_run(run)
     finally:
-        # Together, where all processes come here; after a fault of one of them it would wait for the others.
+        # Destroy the group only if all processes get here. After a fault of one process, this would wait for the
+        # others.
         if sys.exc_info()[0] in (None, TrainingStopped, Preempted):
             end_process_group(run.strategy.module)
     return {"output_dir": str(trained.output_dir), "summary": trained.summary}
@@ -130,7 +133,8 @@ def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         out = out_of(arguments) or Path(recipe.output_dir)
         find_lr.check_place(out)
     with TemporaryDirectory(prefix="accel-train-find-lr-") as folder:
-        with users_mistakes(), redirect_stdout(sys.stderr):  # the run's own messages; the answer is the table
+        # These are the messages of the run. The answer is the table.
+        with users_mistakes(), redirect_stdout(sys.stderr):
             run, recorder = find_lr.prepare_test(recipe, rates, Path(folder))
         test = find_lr.run_test(run, recorder, rates)
     result = None
@@ -143,27 +147,71 @@ def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(result)
 
 
-RUN = Command(_run, "train; resumes by itself", {
-    "recipe": RECIPE,
-    "--accept-changes": {"action": "store_true", "help": "resume from a checkpoint although the recipe has changed since"},
-}, processes="all")  # fmt: skip
+RUN = Command(
+    _run,
+    "train a recipe; run the same command again to resume",
+    {
+        "recipe": RECIPE,
+        "--accept-changes": {
+            "action": "store_true",
+            "help": "resume even if the recipe has changed since the checkpoint",
+        },
+    },
+    processes="all",
+)
 
-PLAN = Command(_plan, "say everything a run will be, before it costs anything", {
-    "recipe": RECIPE,
-    "--world-size": {"metavar": "N", "type": whole_number, "help": "processes (GPUs) to plan for; default: those here"},
-    "--gpu": {"metavar": "NAME", "help": "the GPU to plan for: H200, A100, ...; default: the one here"},
-    "--gpus-per-node": {"metavar": "N", "type": whole_number, "help": "default: 8, or all where there are fewer"},
-    "--interconnect": {"metavar": "NAME", "help": "between nodes: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"},
-    "--mfu": {"metavar": "X", "type": finite_number, "help": "share of the peak that computing reaches; default: 0.35"},
-    "--mtbf": {"metavar": "HOURS", "type": finite_number, "help": "between two failures of the run; default: a published rate"},
-    "--all": {"action": "store_true", "help": "show all settings; default: those that are set"},
-    "--no-data": {"action": "store_true", "help": "read none: plan from sequence length and vocabulary alone"},
-})  # fmt: skip
+PLAN = Command(
+    _plan,
+    "compute steps, memory, time, and settings of a run before it costs anything",
+    {
+        "recipe": RECIPE,
+        "--world-size": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "processes (GPUs) to plan for; default: the GPUs of this machine",
+        },
+        "--gpu": {"metavar": "NAME", "help": "GPU to plan for: H200, A100, ...; default: the GPU of this machine"},
+        "--gpus-per-node": {
+            "metavar": "N",
+            "type": whole_number,
+            "help": "GPUs of each machine; default: 8, or all if there are fewer",
+        },
+        "--interconnect": {
+            "metavar": "NAME",
+            "help": "network between machines: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed",
+        },
+        "--mfu": {
+            "metavar": "X",
+            "type": finite_number,
+            "help": "share of peak FLOPS that the model reaches; default: 0.35",
+        },
+        "--mtbf": {
+            "metavar": "HOURS",
+            "type": finite_number,
+            "help": "mean hours between two failures of the run; default: a published rate",
+        },
+        "--all": {"action": "store_true", "help": "show all settings; default: only those that are set"},
+        "--no-data": {"action": "store_true", "help": "read no data: plan from sequence length and vocabulary alone"},
+    },
+)
 
-FIND_LR = Command(_find_lr, "train with a rising learning rate, and say up to which the loss falls steeply", {
-    "recipe": RECIPE,
-    "--min": {"metavar": "LR", "type": finite_number, "default": 1e-6, "help": "where the rate begins; default: 1e-6"},
-    "--max": {"metavar": "LR", "type": finite_number, "default": 1.0, "help": "where it ends; default: 1"},
-    "--steps": {"metavar": "N", "type": whole_number, "default": 100, "help": "steps to train; default: 100"},
-    "--out": {"metavar": "FOLDER", "help": "for find-lr.json and find-lr.png; default: the recipe's output_dir"},
-}, processes="all")  # fmt: skip
+FIND_LR = Command(
+    _find_lr,
+    "find a learning rate: raise it while training until the loss stops falling",
+    {
+        "recipe": RECIPE,
+        "--min": {
+            "metavar": "LR",
+            "type": finite_number,
+            "default": 1e-6,
+            "help": "first learning rate; default: 1e-6",
+        },
+        "--max": {"metavar": "LR", "type": finite_number, "default": 1.0, "help": "last learning rate; default: 1"},
+        "--steps": {"metavar": "N", "type": whole_number, "default": 100, "help": "steps to train; default: 100"},
+        "--out": {
+            "metavar": "FOLDER",
+            "help": "folder for find-lr.json and find-lr.png; default: the recipe's output_dir",
+        },
+    },
+    processes="all",
+)

@@ -1,6 +1,7 @@
-"""Types of the results that `--json` prints, one a command: the JSON Schema and its page in the documentation are made from them.
+"""Types of the results that `--json` prints, one per command. The JSON Schema and its documentation page use them.
 
-No code that computes a result: that is in `cli.commands`."""
+The package `cli.commands` computes the results. The modules here only declare types.
+"""
 
 from collections.abc import Mapping
 
@@ -27,4 +28,4 @@ RESULTS: Mapping[str, type] = {
     "explain": runs.ExplainResult,
     "completion": runs.CompletionResult,
 }
-"""The type of each command's result."""
+"""Type of each command's result."""

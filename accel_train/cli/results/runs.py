@@ -1,4 +1,4 @@
-"""Results of commands that are about runs, this machine and the package, as `--json` prints them."""
+"""Results of the commands for runs, this machine, and the package, as `--json` prints them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -13,12 +13,12 @@ class EvaluateResult(TypedDict):
 
     run: str
     data: str | None
-    """Null for the data that the run held out."""
+    """Data to evaluate on. Null for the data that the run held out."""
     metrics: Mapping[str, Number | int]
     details: Mapping[str, Any]
-    """By the task: by class, confusion matrix, ..."""
+    """Details that depend on the task: metrics by class, confusion matrix, ..."""
     file: str
-    """Where they are written, too."""
+    """File that holds the metrics."""
 
 
 class PredictResult(TypedDict):
@@ -26,7 +26,7 @@ class PredictResult(TypedDict):
 
     run: str
     data: str | None
-    """Null for the data that the run held out."""
+    """Data to predict. Null for the data that the run held out."""
     file: str
     rows: int
 
@@ -37,7 +37,7 @@ class ExportResult(TypedDict):
     folder: str
     quantize: str | None
     details: Mapping[str, Any]
-    """The contents of its export.json: sizes and what was left out; for int8 metrics and speed before and after."""
+    """Contents of the folder's export.json: sizes and files left out; for int8, metrics and speed before and after."""
 
 
 class GenerateResult(TypedDict):
@@ -45,7 +45,7 @@ class GenerateResult(TypedDict):
 
     prompt: str
     text: str
-    """The prompt is its beginning."""
+    """Generated text, including the prompt."""
 
 
 class ReportResult(TypedDict):
@@ -56,28 +56,28 @@ class ReportResult(TypedDict):
 
 
 class WatchResult(TypedDict):
-    """`watch`: a run as it is at this moment; with --json it is looked at once."""
+    """`watch`: the current state of a run. With --json, the run is read once."""
 
     run: str
     state: str
-    """In words."""
+    """State in words."""
     has_ended: bool
-    """Nothing more comes unless it is started again."""
+    """Whether the run has ended. It continues only if it is started again."""
     status: str | None
-    """`status` of summary.json: finished, stopped early; null where it has none."""
+    """Field `status` of summary.json: finished, stopped early. Null if the run has no summary."""
     step: int
     total_steps: int | None
     seconds_left: Number | None
     metrics: Mapping[str, Any]
-    """The last training line of metrics.jsonl."""
+    """Last training line of metrics.jsonl."""
     evaluation: Mapping[str, Any]
-    """The last evaluation."""
+    """Last evaluation."""
     events: Sequence[Mapping[str, Any]]
-    """The last five."""
+    """Last five events."""
 
 
 class ReplayedMicroBatch(TypedDict):
-    """A micro-batch, computed again."""
+    """A micro-batch that was computed again."""
 
     file: str
     number: int
@@ -87,29 +87,29 @@ class ReplayedMicroBatch(TypedDict):
     not_finite: Sequence[str]
     """Parameters whose gradients are not finite."""
     first_module: str | None
-    """The first module whose output is not finite though its inputs are; empty for the model itself."""
+    """First module whose output is not finite although its inputs are; empty for the model."""
 
 
 class ReplayResult(TypedDict):
-    """`replay`: an incident, computed again."""
+    """`replay`: an incident that was computed again."""
 
     incident: str
     step: int
     kind: str
     sentence: str
     classification: str
-    """As in incident.json: deterministic, transient, unknown."""
+    """Classification as in incident.json: deterministic, transient, unknown."""
     device: str
     precision: str
     weights: str
-    """Where they come from."""
+    """Source of the weights."""
     micro_batches: Sequence[ReplayedMicroBatch]
     verdict: Sequence[str]
-    """A sentence, and what to do."""
+    """Sentence with the verdict, and a remedy."""
 
 
 class FindingOfDoctor(TypedDict):
-    """One thing that was looked at."""
+    """One finding of the examination."""
 
     status: Literal["ok", "warn", "bad"]
     subject: str
@@ -118,7 +118,7 @@ class FindingOfDoctor(TypedDict):
 
 
 class DoctorResult(TypedDict):
-    """`doctor`: what was looked at. Exit code 2: something is bad."""
+    """`doctor`: the findings of the examination. Exit code 2: at least one is bad."""
 
     findings: Sequence[FindingOfDoctor]
 
@@ -130,11 +130,11 @@ class RecipeOfPackage(TypedDict):
     about: str
     file: str
     notes: Mapping[str, str]
-    """Hardware, Time, Expected, Data, Needs."""
+    """Notes by name: Hardware, Time, Expected, Data, Needs."""
 
 
 class RecipesResult(TypedDict):
-    """`recipes`: those that come with the package."""
+    """`recipes`: the recipes that come with the package."""
 
     recipes: Sequence[RecipeOfPackage]
 
@@ -147,25 +147,25 @@ class InitResult(TypedDict):
 
 
 class ExplainedSetting(TypedDict):
-    """A setting, or a section of the recipe."""
+    """A setting or a section of the recipe."""
 
     name: str
     takes: str
-    """The rule for its value."""
+    """Rule for the value."""
     default: str | None
-    """As a recipe writes it; null where it must be given, and for a section."""
+    """Default as a recipe writes it. Null for a required setting and for a section."""
     meaning: str
     example: Any
 
 
 class ExplainResult(TypedDict):
-    """`explain`: the setting, and those within it."""
+    """`explain`: the setting, and all settings below it."""
 
     settings: Sequence[ExplainedSetting]
 
 
 class CompletionResult(TypedDict):
-    """`completion`: what makes a shell complete the commands."""
+    """`completion`: the script that makes a shell complete the commands."""
 
     shell: str
     script: str

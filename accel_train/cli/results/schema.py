@@ -1,4 +1,4 @@
-"""The JSON Schema of what `--json` prints, and its page in the documentation: both are made from the types of the results."""
+"""The JSON Schema of the `--json` output, and its documentation page, generated from the types of the results."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, is_typeddict
@@ -15,29 +15,36 @@ class Error(TypedDict):
     """The failure of a command."""
 
     type: str
-    """Class of the error, or the event that ended the process: hang, peer_failed, preempted. The exit code says what to do."""
+    """Class of the error, or the event that ended the process: hang, peer_failed, preempted. The exit code determines
+    the remedy.
+    """
     message: str
-    """What standard error says, a line a problem; no secrets."""
+    """Text on standard error, one line per problem, without secrets."""
 
 
 class Answer(TypedDict):
     """The object that every command prints with --json: one line, on standard output."""
 
     schema_version: Literal[1]
-    """Fields may be added to this version; what is there keeps name, type and meaning."""
+    """Version of the format. Fields may be added to a version. Existing fields keep name, type, and meaning."""
     command: str | None
-    """Null where no command of this name exists."""
+    """Name of the command. Null if no command has this name."""
     ok: bool
     """Whether the exit code is 0."""
     exit_code: int
     result: Any
-    """By the command; null where it failed, or where there is none (a process that was asked to stop)."""
+    """Result of the command. Null if the command failed or has no result (a process that was asked to stop)."""
     error: Error | None
-    """Null where nothing failed. Some failures come with a result: what `doctor` and `verify` have found."""
+    """Failure of the command. Null if it succeeded. Some failures have a result too: the findings of `doctor` and
+    `verify`.
+    """
 
 
 def json_schema(*, closed: bool = False) -> dict[str, Any]:
-    """Return the JSON Schema of the object, with the result of each command in `$defs`; `closed` allows no other fields."""
+    """Return the JSON Schema of the object, with the result of each command in `$defs`.
+
+    `closed` allows no other fields.
+    """
     _describe("forbid" if closed else "allow")
     kinds = {"answer": Answer, **RESULTS}
     inputs: list[Any] = [(name, "serialization", TypeAdapter(kind)) for name, kind in kinds.items()]
@@ -55,7 +62,7 @@ def json_schema(*, closed: bool = False) -> dict[str, Any]:
 
 
 def schema_page() -> str:
-    """Return the page of all results: a table of fields a command."""
+    """Return the page of all results: one table of fields per command."""
     _describe("allow")
     lines = [
         "# Results for programs",
@@ -80,7 +87,7 @@ def schema_page() -> str:
 
 
 def _describe(others: Literal["allow", "forbid"]) -> None:
-    """Let pydantic take descriptions from the texts below fields, and allow other fields or not."""
+    """Make pydantic read descriptions from the strings below fields, and allow or forbid other fields."""
     for kind in (Answer, Error, *_types()):
         kind.__pydantic_config__ = ConfigDict(use_attribute_docstrings=True, extra=others)  # type: ignore[attr-defined]
 
@@ -97,7 +104,7 @@ def is_typed(kind: object) -> bool:
 
 
 def _parts_of(kind: type) -> Iterator[type]:
-    """Yield the types of the package that a result holds, but for whole results, which have a table of their own."""
+    """Yield the types that a result contains, except whole results, because these have separate tables."""
     text = " ".join(str(annotation) for annotation in kind.__annotations__.values())
     yield from (part for part in _types() if part not in RESULTS.values() and part.__name__ in text)
 

@@ -1,4 +1,4 @@
-"""Results of commands that begin with a recipe or look at checkpoints, as `--json` prints them."""
+"""Results of the commands that start from a recipe or read checkpoints, as `--json` prints them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -6,49 +6,49 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 Number = float | Literal["NaN", "Infinity", "-Infinity"]
-"""JSON lacks three floats, whose names stand for them, as in metrics.jsonl."""
+"""A number. JSON lacks three floats, so their names replace them, as in metrics.jsonl."""
 
 
 class RunResult(TypedDict):
-    """`run`: a finished run. One that ends otherwise has no result, and an error."""
+    """`run`: a finished run. A run that ends otherwise has an error and no result."""
 
     output_dir: str
-    """The run folder."""
+    """Run folder."""
     summary: Mapping[str, Any]
-    """The contents of its summary.json."""
+    """Contents of the folder's summary.json."""
 
 
 class FinetuneResult(TypedDict):
     """`finetune`: the data, and the recipe that was written for them."""
 
     recipe: str
-    """The recipe's file."""
+    """File of the recipe."""
     recipe_is_new: bool
-    """False where the file was there already, with the same settings."""
+    """Whether the file was written. False if it existed with the same settings."""
     task: str
-    """The task that was found."""
+    """Task that was found."""
     description: str
-    """The data: path, sizes, columns."""
+    """Description of the data: path, sizes, columns."""
     notes: Sequence[str]
-    """Sentences on how the data are read."""
+    """Sentences about how the data are read."""
     choices: Mapping[str, str]
     """Settings by dotted name, each with the reason for its value."""
     run: RunResult | None
-    """The training; null with --dry-run."""
+    """Result of the training. Null with --dry-run."""
 
 
 class MemoryOfPlan(TypedDict):
-    """A part of a process's memory."""
+    """One part of a process's memory."""
 
     name: str
     bytes: int | None
-    """Null where it is not known."""
+    """Size in bytes. Null if unknown."""
     how: str
-    """The formula or the estimate."""
+    """Formula or source of the estimate."""
 
 
 class PlanResult(TypedDict):
-    """`plan`: a run, resolved. Bytes are of one process; null stands for what is not known."""
+    """`plan`: a resolved run. Bytes are per process, and null means unknown."""
 
     output_dir: str
     processes: int
@@ -62,25 +62,25 @@ class PlanResult(TypedDict):
     steps: int | None
     epochs: float | None
     learning_rate: float
-    """The peak, as the optimizer gets it."""
+    """Peak learning rate that the optimizer gets."""
     training_samples: int | None
-    """Samples in an epoch."""
+    """Number of samples in an epoch."""
     targets: int | None
-    """Targets of the whole run: tokens with a label, for a language model."""
+    """Number of targets of the whole run. A target of a language model is a token with a label."""
     memory_bytes: int | None
     memory: Sequence[MemoryOfPlan]
     device_bytes: int | None
-    """Memory of the GPU."""
+    """Memory of the GPU, in bytes."""
     fits: bool | None
-    """Whether the memory is enough."""
+    """Whether the memory is sufficient."""
     disk_bytes: int
-    """Checkpoints and final weights, at most."""
+    """Largest size of the checkpoints and final weights, in bytes."""
     step_seconds: Number | None
-    """A step, by a model of the hardware."""
+    """Seconds per step, from a model of the hardware."""
     train_seconds: Number | None
-    """All steps, by that model or by the FLOPs."""
+    """Seconds for all steps, from that model or from the FLOPs."""
     choices: Mapping[str, str]
-    """What was chosen for the model, each with the reason."""
+    """Choices for the model, each with its reason."""
     settings: Mapping[str, Any]
     """Every setting by dotted name."""
     notes: Sequence[str]
@@ -90,48 +90,48 @@ class RateOfTest(TypedDict):
     """A step of a learning-rate range test."""
 
     learning_rate: float
-    """As the optimizer had it."""
+    """Learning rate of the step."""
     loss: Number
     smoothed_loss: Number | None
 
 
 class FindLrResult(TypedDict):
-    """`find-lr`: the suggestion, and the curve that it comes from."""
+    """`find-lr`: the suggested learning rate, and the curve that it comes from."""
 
     learning_rate: float | None
-    """For `optimizer.learning_rate`; null where none can be found."""
+    """Suggested value of `optimizer.learning_rate`. Null if none was found."""
     learning_rate_after_scaling: float | None
     lr_scaling: str
     reason: str
     diverged: bool
     steps: Sequence[RateOfTest]
     files: Sequence[str]
-    """The same as JSON, and as a picture."""
+    """Files with the same data, as JSON and as a picture."""
 
 
 class ComparisonOfRuns(TypedDict):
-    """One kind of number, in the run that was killed and in the one that was not."""
+    """One kind of number, compared between the killed run and the uninterrupted run."""
 
     name: str
     extent: str
-    """What was compared."""
+    """Extent of the comparison."""
     difference: str | None
-    """The first difference; null where they are the same to the bit."""
+    """First difference. Null if the numbers are bit-identical."""
 
 
 class RehearseResult(TypedDict):
-    """`rehearse`: whether a run that is killed and resumed is the run that was never killed. Exit code 4: it is not."""
+    """`rehearse`: whether a run that is killed and resumed equals an uninterrupted run. Exit code 4: it differs."""
 
     same: bool
     processes: int
     killed_after_step: int
     compared: Sequence[ComparisonOfRuns]
     changed_settings: Mapping[str, Any]
-    """Settings that differ from the recipe's."""
+    """Settings that differ from the recipe."""
     startup_seconds: Sequence[Number]
-    """Of each launch."""
+    """Seconds of each launch's startup."""
     stop_seconds: Number | None
-    """From SIGTERM to the end; null where that took too long."""
+    """Seconds from SIGTERM to the end. Null if this took too long."""
     checkpoint_bytes: int
 
 
@@ -141,24 +141,24 @@ class CheckpointOfRun(TypedDict):
     path: str
     step: int
     problem: str | None
-    """Null where every digest is right."""
+    """Problem of the checkpoint. Null if every digest is right."""
     changed: Sequence[str]
-    """Files that were changed since the save and that a resume does without (config, tokenizer)."""
+    """Files that changed after the save and that a resume does not need (config, tokenizer)."""
     healthy: bool
-    """A rollback would use it."""
+    """Whether a rollback would use the checkpoint."""
     abandoned: bool
-    """A rollback went back behind it."""
+    """Whether a rollback has gone back to an earlier step."""
 
 
 class VerifyResult(TypedDict):
-    """`verify`: the checkpoints of a run, oldest first. Exit code 4: none is valid."""
+    """`verify`: the checkpoints of a run, oldest first. Exit code 4: all are invalid."""
 
     run: str
     newest: str | None
-    """The checkpoint that a resume would use."""
+    """Checkpoint that a resume would use."""
     checkpoints: Sequence[CheckpointOfRun]
     resume_proof: RehearseResult | None
-    """With --resume-proof."""
+    """Result of the comparison with --resume-proof."""
 
 
 class SweepResult(TypedDict):
@@ -166,7 +166,8 @@ class SweepResult(TypedDict):
 
     output_dir: str
     runs: Sequence[Mapping[str, Any]]
-    """As in sweep.json: `name`, `settings`, `status`, `exit_code`, `seconds`, `metric`, `value`."""
+    """Runs as in sweep.json: `name`, `settings`, `status`, `exit_code`, `seconds`, `metric`, `value`."""
     combinations: Sequence[Mapping[str, Any]]
-    """Best first, the seeds of each together: `combination`, `metric`, `mean`, `spread`, `values`, `runs`."""
+    """Combinations, best first, each over all its seeds: `combination`, `metric`, `mean`, `spread`, `values`, `runs`.
+    """
     report: str | None

@@ -1,3 +1,4 @@
-"""Data that come with Python and scikit-learn, so that recipes run without a download.
+"""Data that ships with Python and scikit-learn, so that recipes run without a download.
 
-The data of users are read by the other packages of `data`."""
+The other packages of `data` read the data of users.
+"""

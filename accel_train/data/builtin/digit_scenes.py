@@ -1,4 +1,4 @@
-"""`digit-scenes`: handwritten digits on a noisy ground, with the class of each pixel: a segmentation set that is there offline."""
+"""`digit-scenes`: an offline segmentation data set of handwritten digits on a noisy background."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,13 +11,18 @@ EMBEDDED_IMAGES = ("digits", NAME)
 LABEL_NAMES = ("background", *map(str, range(10)))
 
 NUM_TRAIN, NUM_EVAL = 600, 150
-EDGE = 64  # pixels of a scene's edge
-DIGIT_EDGE = 24  # pixels of a digit's edge: its 8 x 8 are enlarged, so that strokes are several pixels wide
+# Edge of a scene, in pixels.
+EDGE = 64
+# Edge of an enlarged digit, in pixels. The source has 8 x 8; enlarging makes strokes several pixels wide.
+DIGIT_EDGE = 24
 
 _SEED = 20
-_EVAL_DIGITS = 5  # each fifth digit is for evaluation scenes, and is in no training scene
-_INK = 96  # above this, of 255, a digit's pixel belongs to the digit
-_TRIES = 8  # places that are drawn for a digit, of which the one that covers the fewest pixels of others is taken
+# Every fifth digit is held out for evaluation scenes and appears in no training scene.
+_EVAL_DIGITS = 5
+# Pixels of a digit above this value (of 255) belong to the digit.
+_INK = 96
+# Random places drawn for each digit. The place that covers the fewest pixels of other digits wins.
+_TRIES = 8
 
 
 def digits() -> tuple[ArrayImages, NDArray[np.int64]]:
@@ -30,7 +35,10 @@ def digits() -> tuple[ArrayImages, NDArray[np.int64]]:
 
 
 def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages]:
-    """Return images (n, 64, 64, 3) and masks (n, 64, 64): 600 training scenes, or 150 of other digits (0.5 s)."""
+    """Return images (n, 64, 64, 3) and masks (n, 64, 64).
+
+    n is 600 for training and 150 for evaluation, and the two sets share no digits. Takes 0.5 s.
+    """
     shapes, labels = digits()
     is_held_out = np.arange(len(labels)) % _EVAL_DIGITS == 0
     chosen = np.flatnonzero(is_held_out == held_out)
@@ -46,9 +54,10 @@ def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages]:
 def _scene(
     shapes: NDArray[np.uint8], labels: NDArray[np.int64], generator: np.random.Generator
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """A scene (64, 64, 3) of 2 to 4 of the digits (n, 8, 8), drawn by the generator alone, and its mask (64, 64).
+    """Return a scene (64, 64, 3) of 2 to 4 of the digits (n, 8, 8) and its mask (64, 64).
 
-    Ground and digits have colours of their own; a digit that is placed later covers earlier ones.
+    Only the generator determines the scene. The background and each digit have their own colors. Later digits cover
+    earlier ones.
     """
     ground = generator.uniform(20, 90, 3) + generator.normal(0, 12, (EDGE, EDGE, 1))
     image = np.clip(ground + generator.normal(0, 6, (EDGE, EDGE, 3)), 0, 255)

@@ -1,4 +1,4 @@
-"""Korean syllables from the Unicode data that comes with Python, as pairs to translate: `hangul-letters`."""
+"""`hangul-letters`: Korean syllables from Python's Unicode data, as translation pairs."""
 
 import unicodedata
 from typing import TYPE_CHECKING
@@ -11,10 +11,11 @@ _SYLLABLE = "HANGUL SYLLABLE "
 
 
 def hangul_letters() -> "datasets.Dataset":
-    """Return columns `source`, `target` and `id` (`U+AC01`), for all 11,172 syllables in the order of Unicode.
+    """Return columns `source`, `target` and `id` (`U+AC01`) for all 11,172 syllables in Unicode order.
 
-    A source is a syllable in Latin letters (`ggwaelg`), as Unicode names it; the target is the names of the two or three letters that
-    it is written with (`ssangkiyeok wae rieul-kiyeok`). Where a letter ends in the source follows from the others.
+    The source is the Unicode name of a syllable in Latin letters (`ggwaelg`). The target lists the names of its two or
+    three letters (`ssangkiyeok wae rieul-kiyeok`). The source does not mark letter boundaries; they follow from the
+    other letters.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""The running Python's own library as offline data: `python-stdlib`, `stdlib-docstrings`, `stdlib-functions`."""
+"""Python's standard library as offline data: `python-stdlib`, `stdlib-docstrings`, `stdlib-functions`."""
 
 import ast
 import re
@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     import datasets
 
 MAX_CHARACTERS = 600
-"""Longer functions are left out of stdlib-docstrings: two thirds of all stay, and fit into a few hundred tokens."""
+"""Longest function of stdlib-docstrings, in characters. Two thirds of all functions fit, in a few hundred tokens each.
+"""
 
 NUM_PACKAGES = 10
-"""Classes of stdlib-functions: the packages with the most functions (a module counts as a package of its own)."""
+"""Number of classes of stdlib-functions: the packages with the most functions. A module counts as a package."""
 MAX_PER_PACKAGE = 1000
-"""Functions of a package at most, evenly spaced over its files, so that no class is most of the data."""
-MIN_LINES = 2  # shorter functions (`def close(self): pass`) are the same in every package
+"""Most functions per package, evenly spaced over its files, so that no class dominates the data."""
+# Shorter functions (`def close(self): pass`) are identical across packages.
+MIN_LINES = 2
 
-# Left out: other people's packages, tests (some are not UTF-8 on purpose), an editor, wheels.
+# Left out: third-party packages, tests (some are not UTF-8 on purpose), an editor, and wheels.
 _NOT_STDLIB = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "idlelib", "_bundled")
 )
@@ -37,7 +39,7 @@ def python_stdlib_files() -> tuple[Path, ...]:
     """Return the files of the library, one document per `.py` file, sorted by relative name.
 
     Raises:
-        ValueError: this Python carries no source files (an embedded or zipped one).
+        ValueError: this Python has no source files (an embedded or zipped Python).
     """
     root = _root()
     paths = files_below(root, skipped=_NOT_STDLIB)
@@ -48,11 +50,11 @@ def python_stdlib_files() -> tuple[Path, ...]:
 
 
 def stdlib_docstrings() -> "datasets.Dataset":
-    """Return columns `prompt`, `completion` and `id` (`file.py:line`), in the order of the files.
+    """Return columns `prompt`, `completion` and `id` (`file.py:line`), in file order.
 
-    About 4,000 rows, in a few seconds. A prompt is a function's signature and docstring, moved to the left margin, without
-    its line end (which tokenizers join with the indentation that follows); the completion is the rest. Functions that stand
-    in the library several times are there once.
+    Returns about 4,000 rows and takes a few seconds. A prompt is the dedented signature and docstring of a function. It
+    has no final newline, because tokenizers join a newline with the indentation that follows. The completion is the
+    rest of the function. Duplicate functions appear once.
     """
     import datasets
 
@@ -62,12 +64,11 @@ def stdlib_docstrings() -> "datasets.Dataset":
 
 
 def stdlib_functions() -> "datasets.Dataset":
-    """Return columns `text`, `label` (the package) and `id` (`package/file.py:line`), in the order of the files.
+    """Return columns `text`, `label` (the package) and `id` (`package/file.py:line`), in file order.
 
-    A text is a function or method as it stands in the file, decorators left out, moved to the left margin. Functions
-    inside functions are part of the outer one's text, and not samples of their own: none is in training and evaluation
-    at once. Docstrings are left out, because they name the package in plain words. A text that stands in several packages
-    is left out, and one that stands in a package several times is there once. Takes about two seconds.
+    A text is a dedented function or method without decorators and docstring; a docstring would name the package. A
+    nested function belongs to the text of its outer function, so no function is in both training and evaluation. Texts
+    that several packages share are left out. Duplicates within a package appear once. Takes about two seconds.
     """
     import datasets
 
@@ -84,16 +85,18 @@ def _root() -> Path:
 
 
 def parse(source: str) -> ast.Module:
-    """Return the syntax tree of a file, without the warnings of its parser."""
+    """Return the syntax tree of a file, without parser warnings."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        # Invalid escapes in library strings would warn.
+        warnings.simplefilter("ignore")
         return ast.parse(source)
 
 
 def parse_function(text: str) -> ast.Module | None:
-    """Return the syntax tree of a text of `functions_of`, its places counted in characters; None of one that has none.
+    """Return the syntax tree of a text from `functions_of`, or None.
 
-    Columns are bytes, so there is none of what is not ASCII; nor where a string left of the margin kept a function from moving there.
+    None for a text that is not ASCII: `ast` counts columns in bytes, and callers need characters. Also None for a text
+    that does not parse, for example because a string left of the margin prevented dedenting.
     """
     try:
         return parse(text) if text.isascii() else None
@@ -104,12 +107,13 @@ def parse_function(text: str) -> ast.Module | None:
 def _prompts_and_bodies() -> Iterator[tuple[str, str, str]]:
     for file in python_stdlib_files():
         source = file.read_text(encoding="utf-8")
-        lines = source.split("\n")  # not splitlines: to Python's parser a form feed ends no line
+        # Not splitlines: Python's parser does not end a line at a form feed.
+        lines = source.split("\n")
         for node in ast.walk(parse(source)):
             if not isinstance(node, Function) or len(node.body) == 1:
                 continue
             end_of_docstring = node.body[0].end_lineno
-            # A body on the docstring's last line, after a semicolon, cannot be cut off by lines.
+            # A body on the last line of the docstring (after a semicolon) cannot be separated by lines.
             if ast.get_docstring(node, clean=False) is None or node.body[1].lineno == end_of_docstring:
                 continue
             assert end_of_docstring is not None
@@ -122,7 +126,7 @@ def _prompts_and_bodies() -> Iterator[tuple[str, str, str]]:
 
 
 def _distinct_functions() -> list[tuple[str, str, str]]:
-    """(package, text, id) of every sample of stdlib-functions."""
+    """Return (package, text, id) of every sample of stdlib-functions."""
     found: dict[str, list[tuple[str, str]]] = {}
     packages_of: dict[str, set[str]] = {}
     for package, files in largest_packages().items():
@@ -140,9 +144,9 @@ def _distinct_functions() -> list[tuple[str, str, str]]:
 
 
 def largest_packages(most: int | None = NUM_PACKAGES) -> dict[str, list[tuple[str, str]]]:
-    """Return name and source of each file of the packages with the most functions, largest package first; of all of them for None.
+    """Return (name, source) pairs by package for the packages with the most functions, largest first; all if None.
 
-    Counted by a pattern: parsing the whole library would take three times as long.
+    Counts functions with a regular expression. Parsing the whole library would take three times as long.
     """
     files: dict[str, list[tuple[str, str]]] = {}
     counts: Counter[str] = Counter()
@@ -157,10 +161,11 @@ def largest_packages(most: int | None = NUM_PACKAGES) -> dict[str, list[tuple[st
 
 
 def functions_of(source: str) -> Iterator[tuple[str, int]]:
-    """Yield text and first line of each function and method of a file, as in `stdlib_functions`."""
+    """Yield (text, first line) of each function and method of a file, as in `stdlib_functions`."""
     lines = source.splitlines(keepends=True)
     body: list[ast.AST] = list(parse(source).body)
-    for statement in body:  # grows by what classes and branches hold
+    # The list grows: bodies of classes and branches are appended.
+    for statement in body:
         if isinstance(statement, Function):
             text = _code_of(statement, lines)
             if text.count("\n") >= MIN_LINES:
@@ -171,7 +176,7 @@ def functions_of(source: str) -> Iterator[tuple[str, int]]:
 
 
 def _code_of(function: Function, lines: list[str]) -> str:
-    """The function without its docstring; nothing for one that is a docstring only."""
+    """Return the dedented function without its docstring, or "" if it only has a docstring."""
     assert function.end_lineno is not None
     text = lines[function.lineno - 1 : function.end_lineno]
     if ast.get_docstring(function, clean=False) is not None:

@@ -1,4 +1,4 @@
-"""`stdlib-names`: functions of Python's own library without their names, each with four names to choose from."""
+"""`stdlib-names`: functions of Python's standard library with the name blanked and four names to choose from."""
 
 import re
 from collections.abc import Iterator
@@ -12,20 +12,21 @@ if TYPE_CHECKING:
     import datasets
 
 MOST_CHARACTERS = 600
-"""Longer functions are left out of stdlib-names: a fifth of all."""
+"""Longest function of stdlib-names, in characters. A fifth of all functions are longer."""
 NUM_CHOICES = 4
 BLANK = "_"
 
 _NAME = re.compile(r"(?:async )?def (\w+)")
-_LEFT_OUT = (BLANK, "__init__", "getregentry")  # the last two are a twentieth of all, told by their first line
+# The last two names are a twentieth of all functions, and the first line reveals them.
+_LEFT_OUT = (BLANK, "__init__", "getregentry")
 _SEED = 14
 
 
 def stdlib_names() -> "datasets.Dataset":
-    """Return columns `text` (a function), `endings` (four names), `label` (which is its own) and `id`, in the order of the files.
+    """Return columns `text`, `endings` (four names), `label` (index of the right name) and `id`, in file order.
 
-    In the text, `_` stands for the function's name wherever that stands. The other three are names of functions drawn at random from the
-    whole library, as often as they stand there: so a name alone tells nothing. Texts are distinct.
+    `text` is a function in which `_` replaces its name everywhere. The three wrong names are drawn from the whole
+    library in proportion to their frequency, so a name alone carries no signal. Texts are distinct.
     """
     import datasets
 
@@ -54,7 +55,7 @@ def stdlib_names() -> "datasets.Dataset":
 
 
 def _functions() -> Iterator[tuple[str, str, str]]:
-    """Yield a function with its name blanked, the name, and its place."""
+    """Yield (function with its name blanked, name, place)."""
     for name, source in (file for files in largest_packages(None).values() for file in files):
         for text, line in functions_of(source):
             found = _NAME.match(text)

@@ -1,4 +1,4 @@
-"""`stdlib-questions`: questions on functions of Python's own library, whose answers its parser knows."""
+"""`stdlib-questions`: questions about functions of Python's standard library, answered by its parser."""
 
 import ast
 from collections import Counter
@@ -11,19 +11,27 @@ if TYPE_CHECKING:
     import datasets
 
 MOST_CHARACTERS = 800
-"""Longer functions are left out of stdlib-questions: a quarter of all."""
+"""Longest function of stdlib-questions, in characters. A quarter of all functions are longer."""
 MAX_FUNCTIONS = 3000
-"""Functions of stdlib-questions at most, evenly spaced over the files."""
+"""Most functions of stdlib-questions, evenly spaced over the files."""
 MOST_ANSWER_CHARACTERS = 60
 
-_Found = tuple[str, ast.expr | None]  # a question, and the expression that answers it
+# A question, and the expression that answers it.
+_Found = tuple[str, ast.expr | None]
 
 
 def stdlib_questions() -> "datasets.Dataset":
-    """Return columns `question`, `context` (a function), `answers` (`text`, `answer_start`) and `id`, in the order of the files.
+    """Return columns `question`, `context` (a function), `answers` (`text`, `answer_start`) and `id`, in file order.
 
-    Asked are the default of a parameter (which has no answer for one without), what is assigned to a variable, what a loop goes
-    over, what a function returns, and which exception it raises, where there is one of it.
+    The questions ask for:
+
+    - the default of a parameter; a parameter without a default has no answer
+    - the value assigned to a variable
+    - the iterable of a loop
+    - the return value
+    - the raised exception
+
+    Each question is asked only if its answer is unique.
     """
     import datasets
 
@@ -42,7 +50,7 @@ def stdlib_questions() -> "datasets.Dataset":
 
 
 def _functions() -> list[tuple[str, str]]:
-    """Return text and place of distinct functions that can be parsed by themselves, evenly spaced."""
+    """Return (text, place) of distinct functions that parse on their own, evenly spaced."""
     found: dict[str, str] = {}
     for name, source in (file for files in largest_packages().values() for file in files):
         for text, line in functions_of(source):
@@ -54,7 +62,7 @@ def _functions() -> list[tuple[str, str]]:
 
 
 def _questions(text: str) -> Iterator[tuple[str, tuple[str, int] | None]]:
-    """The questions on a function, each with its answer and where that begins, or None where it has none."""
+    """Yield each question about a function with (answer, start), or with None if it has no answer."""
     starts = [0]
     for line in text.split("\n"):
         starts.append(starts[-1] + len(line) + 1)

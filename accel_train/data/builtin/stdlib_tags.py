@@ -1,4 +1,4 @@
-"""`stdlib-tags`: what each name in a function of Python's own library stands for, as tags of words."""
+"""`stdlib-tags`: tokens of functions of Python's standard library, tagged by the role of each name."""
 
 import ast
 import io
@@ -12,23 +12,31 @@ if TYPE_CHECKING:
     import datasets
 
 MOST_CHARACTERS = 800
-"""Longer functions are left out: a quarter of all."""
+"""Longest function, in characters. A quarter of all functions are longer."""
 MAX_FUNCTIONS = 4000
-"""Functions at most, evenly spaced over the files."""
+"""Most functions, evenly spaced over the files."""
 KINDS = ("attribute", "call", "exception", "function", "global", "keyword", "parameter", "variable")
 TAG_NAMES = ("O", *(f"{prefix}-{kind}" for kind in KINDS for prefix in "BI"))
 
 _LAYOUT = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
-_Place = tuple[int, int]  # line from 1, column from 0
+# Line from 1, column from 0.
+_Place = tuple[int, int]
 
 
 def stdlib_tags() -> "datasets.Dataset":
-    """Return columns `tokens`, `tags` (B- and I- of 8 kinds, and O) and `id` (`package/file.py:line`), in the order of the files.
+    """Return columns `tokens`, `tags` (B- and I- of 8 kinds, and O) and `id` (`package/file.py:line`), in file order.
 
-    A row is a function of `stdlib_functions`, its words are Python's tokens without comments and layout. Tagged are the name of a
-    function where it is defined (`function`), what is called (`call`), other dotted names (`attribute`), names of parameters and of
-    variables that the function assigns (`parameter`, `variable`), all others (`global`), exceptions that are caught (`exception`),
-    and names of keyword arguments (`keyword`). A dotted name is one entity: `os.path.join` in a call is B-call and four I-call.
+    A row is a function of `stdlib_functions`. Its words are Python's tokens without comments and layout. The kinds:
+
+    - `function`: the name in a definition
+    - `call`: a called name
+    - `attribute`: another dotted name
+    - `parameter`, `variable`: parameters, and variables that the function assigns
+    - `global`: all other names
+    - `exception`: a caught exception
+    - `keyword`: the name of a keyword argument
+
+    A dotted name is one entity: `os.path.join` in a call is B-call and four I-call.
     """
     import datasets
 
@@ -51,7 +59,7 @@ def stdlib_tags() -> "datasets.Dataset":
 
 
 def tagged_words(text: str) -> tuple[list[str], list[str]]:
-    """Return the tokens of a function and the tag of each; none where `parse_function` finds none."""
+    """Return the tokens of a function and their tags. Both are empty if `parse_function` returns None."""
     tree = parse_function(text)
     if tree is None:
         return [], []
@@ -67,13 +75,14 @@ def tagged_words(text: str) -> tuple[list[str], list[str]]:
         kind, end = ("function", token.end) if is_defined else spans.get(token.start, ("", token.end))
         is_name = token.type == tokenize.NAME
         tags.append(f"B-{kind}" if kind and is_name else "O")
-        if not is_name:  # a name within a string, whose place an older Python does not know
+        # A name inside a string. Older Pythons do not report its place.
+        if not is_name:
             end = token.end
     return [token.string for token in tokens], tags
 
 
 def _spans(tree: ast.Module) -> Iterator[tuple[_Place, tuple[str, _Place]]]:
-    """Yield where each name begins, what it stands for, and where it ends; a part of a dotted name begins none."""
+    """Yield (start, (kind, end)) of each name. A dotted name is one span; its parts have no spans."""
     every = list(ast.walk(tree))
     parameters = {node.arg for node in every if isinstance(node, ast.arg)}
     assigned = {node.id for node in every if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -81,7 +90,8 @@ def _spans(tree: ast.Module) -> Iterator[tuple[_Place, tuple[str, _Place]]]:
     handlers = [node.type for node in every if isinstance(node, ast.ExceptHandler) and node.type is not None]
     caught = {id(part) for kind in handlers for part in (kind.elts if isinstance(kind, ast.Tuple) else [kind])}
     nodes: list[ast.AST] = [tree]
-    for node in nodes:  # grows by what is inside, dotted names left out
+    # The list grows: children are appended, except inside dotted names.
+    for node in nodes:
         if isinstance(node, ast.arg):
             yield _at(node), ("parameter", (node.lineno, node.col_offset + len(node.arg)))
         elif isinstance(node, ast.keyword) and node.arg is not None:
@@ -106,7 +116,7 @@ def _at(node: ast.expr | ast.arg | ast.keyword) -> _Place:
 
 
 def _is_dotted(node: ast.AST) -> bool:
-    """Return whether an expression is a name, or names with dots between them."""
+    """Return whether an expression is a name or a dotted name."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name)

@@ -1,3 +1,4 @@
-"""Images with labels or masks: finding, decoding, preprocessing, augmenting.
+"""Images with labels or masks: find, decode, preprocess and augment them.
 
-Models and losses of images are in `tasks`."""
+Image models and their losses are in `tasks`.
+"""

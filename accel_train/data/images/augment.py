@@ -1,6 +1,6 @@
-"""Augmentation of training images: crops, flips, colours, RandAugment, mixup and CutMix, drawn from a given generator.
+"""Augment training images: crops, flips, colors, RandAugment, mixup and CutMix.
 
-Nothing here keeps a state, so the same image and generator give the same bits, in whichever process.
+All functions are stateless: the same image and generator give the same bits in every process.
 """
 
 import math
@@ -17,16 +17,17 @@ from accel_train.recipe.data import Augment
 Pixels = NDArray[np.uint8]
 
 MAX_MAGNITUDE = 30.0
-_GREY = 128  # the colour of pixels that a shift or turn uncovers, as in the authors' code of RandAugment
+# Fill color for pixels that a shift or rotation uncovers, as in the RandAugment authors' code.
+_GREY = 128
 _ASPECTS = (3 / 4, 4 / 3)
 _BILINEAR = Image.Resampling.BILINEAR
 
 
 def check_augment(settings: Augment, *, masks: bool = False) -> None:
-    """Refuse ranges that end before they begin; for `masks`, also what is for whole images and their one label.
+    """Check the ranges of the augmentation settings, and for `masks` that no setting requires a single label per image.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a range is empty or a setting does not apply to masks; the message names the setting.
     """
     for name in ("random_resized_crop", "scale_range"):
         bounds = getattr(settings, name)
@@ -37,15 +38,15 @@ def check_augment(settings: Augment, *, masks: bool = False) -> None:
     for name in ("rand_augment_ops", "mixup_alpha", "cutmix_alpha") if masks else ():
         if getattr(settings, name):
             raise ValueError(
-                f"data.augment.{name}={getattr(settings, name)} is for image-classification; a mask would not follow it: "
-                "use scale_range, flips and color_jitter"
+                f"data.augment.{name}={getattr(settings, name)} is for image-classification; a mask would not follow "
+                "it: use scale_range, flips and color_jitter"
             )
 
 
 def augment_image(
     image: Image.Image, settings: Augment, preprocessing: Preprocessing, generator: np.random.Generator
 ) -> Image.Image:
-    """Return a square of `preprocessing.image_size`, cut out of an 8-bit RGB or L image, flipped, its colours changed."""
+    """Return an augmented square of `preprocessing.image_size` from an 8-bit RGB or L image: crop, flips, colors."""
     if settings.random_resized_crop is None:
         image = resize_and_crop(image, preprocessing)
     else:
@@ -62,10 +63,12 @@ def augment_image(
 def random_crop_box(
     width: float, height: float, area_range: tuple[float, float], generator: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """Return left, top, right, bottom of a random part, in pixels (with fractions: small images have few whole ones).
+    """Return (left, top, right, bottom) of a random crop in fractional pixels.
 
-    Its share of the area is uniform in `area_range`, its aspect log-uniform in 3/4 to 4/3 (Szegedy et al. 2015, section 6;
-    the numbers of torchvision's RandomResizedCrop); a part that does not fit is drawn again, ten times.
+    Fractions matter because small images have few whole pixels. The share of the area is uniform in `area_range`. The
+    aspect ratio is log-uniform in 3/4 to 4/3 (Szegedy et al. 2015, section 6; same values as torchvision's
+    RandomResizedCrop). A crop that does not fit is drawn again, up to ten times. The fallback is the largest centered
+    crop within the aspect range.
     """
     for _ in range(10):
         area = width * height * generator.uniform(*area_range)
@@ -80,7 +83,10 @@ def random_crop_box(
 
 
 def color_jitter(image: Image.Image, strength: float, generator: np.random.Generator) -> Image.Image:
-    """Change brightness, contrast and saturation, in random order, by a factor uniform in [max(0, 1 - x), 1 + x]."""
+    """Return an image with brightness, contrast and saturation changed in random order.
+
+    Each factor is uniform in [max(0, 1 - strength), 1 + strength].
+    """
     if strength == 0:
         return image
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
@@ -90,7 +96,7 @@ def color_jitter(image: Image.Image, strength: float, generator: np.random.Gener
 
 
 def rand_augment(image: Image.Image, num_ops: int, magnitude: float, generator: np.random.Generator) -> Image.Image:
-    """Apply RandAugment (Cubuk et al. 2020): `num_ops` of 14 operations, drawn with replacement, at one magnitude of 30."""
+    """Apply RandAugment (Cubuk et al. 2020): `num_ops` of 14 operations with replacement, at one magnitude of 30."""
     for _ in range(num_ops):
         name = OPERATION_NAMES[generator.integers(len(OPERATION_NAMES))]
         sign = 1.0 if generator.random() < 0.5 else -1.0
@@ -105,7 +111,10 @@ def _shift(image: Image.Image, share: float, *, x: float = 0, y: float = 0) -> I
 
 
 def _affine(image: Image.Image, coefficients: tuple[float, ...]) -> Image.Image:
-    """The pixel at (x, y) comes from (a x + b y + c, d x + e y + f)."""
+    """Return an affine transform of an image.
+
+    The pixel at (x, y) comes from (a x + b y + c, d x + e y + f).
+    """
     return image.transform(image.size, Image.Transform.AFFINE, coefficients, _BILINEAR, fillcolor=_grey(image))
 
 
@@ -132,12 +141,15 @@ OPERATIONS: dict[str, Operation] = {
     "auto_contrast": lambda image, share, sign: ImageOps.autocontrast(image),
     "equalize": lambda image, share, sign: ImageOps.equalize(image),
 }
-"""The operations and ranges of the paper's table, as torchvision has them (its translation is relative to the image)."""
+"""RandAugment operations with the ranges of the paper's table, as in torchvision.
+
+Translation is relative to the image.
+"""
 OPERATION_NAMES = tuple(OPERATIONS)
 
 
 class Mix(NamedTuple):
-    """A sample's mixing (`mixup` or `cutmix`) with the sample of index `partner`; `share` of it is kept."""
+    """A mix (`mixup` or `cutmix`) of a sample with the sample of index `partner`. `share` of the sample is kept."""
 
     kind: str
     partner: int
@@ -145,7 +157,7 @@ class Mix(NamedTuple):
 
 
 def draw_mix(settings: Augment, num_samples: int, generator: np.random.Generator) -> Mix | None:
-    """Draw how a sample is mixed, None for not at all; the partner is any sample, itself included."""
+    """Draw the mix of a sample, or None for no mix. The partner is any sample, including the sample itself."""
     alphas = {"mixup": settings.mixup_alpha, "cutmix": settings.cutmix_alpha}
     kinds = [kind for kind, alpha in alphas.items() if alpha > 0]
     if not kinds:
@@ -155,16 +167,16 @@ def draw_mix(settings: Augment, num_samples: int, generator: np.random.Generator
 
 
 def mixup(image: Pixels, partner: Pixels, share: float) -> Pixels:
-    """Return share x image + (1 - share) x partner, rounded (Zhang et al. 2018, equation 1); both of one shape."""
+    """Return share x image + (1 - share) x partner, rounded (Zhang et al. 2018, equation 1). Shapes must be equal."""
     mixed = share * image.astype(np.float32) + (1 - share) * partner.astype(np.float32)
     return np.rint(mixed).astype(np.uint8)
 
 
 def cutmix(image: Pixels, partner: Pixels, share: float, generator: np.random.Generator) -> tuple[Pixels, float]:
-    """Return an image with a box of its partner's, and the share of its pixels that are left.
+    """Return an image with a box pasted from its partner, and the share of pixels that the image keeps.
 
-    The box has the image's aspect and (1 - share) of its area, around a uniform centre; what lies outside the image is
-    cut off, so the share is counted again (Yun et al. 2019, section 3.1).
+    The box has the image's aspect ratio, (1 - share) of its area, and a uniform center. The part outside the image is
+    cut off, so the share is recomputed (Yun et al. 2019, section 3.1).
     """
     height, width = image.shape[:2]
     edge = math.sqrt(1 - share)

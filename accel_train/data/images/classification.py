@@ -1,4 +1,4 @@
-"""Samples of image classification: an image with its label, augmented and mixed in training, and batches of them."""
+"""Samples of image classification: labeled images, augmented and mixed for training, and their batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class ImageSample(NamedTuple):
     """One image and its class."""
 
     image: Pixels
-    """(H, W, 3), or (H, W) where the model takes grey ones."""
+    """Pixels (H, W, 3), or (H, W) for a grayscale model."""
     label: int
     partner_label: int = 0
-    """Mixup and CutMix: the class of the other image."""
+    """Class of the other image, for mixup and CutMix."""
     share: float = 1.0
-    """How much of the label is left; 1 for an image that was not mixed."""
+    """Weight of `label`. Default: 1, for an image without mixing."""
 
 
 class ClassificationImages(Dataset[ImageSample]):
-    """Images for evaluation: resized, the centre cut out."""
+    """Images for evaluation: resized and center-cropped."""
 
     def __init__(self, labelled: ImageRows, preprocessing: Preprocessing) -> None:
         self.labelled, self.preprocessing = labelled, preprocessing
@@ -42,14 +42,14 @@ class ClassificationImages(Dataset[ImageSample]):
         return ImageSample(pixels, int(self.labelled.labels[index]))
 
     def decoded(self, index: int) -> Image.Image:
-        """Return the whole image, in the colours that the model sees."""
+        """Return the whole image in the model's color mode."""
         return to_mode(self.labelled.image(index), self.preprocessing.mode, self.labelled.where(index))
 
 
 def draw_sample(
     images: ClassificationImages, settings: Augment, index: int, generator: np.random.Generator
 ) -> ImageSample:
-    """Return a training image with its augmentation; a partner to mix with is augmented from the same generator."""
+    """Return an augmented training image. The same generator augments the image and its mixing partner."""
     label = int(images.labelled.labels[index])
 
     def augmented(which: int) -> Pixels:
@@ -68,7 +68,10 @@ def draw_sample(
 
 
 def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessing, num_classes: int) -> dict[str, Any]:
-    """Return pixel_values (N, C, H, W) fp32 and labels (N,) int64; or, if one is mixed, soft_labels (N, classes) fp32."""
+    """Return pixel_values (N, C, H, W) fp32 and labels (N,) int64.
+
+    If any sample is mixed, soft_labels (N, classes) fp32 replace the labels.
+    """
     batch: dict[str, Any] = {
         "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
         "num_targets": len(samples),
@@ -86,19 +89,19 @@ def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessi
 
 @dataclass(frozen=True)
 class ImageSource:
-    """The images and their preprocessing, for prediction, evaluation and saving."""
+    """The images and their preprocessing, for prediction, evaluation and export."""
 
     sets: ImageSets
     preprocessing: Preprocessing
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The classes, in the order of their ids."""
+        """Class names in the order of their ids."""
         return self.sets.label_names
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of the images for plan and report."""
+        """Facts about the images, for plans and reports."""
         sets, preprocessing = self.sets, self.preprocessing
         return {
             "sources": sets.description,
@@ -111,11 +114,11 @@ class ImageSource:
         }
 
     def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation image: its id column, else its file, or file and row."""
+        """Return the name of an evaluation image: its id column, or its file, or file and row."""
         assert self.sets.eval is not None
         return self.sets.eval.row_id(index)
 
     def shown(self, index: int) -> dict[str, Any]:
-        """Return an evaluation image as it is in its file, as a report shows it."""
+        """Return an evaluation image as stored, for display in a report."""
         assert self.sets.eval is not None
         return {"image": self.sets.eval.image(index)}

@@ -1,4 +1,4 @@
-"""Decode one image, convert its mode, or look at its header and digest without decoding it."""
+"""Decode an image, convert its mode, or inspect its header and digest without decoding."""
 
 import io
 import os
@@ -14,16 +14,16 @@ from accel_train.core.files import digest64
 
 Mode = Literal["RGB", "L"]
 Content = Path | bytes | NDArray[np.uint8]
-"""An image as its source has it: a file, what a file would hold, or pixels (H, W) or (H, W, C)."""
+"""Content of an image in its source: a file, the bytes of a file, or pixels (H, W) or (H, W, C)."""
 
 _END_BYTES = 1 << 16
 
 
 def open_image(source: Content, where: str) -> Image.Image:
-    """Return a decoded image in its own mode, turned upright as its EXIF orientation says; of several frames, the first.
+    """Return a decoded image in its own mode, rotated by its EXIF orientation. Of several frames, the first.
 
     Raises:
-        DataError: it cannot be decoded; the message begins with `where`.
+        DataError: the image cannot be decoded; the message begins with `where`.
     """
     if isinstance(source, np.ndarray):
         return Image.fromarray(np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source))
@@ -33,15 +33,18 @@ def open_image(source: Content, where: str) -> Image.Image:
             image.load()
             ImageOps.exif_transpose(image, in_place=True)
             return image
-    except Exception as error:  # each of Pillow's decoders has its own way to fail: OSError, SyntaxError, struct.error
+    # Pillow's decoders fail in different ways: OSError, SyntaxError, struct.error.
+    except Exception as error:
         raise DataError(f"{where}: {_fault(source, error)}; repair or remove it") from error
 
 
 def to_mode(image: Image.Image, mode: Mode, where: str) -> Image.Image:
-    """Return an image as 8-bit colour or grey; 16 bits are scaled to 8, transparency is dropped (as transformers does).
+    """Return an image as 8-bit color or grayscale.
+
+    16-bit values are scaled to 8 bits. Transparency is dropped, as in transformers.
 
     Raises:
-        DataError: pixels of 32 bits, for which no range is agreed.
+        DataError: pixels have 32 bits, for which no range is standard.
     """
     if image.mode == mode:
         return image
@@ -57,10 +60,12 @@ def to_mode(image: Image.Image, mode: Mode, where: str) -> Image.Image:
 
 
 def inspect_image(source: Content, where: str) -> int:
-    """Return 64 bits of the size and of the first and last 64 KiB, after a look at the header; copies have the same.
+    """Return a 64-bit digest of an image's size and its first and last 64 KiB, after checking the header.
+
+    Copies of an image have equal digests.
 
     Raises:
-        ValueError: it cannot be read, is empty, or is of no format that Pillow knows.
+        ValueError: the image cannot be read, is empty, or has a format unknown to Pillow.
     """
     if isinstance(source, np.ndarray):
         return digest64(source.tobytes())
@@ -76,15 +81,16 @@ def inspect_image(source: Content, where: str) -> int:
             ends += file.read()
             file.seek(0)
             Image.open(file)
-    except Exception as error:  # as in open_image
-        if isinstance(error, OSError) and error.errno is not None:  # the file system's, not Pillow's
+    # Any type, as in open_image.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # from the file system, not from Pillow
             raise ValueError(f"{where}: cannot be read ({error.strerror}); check the path") from error
         raise ValueError(f"{where}: {_fault(source, error)}; repair or remove it") from error
     return digest64(ends, size)
 
 
 def _refuse_pipe(source: Path | bytes, where: str) -> None:
-    """Opening a pipe would wait for its writer."""
+    """Raise DataError for a pipe, because opening a pipe would block until it has a writer."""
     if isinstance(source, Path) and source.exists() and not source.is_file():
         raise DataError(f"{where}: is no regular file; repair or remove it")
 

@@ -1,4 +1,4 @@
-"""Images in files, in the rows of a table, or in an array: found once, decoded one at a time on request."""
+"""Images in files, table rows or an array: listed once, decoded one at a time on request."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .bmp .gif .tif .tiff .webp .ppm .pgm .pb
 IMAGE_SUFFIXES = tuple(_SUFFIXES.split())
 
 INSPECTED_LIMIT = 20_000
-"""Up to this many images are looked at before training starts (4 s); a fault in more is found when one is read."""
+"""Most images to inspect before training starts (4 s). In larger sets, a broken image is found when it is read."""
 
 _NUM_HASHES = 2.0**64
 
@@ -31,14 +31,14 @@ Result = TypeVar("Result")
 
 
 class Images(ABC):
-    """Images by number, in files, rows or arrays; decoded when they are read."""
+    """Images by number, in files, rows or arrays, decoded when read."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def content(self, index: int) -> Content:
-        """Return an image as its source has it; a DataError names a row without one."""
+        """Return the content of an image. Raises DataError if a row has no image."""
 
     @abstractmethod
     def where(self, index: int) -> str:
@@ -46,20 +46,20 @@ class Images(ABC):
 
     @abstractmethod
     def stamp(self) -> str:
-        """Return a digest of names and sizes, which tells this set from another without reading the images."""
+        """Return a digest of names and sizes that identifies the set without reading the images."""
 
     def __getitem__(self, index: int) -> Image.Image:
-        """Return an upright image in its file's own mode (palette, 16 bit, CMYK ...); a DataError names a broken one."""
+        """Return an upright image in its file's mode (palette, 16-bit, CMYK ...). Raises DataError if it is broken."""
         return open_image(self.content(index), self.where(index))
 
     def inspect(self, index: int) -> int:
-        """Return a 64-bit digest of the contents, after a look at the header; a ValueError names what is no image."""
+        """Return a 64-bit digest of the content after checking the header. Raises ValueError if it is not an image."""
         return inspect_image(self.content(index), self.where(index))
 
 
 @dataclass(frozen=True)
 class FileImages(Images):
-    """Image files below a folder `root`, by their names relative to it."""
+    """Image files by their names relative to a folder `root`."""
 
     root: Path
     names: tuple[str, ...]
@@ -79,15 +79,15 @@ class FileImages(Images):
 
 @dataclass(frozen=True)
 class RowImages(Images):
-    """Images in a column of a table: their bytes, paths, or what `datasets` keeps of an image ({bytes, path})."""
+    """Images in a table column: bytes, paths, or the {bytes, path} of `datasets`."""
 
     values: Sequence[Any]
     folder: Path
-    """Where relative paths begin."""
+    """Folder to which paths are relative."""
     column: str
     table: str
     places: tuple[str, ...] | None = None
-    """File and line of each row, where rows are lines."""
+    """File and line of each row, if rows are lines."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -135,7 +135,7 @@ class ArrayImages(Images):
 
 @dataclass(frozen=True)
 class JoinedImages(Images):
-    """Several sets, one after the other."""
+    """Several sets in sequence."""
 
     parts: tuple[Images, ...]
     stops: tuple[int, ...]
@@ -166,24 +166,24 @@ def join_images(parts: Sequence[Images]) -> Images:
 
 @dataclass(frozen=True)
 class ImagePool:
-    """Everything that one key of the recipe names, before labels are numbers."""
+    """All images that one recipe key names, before labels become numbers."""
 
     images: Images
     description: str
     labels: list[Any] = field(default_factory=list)
-    """The label of each image as its source has it, a name or an integer; empty for masks and without `data.label_column`."""
+    """Label of each image in its source, a name or an integer. Empty for masks and without `data.label_column`."""
     masks: Images | None = None
-    """None for labels and without `data.mask_column`."""
+    """Masks. None for labels and without `data.mask_column`."""
     names: tuple[str, ...] | None = None
     """The data set's names for integer labels."""
     ids: list[str] | None = None
     notes: tuple[str, ...] = ()
     class_ids: NDArray[np.int64] | None = None
-    """The labels as numbers, once the classes are known."""
+    """Labels as numbers, once the classes are known."""
 
 
 def list_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the image files below a folder, and the other files, each sorted by relative name; hidden ones are left out."""
+    """Return the image files and the other files below a folder, sorted by relative name, without hidden files."""
     refuse_link_loops(folder)
     images: list[str] = []
     others: list[str] = []
@@ -198,16 +198,16 @@ def list_files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def list_images(folder: Path) -> tuple[list[str], int]:
-    """Return the image files below a folder, sorted by relative name, and the number of others."""
+    """Return the image files below a folder, sorted by relative name, and the number of other files."""
     images, others = list_files(folder)
     return images, len(others)
 
 
 def inspect_images(images: Images) -> NDArray[np.uint64]:
-    """Return the digest of each image's contents, and look at all headers. 20,000 files of 40 kB cost 4 s of CPU.
+    """Return the content digest of each image and check all headers. 20,000 files of 40 kB take 4 s of CPU time.
 
     Raises:
-        ValueError: some are no images; the message names the first of them, and says how many there are.
+        ValueError: some files are not images; the message names the first and the number of faults.
     """
 
     def look(index: int) -> int | ValueError:
@@ -225,9 +225,9 @@ def inspect_images(images: Images) -> NDArray[np.uint64]:
 
 
 def held_out(digests: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
-    """Hold out the images whose digest lies in the lowest `eval_fraction`, and at least one.
+    """Return a mask of held-out images: digests in the lowest `eval_fraction`, at least one image.
 
-    Decided by the contents alone: copies of an image are on one side, in any order of the files and whatever the seed.
+    The split depends only on content. Copies of an image stay on one side, for any file order and seed.
     """
     if eval_fraction == 0 or not len(digests):
         return np.zeros(len(digests), dtype=bool)
@@ -236,19 +236,19 @@ def held_out(digests: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bo
 
 
 def evenly_spaced(size: int, limit: int) -> list[int]:
-    """Return `limit` numbers below `size`, evenly spaced; all of them where there are no more."""
+    """Return `limit` evenly spaced numbers below `size`, or all numbers if `size` is not larger."""
     count = min(size, limit)
     return [number * size // count for number in range(count)]
 
 
 def in_threads(work: Callable[[int], Result], indices: Iterable[int]) -> list[Result]:
-    """Return what `work` returns for each index; decoders and reads let other threads of Python run."""
+    """Return the result of `work` for each index. Threads help because decoders and reads release the GIL."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
         return list(threads.map(work, indices))
 
 
 def text_digest(lines: Iterable[str]) -> str:
-    """Return 128 bits of BLAKE2b over some lines, in hex."""
+    """Return 128 bits of BLAKE2b over lines, in hex."""
     digest = hashlib.blake2b(digest_size=16)
     for line in lines:
         digest.update(line.encode("utf-8", "surrogateescape") + b"\n")

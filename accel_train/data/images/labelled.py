@@ -1,4 +1,4 @@
-"""Divide the images that a recipe names into training and evaluation; and for classification read labels as numbers."""
+"""Split a recipe's images into training and evaluation, and encode classification labels."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +26,13 @@ _EVAL_NAMES = ("val", "validation", "valid", "dev", "eval")
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Some `rows` of a pool's images, in their order; `ids` (`data.id_column`) and `masks` are those of the whole pool."""
+    """Selected `rows` of a pool's images, in order. `ids` (`data.id_column`) and `masks` cover the whole pool."""
 
     images: Images
     rows: NDArray[np.int64]
     ids: list[str] | None
     labels: NDArray[np.int64]
-    """The number of each one's class; -100 where there is none."""
+    """Class id of each image, or -100 without a label."""
     masks: Images | None = None
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class ImageRows:
         return self.images.where(int(self.rows[index]))
 
     def row_id(self, index: int) -> str:
-        """Return the name of the image in predictions: its id column, else its file, or file and row."""
+        """Return the image's name in predictions: its id column, or its file, or file and row."""
         return self.where(index) if self.ids is None else self.ids[int(self.rows[index])]
 
 
@@ -62,30 +62,30 @@ class ImageSets:
     """Digests of the images with their labels or masks."""
     notes: tuple[str, ...]
     label_names: tuple[str, ...] = ()
-    """The classes in the order of their ids."""
+    """Class names in the order of their ids."""
 
     @property
     def identity(self) -> str:
-        """Return a digest that changes when images, labels, masks or names change."""
+        """Return a digest that changes with images, labels, masks or class names."""
         return text_digest([*self.contents, *self.label_names])
 
     @property
     def decoded(self) -> bool:
-        """Return whether all images are pixels of an array, so that nothing is left to decode."""
+        """Return whether all images are array pixels. Array pixels need no decoding."""
         return all(isinstance(side.images, ArrayImages) for side in (self.train, self.eval) if side is not None)
 
     def named(self, names: tuple[str, ...], notes: tuple[str, ...]) -> "ImageSets":
-        """Return the same images with the names of their classes, and further notes."""
+        """Return the same images with class names and additional notes."""
         return replace(self, label_names=names, notes=tuple(dict.fromkeys((*self.notes, *notes))))
 
 
 def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageSets:
-    """Divide the images of `data.train` into training and evaluation, unless `other` holds those of `data.eval`.
+    """Split the images of `data.train` into training and evaluation, or use `other` (`data.eval`) for evaluation.
 
-    `other` may be `pool` itself, which is then both sides. The classes have no names yet.
+    If `other` is `pool`, the pool serves both sides. The classes have no names yet.
 
     Raises:
-        ValueError: an image is broken, or none is left to train on.
+        ValueError: an image is broken, or no training image is left.
     """
     digests = _look_at(pool.images, needed=other is None and data.eval_fraction > 0)
     description, contents, notes = pool.description, [_identity(pool, digests)], list(pool.notes)
@@ -95,8 +95,8 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
         chosen = np.zeros(len(pool.images), dtype=bool) if digests is None else held_out(digests, data.eval_fraction)
         if chosen.all():
             raise ValueError(
-                f"no training images are left: all {len(chosen)} fall into data.eval_fraction={data.eval_fraction} (copies "
-                "stay together); lower it, or name others in data.eval"
+                f"no training images are left: all {len(chosen)} fall into data.eval_fraction={data.eval_fraction} "
+                "(copies stay together); lower it, or name others in data.eval"
             )
         train = _rows(pool, np.flatnonzero(~chosen))
         held = _rows(pool, np.flatnonzero(chosen)) if chosen.any() else None
@@ -114,12 +114,13 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
 
 
 def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None) -> ImageSets:
-    """Read the images that a recipe names, with labels as numbers, and what is held out of them.
+    """Return the labeled images that a recipe names, split into training and evaluation.
 
-    `known_names` are those of a pretrained classifier: if it has just these classes, its order is kept, and its head.
+    `known_names` are the classes of a pretrained classifier. If the data has exactly these classes, their order is
+    kept, so the head can be kept too.
 
     Raises:
-        ValueError: something is missing or broken; the message names file, row or column.
+        ValueError: data is missing or broken; the message names file, row or column.
     """
     train_names, eval_names, notes = eval_beside_train(data)
     pool = read_pools(train_names, data, "data.train", masks=False)
@@ -140,7 +141,8 @@ def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None)
     )
     pool = _numbered(pool, scheme)
     other = None if eval_names is None else pool
-    if eval_names not in (None, train_names):  # the same: a trained model is shown other data, nothing is trained
+    # Equal names mean that a trained model is evaluated on other data and no split is needed.
+    if eval_names not in (None, train_names):
         other = _numbered(read_pools(eval_names, data, "data.eval", masks=False), scheme)
     sets = divide_pools(pool, other, data)
     return sets.named(scheme.names, (*notes, *scheme.notes, *_untrained_classes(sets, scheme.names, data)))
@@ -156,9 +158,10 @@ def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:
 
 
 def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:
-    """Return the names to train and to evaluate on, and notes: in a folder with splits, `train` and the held-out one.
+    """Return the names to train on, the names to evaluate on, and notes.
 
-    A folder `test` is kept for the end: whoever chooses the best weights by it has no test left.
+    In a folder with splits, these are `train` and the held-out split. A `test` folder is left alone: selecting the best
+    weights on the test set would invalidate it.
     """
     train = (data.train,) if isinstance(data.train, str) else data.train
     held = (data.eval,) if isinstance(data.eval, str) else data.eval
@@ -166,13 +169,14 @@ def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | No
     if root is None or not root.is_dir():
         return train, held, ()
     folder = root if root.name == "train" else root / "train"
-    if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):  # a class of that name, perhaps
+    # Otherwise, `train` may be the name of a class.
+    if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
         return train, held, ()
     beside = next((found for name in _EVAL_NAMES if (found := folder.with_name(name)).is_dir()), None)
     test = folder.with_name("test")
     if held == train and folder != root:
         shown = beside or (test if test.is_dir() else folder)
-        return (str(shown),), (str(shown),), (f"of {root}, {shown.name} is read",)  # to a trained model
+        return (str(shown),), (str(shown),), (f"of {root}, {shown.name} is read",)  # evaluation of a trained model
     notes = (f"{test} is left alone; after training: accel-train evaluate RUN {test}",) if test.is_dir() else ()
     if beside is None:
         return train if folder == root else (str(folder),), held, notes if held is None else ()
@@ -182,7 +186,7 @@ def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | No
 
 
 def _look_at(images: Images, *, needed: bool) -> NDArray[np.uint64] | None:
-    """The digest of each image; above 20,000 of them only where the split needs it."""
+    """Return the digest of each image, or None for more than 20,000 images unless the split needs them."""
     return inspect_images(images) if needed or len(images) <= INSPECTED_LIMIT else None
 
 
@@ -195,7 +199,11 @@ def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:
 
 
 def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: Data) -> tuple[str, ...]:
-    """Classes without a training image: an error where the evaluation has some, unless the recipe lists the classes."""
+    """Return a note on classes without a training image.
+
+    Raises:
+        ValueError: the evaluation has images of a class without training images, and the recipe lists no classes.
+    """
     if data.label_column is None:
         return ()
     trained, evaluated = (set() if side is None else set(side.labels.tolist()) for side in (sets.train, sets.eval))

@@ -1,4 +1,4 @@
-"""Masks as files hold them: the number in each pixel, and numbers that are not those of the classes."""
+"""Masks as stored in files: the value of each pixel, and the mapping of values to classes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,22 +19,25 @@ _LOSSY_FORMATS = ("JPEG", "MPO")
 
 
 def mask_values(mask: Image.Image, where: str) -> Mask:
-    """Return the numbers in a mask's pixels: grey (saved as RGB, too), palette (the index, not the colour), black and white (0, 1), or 16 bits.
+    """Return the pixel values of a mask, (H, W).
+
+    Accepts grayscale (also saved as RGB), palette (indices, not colors), black and white (0, 1), and 16-bit masks.
 
     Raises:
-        DataError: it is a JPEG or a colour image, or a number is above 255.
+        DataError: the mask is a JPEG or a color image, or a value is above 255.
     """
     if mask.format in _LOSSY_FORMATS:
         raise DataError(
-            f"{where}: a mask must not be a JPEG, which smears class numbers at every edge; write the masks again as PNG, from "
-            "what the JPEG was made of"
+            f"{where}: a mask must not be a JPEG, which smears class numbers at every edge; write the masks again as "
+            "PNG, from what the JPEG was made of"
         )
     values = np.asarray(mask)
     if mask.mode == "RGB" and (values == values[..., :1]).all():
         values = values[..., 0]
     elif mask.mode not in ("L", "P", "1", "I") and not mask.mode.startswith("I;16"):
         raise DataError(
-            f"{where}: a mask of mode {mask.mode} holds colours; save it with one class number for each pixel (grey or palette)"
+            f"{where}: a mask of mode {mask.mode} holds colours; save it with one class number for each pixel (grey or "
+            "palette)"
         )
     if values.size and (values.max() > 255 or values.min() < 0):
         raise DataError(f"{where}: a pixel is {values.max()}; class numbers are 0 to 255")
@@ -43,11 +46,11 @@ def mask_values(mask: Image.Image, where: str) -> Mask:
 
 @dataclass(frozen=True)
 class RenumberedMasks(Images):
-    """Masks whose numbers become those of classes by a table of 256."""
+    """Masks whose values are mapped to classes by a table of 256."""
 
     masks: Images
     table: bytes
-    """The class of each number."""
+    """Class of each value."""
 
     def __len__(self) -> int:
         return len(self.masks)
@@ -65,7 +68,7 @@ class RenumberedMasks(Images):
         return self.masks.inspect(index) ^ self._digest
 
     def __getitem__(self, index: int) -> Image.Image:
-        """Return the classes as a grey image; a DataError names a broken mask."""
+        """Return the classes as a grayscale image. Raises DataError if the mask is broken."""
         values = mask_values(self.masks[index], self.where(index))
         return Image.fromarray(np.frombuffer(self.table, np.uint8)[values])
 
@@ -75,10 +78,10 @@ class RenumberedMasks(Images):
 
 
 def renumbered(masks: Images | None, data: Data) -> Images | None:
-    """Return masks whose numbers are those of the classes, by `data.mask_values` or `data.reduce_labels`; as they are without.
+    """Return masks with class ids, mapped by `data.mask_values` or `data.reduce_labels`. Unchanged if neither is set.
 
     Raises:
-        ValueError: both are set, or `data.ignore_index` is the number of a class.
+        ValueError: both are set, or `data.ignore_index` is a class id.
     """
     if masks is None or not (data.reduce_labels or data.mask_values):
         return masks
@@ -88,7 +91,8 @@ def renumbered(masks: Images | None, data: Data) -> Images | None:
     if data.mask_values:
         if data.ignore_index < len(data.mask_values):
             raise ValueError(
-                f"data.ignore_index={data.ignore_index} is the number of a class, as data.mask_values are numbered from 0; leave it out"
+                f"data.ignore_index={data.ignore_index} is the number of a class, as data.mask_values are numbered "
+                "from 0; leave it out"
             )
         table[list(data.mask_values)] = np.arange(len(data.mask_values))
     else:

@@ -1,4 +1,4 @@
-"""Folders that look like classes and hold something else: masks, boxes, polygons, or parts of the data."""
+"""Detect folders that look like classes but hold masks, boxes, polygons, or splits of the data."""
 
 import json
 import os
@@ -16,43 +16,43 @@ from accel_train.data.images.pairs import have_the_same_names, pairs_below
 _COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco)(?:[^a-z].*)?\.json")
 _YOLO = re.compile(r"\d+(?:\s+(?:[01]|[01]?\.\d+)(?:e-?\d+)?){4,}\s*")
 _MOST_FOLDERS = 6
-"""More folders than this are classes, not images with several kinds of masks."""
+"""Most folders to compare as images and masks. A larger number means class folders."""
 _MOST_COLOURS = 32
-"""An image with more colours is not a mask."""
+"""Most colors of a mask."""
 _NUM_LOOKED_AT = 12
 _FOLDERS_LOOKED_IN = 50
 _TEXTS_LOOKED_AT = 200
-"""Files with the names of images, evenly spaced, that are read for boxes and polygons."""
+"""Number of same-named text files to read for boxes and polygons, evenly spaced."""
 _PARTS = re.compile(r"(?:.*[^a-z])?(?:train(?:ing)?|val(?:id|idation)?|dev|test(?:ing)?)(?:[^a-z].*)?")
-"""Names in lower case of the parts of a data set."""
+"""Lower-case names of splits of a data set."""
 
 
 def are_parts(folders: Collection[str]) -> bool:
-    """Return whether several folders are parts of the data, by their names, and not classes."""
+    """Return whether several folders are splits by their names, not classes."""
     return len(folders) > 1 and all(_PARTS.fullmatch(name.lower()) for name in folders)
 
 
 def refuse_parts_as_classes(folder: Path, files: Sequence[str]) -> None:
-    """Refuse the folders `Train` and `Test` as two classes.
+    """Refuse folders such as `Train` and `Test` as two classes.
 
     Raises:
-        ValueError: names the folders.
+        ValueError: the folders are splits; the message names them.
     """
     names = sorted({name.split("/", 1)[0] for name in files if "/" in name})
     if are_parts(names):
         raise ValueError(
-            f"{folder}: {', '.join(names)} are parts of the data by their names, not classes. Set data.train to one of them, and "
-            f"data.eval to another. If they are classes, list them: --data.label_names '[{', '.join(names)}]'"
+            f"{folder}: {', '.join(names)} are parts of the data by their names, not classes. Set data.train to one of "
+            f"them, and data.eval to another. If they are classes, list them: --data.label_names '[{', '.join(names)}]'"
         )
 
 
 def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]) -> None:
-    """Refuse images that lie with boxes or polygons: COCO, YOLO, Pascal VOC, labelme.
+    """Refuse images annotated with boxes or polygons: COCO, YOLO, Pascal VOC, labelme.
 
-    `files` are the images of the folder, and `others` its other files.
+    `files` are the images of the folder; `others` are its other files.
 
     Raises:
-        ValueError: names the file, and a folder of masks where one lies further below.
+        ValueError: an annotation file is found; the message names it, and a folder of masks if one lies below.
     """
     stems = {Path(name).stem for name in files}
     texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json")) and Path(name).stem in stems]
@@ -68,13 +68,14 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
         masks = next((entry for entry in folders if pairs_below(entry)), None)
         hint = f" {masks} holds masks: name that folder for semantic segmentation." if masks else ""
         raise ValueError(
-            f"{path} holds boxes or polygons ({kind}). Object detection is not one of the tasks; neither are polygons.{hint} "
-            "If the folders are classes, list them: --data.label_names '[a, b]' (with finetune also --task image-classification)"
+            f"{path} holds boxes or polygons ({kind}). Object detection is not one of the tasks; neither are "
+            f"polygons.{hint} If the folders are classes, list them: --data.label_names '[a, b]' (with finetune also "
+            "--task image-classification)"
         )
 
 
 def _kind_of_annotation(path: Path, suffix: str) -> str | None:
-    """The format of a file with boxes or polygons; None for a caption, names of classes or other text."""
+    """Return the format of a file with boxes or polygons. None for captions, class names and other text."""
     try:
         text = read_regular(path).decode("utf-8", "replace")
     except OSError:
@@ -92,10 +93,10 @@ def _kind_of_annotation(path: Path, suffix: str) -> str | None:
 
 
 def refuse_masks_as_classes(folder: Path, files: Sequence[str]) -> None:
-    """Refuse class folders that are images and their masks, by the folders' names or by what they hold.
+    """Refuse class folders that are images and their masks, by folder names or by content.
 
     Raises:
-        ValueError: names both folders.
+        ValueError: the folders are images and masks; the message names both.
     """
     names = [(images.name, masks.name) for images, masks in pairs_below(folder)]
     if names:
@@ -109,14 +110,17 @@ def refuse_masks_as_classes(folder: Path, files: Sequence[str]) -> None:
         why = f"the files of both have the same names and sizes, and those of {masks}/ few colors"
     other = "" if names else f" Rename the folders {folder}/images and {folder}/masks."
     raise ValueError(
-        f"{folder}: {images}/ and {masks}/ look like images and their masks ({why}), not like classes.{other} Use the task "
-        f"semantic-segmentation (recipe segmentation). If they are classes, list them: --data.label_names '[{images}, {masks}]' (with "
-        "finetune also --task image-classification)"
+        f"{folder}: {images}/ and {masks}/ look like images and their masks ({why}), not like classes.{other} Use the "
+        "task semantic-segmentation (recipe segmentation). If they are classes, list them: --data.label_names "
+        f"'[{images}, {masks}]' (with finetune also --task image-classification)"
     )
 
 
 def _masks_by_content(folder: Path, files: Sequence[str]) -> tuple[str, str] | None:
-    """Two class folders whose files agree in names and sizes, where one side alone has few colors; that one last."""
+    """Return (images, masks), two class folders, or None.
+
+    Their files have equal names and sizes, and only the masks have few colors.
+    """
     of_class: dict[str, dict[str, str]] = {}
     for file in files:
         name, _, inner = file.partition("/")
@@ -139,7 +143,10 @@ def _masks_by_content(folder: Path, files: Sequence[str]) -> tuple[str, str] | N
 
 
 def _look(path: Path) -> tuple[tuple[int, int], bool] | None:
-    """The size of an image, and whether it has few colors; None for a broken one, which the reader names."""
+    """Return the size of an image and whether it has few colors, or None.
+
+    None means a broken image. The reader reports it.
+    """
     try:
         with Image.open(path) as image:
             return image.size, image.getcolors(_MOST_COLOURS) is not None

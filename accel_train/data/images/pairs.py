@@ -1,4 +1,7 @@
-"""Find images with their masks: two folders (images and masks, CamVid, VOC, ADE20K, COCO's pixel maps), or a list of files."""
+"""Find images with their masks, in two folders or in a list of files.
+
+Known layouts: images and masks, CamVid, VOC, ADE20K, and COCO pixel maps.
+"""
 
 import os
 import re
@@ -14,21 +17,21 @@ _IMAGES = ("images", "image", "imgs", "img", "jpegimages")
 _MASK_WORDS = """masks mask annotations annotation annots annot labels label gt gts groundtruth
 segmentationclass segmentationclasspng segmentations segmentation"""
 _MASKS = tuple(_MASK_WORDS.split())
-"""Words in the names of folders of images and of masks, the likeliest first; in any case (`Images`, `train_masks`)."""
+"""Words in the names of image and mask folders, most likely first, in any case (`Images`, `train_masks`)."""
 _MAYBE_IMAGES = ("input", "inputs", "original", "originals", "raw", "source", "rgb")
 _MAYBE_MASKS = ("target", "targets", "segmented", "seg", "output", "outputs")
-"""Words that may also name classes: these folders are pairs only where their files have the same names."""
+"""Words that may also be class names. Such folders are pairs only if their files have the same names."""
 BESIDE = ("annot", "_annot", "_masks", "_mask", "_labels")
-"""Ends by which a folder of masks is told from that of its images: CamVid's `train` and `trainannot`."""
+"""Suffixes of a mask folder's name after the name of its image folder: CamVid has `train` and `trainannot`."""
 LISTED_SUFFIXES = frozenset((".txt", ".lst"))
 _MASK_ENDS = re.compile(r"(?:_masks?|_labels?|_seg|_gt|_L)$")
 _LINES_LOOKED_AT = 20
 _LEVELS = 4
-"""Folders above a list in which its files are looked for."""
+"""Number of folders above a list in which its files are looked up."""
 
 
 def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
-    """Return the folders of images and masks below a path; or, for a folder of images, itself and that of its masks."""
+    """Return the (images, masks) folders below a path, or an image folder and the folder of its masks; or None."""
     if len(below := pairs_below(path)) == 1:
         return below[0]
     for number in range(len(path.parts) - 1, -1, -1):
@@ -42,7 +45,7 @@ def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
 
 
 def pairs_below(path: Path) -> list[tuple[Path, Path]]:
-    """Return each folder of images that lies in a folder with its masks; one folder of masks for each."""
+    """Return (images, masks) for each image folder directly below a path. Each image folder has one mask folder."""
     pairs = []
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         if {*_words(entry.name)} & {*_IMAGES, *_MAYBE_IMAGES}:
@@ -58,7 +61,7 @@ def _words(name: str) -> list[str]:
 
 
 def _twins(folder: Path, name: str) -> list[Path]:
-    """The folders whose name has a word for masks where `name` has one for images, the likeliest first."""
+    """Return the folders whose names have a mask word in place of the image word of `name`, most likely first."""
     words, found = _words(name), []
     for entry in folder.iterdir() if folder.is_dir() else ():
         others = _words(entry.name)
@@ -80,24 +83,25 @@ def _are_a_pair(images: Path, masks: Path, is_sure: bool) -> bool:
 
 
 def have_the_same_names(names: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether nearly all files of the smaller side have one of the same name on the other, whatever their ends."""
+    """Return whether at least 90% of the files on the smaller side have a namesake on the other, ignoring suffixes."""
     stems, twins = ({os.path.splitext(name)[0] for name in side} for side in (names, others))
     twins = {stem if stem in stems else _MASK_ENDS.sub("", stem) for stem in twins}
     return bool(stems and twins) and len(stems & twins) >= 0.9 * min(len(stems), len(twins))
 
 
 def _holds_masks(folder: Path) -> bool:
-    """Return whether a folder is one of masks: its name says so, or images are in it."""
+    """Return whether a folder holds masks: it is called mask or masks, or it has images."""
     return folder.is_dir() and (folder.name.lower() in ("masks", "mask") or bool(list_images(folder)[0]))
 
 
 def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) -> ImagePool:
-    """Return images and masks of one relative name, whatever the ends (`a/b.jpg` and `a/b.png`, or `a/b_mask.png`).
+    """Return images and masks with equal relative names, ignoring suffixes.
 
-    `stems` are the names that are wanted, without their ends. Of VOC's images only those are taken that have a mask.
+    For example, `a/b.jpg` matches `a/b.png` or `a/b_mask.png`. `stems` are the wanted names without suffixes. In VOC,
+    only images with a mask are used.
 
     Raises:
-        ValueError: an image has no mask, or two; the message names both.
+        ValueError: an image has no mask or two masks; the message names the files.
     """
     image_names, mask_names = list_images(images)[0], list_images(masks)[0]
     if not image_names:
@@ -118,14 +122,15 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
     missing = [stem for stem in wanted if stem not in image_of]
     if missing:
         raise ValueError(
-            f"{images / missing[0]}.jpg (or another image format) is listed, and not there; add it, or take it out of the list"
+            f"{images / missing[0]}.jpg (or another image format) is listed, and not there; add it, or take it out of "
+            "the list"
         )
     alone = [image_of[stem] for stem in wanted if stem not in mask_of]
     if alone:
         more = f" (and {len(alone) - 1} more images have none)" if len(alone) > 1 else ""
         raise ValueError(
-            f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another image "
-            f"format){more}; add it, or remove the image"
+            f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another "
+            f"image format){more}; add it, or remove the image"
         )
     left_out = 0 if stems is not None else len(mask_of) - len(set(wanted))
     return ImagePool(
@@ -137,12 +142,12 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
 
 
 def listed_pool(path: Path, data: Data) -> ImagePool:
-    """Return the images and masks that a list names: `IMAGE MASK` on each line (CamVid), or a name without its end (VOC).
+    """Return the images and masks of a list: `IMAGE MASK` per line (CamVid), or a name without suffix (VOC).
 
-    Paths are relative to the list or a folder above it; the first folders of a path that are not here are left out.
+    Paths are relative to the list or to a folder above it. Leading folders that do not exist here are stripped.
 
     Raises:
-        ValueError: a line has another form, or its files are not there; the message names file and line.
+        ValueError: a line has another form or its files do not exist; the message names file and line.
     """
     lines = [(number, line.strip()) for number, (line, _) in enumerate(read_lines(path, data), start=1) if line.strip()]
     if not lines:
@@ -151,8 +156,8 @@ def listed_pool(path: Path, data: Data) -> ImagePool:
         found = next((pair for folder in path.absolute().parents[:_LEVELS] if (pair := pair_of_folders(folder))), None)
         if found is None:
             raise ValueError(
-                f"{path}:{lines[0][0]}: {lines[0][1]!r} is one name, and no folder of images with masks (JPEGImages and SegmentationClass) "
-                "lies above; write `IMAGE MASK` on each line"
+                f"{path}:{lines[0][0]}: {lines[0][1]!r} is one name, and no folder of images with masks (JPEGImages "
+                "and SegmentationClass) lies above; write `IMAGE MASK` on each line"
             )
         pool = pairs_pool(
             *found,
@@ -185,7 +190,7 @@ def _listed_pairs(path: Path, lines: Sequence[tuple[int, str]]) -> ImagePool:
 
 
 def _place_of(path: Path, number: int, name: str) -> tuple[Path, int]:
-    """The folder below which the list's files lie, and how many of the first folders of its paths are not here."""
+    """Return the root folder of a list's files, and the number of leading folders to strip from its paths."""
     if Path(name).is_absolute() and Path(name).is_file():
         return Path("/"), 0
     parts = Path(name).parts
@@ -199,10 +204,11 @@ def _place_of(path: Path, number: int, name: str) -> tuple[Path, int]:
 
 
 def lists_pairs(path: Path, data: Data) -> bool:
-    """Return whether each of the first lines names two files by their ends: an image and its mask."""
+    """Return whether each of the first lines names two image files: an image and its mask."""
     try:
         lines = [_fields(line) for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT) if line.strip()]
-    except ValueError:  # in another encoding
+    # The list is in another encoding.
+    except ValueError:
         return False
     ends = [[os.path.splitext(field)[1].lower() for field in fields] for fields in lines]
     return bool(ends) and all(len(pair) == 2 and all(end in IMAGE_SUFFIXES for end in pair) for pair in ends)

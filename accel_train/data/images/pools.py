@@ -1,4 +1,4 @@
-"""Resolve a name in `data.train` or `data.eval` to images, each with a label or a mask as its source has it."""
+"""Resolve a name in `data.train` or `data.eval` to images with labels or masks as stored."""
 
 import glob
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ from accel_train.recipe.data import Data
 
 
 def read_pools(names: str | Iterable[str], data: Data, key: str, *, masks: bool) -> ImagePool:
-    """Read everything that `key` (`data.train` or `data.eval`) names as one pool, with `masks` or with labels.
+    """Return one pool with all images that `key` (`data.train` or `data.eval`) names, with `masks` or with labels.
 
     Raises:
-        ValueError: something is missing, of an unknown kind, or a row is broken; the message names it.
+        ValueError: a source is missing or of an unknown kind, or a row is broken; the message names it.
     """
     names = (names,) if isinstance(names, str) else names
     data = data.model_copy(update={"label_column" if masks else "mask_column": None})
@@ -45,7 +45,7 @@ def read_pools(names: str | Iterable[str], data: Data, key: str, *, masks: bool)
 
 
 def scenes_pool(*, held_out: bool) -> ImagePool:
-    """Return the embedded scenes of digits with their masks: those to train on, or those to evaluate on."""
+    """Return the embedded digit scenes with their masks: the training scenes, or the held-out ones."""
     images, masks = digit_scenes(held_out=held_out)
     return ImagePool(images, f"{images.name}: {len(images):,} images", masks=masks)
 
@@ -72,7 +72,7 @@ def _read_pool(name: str, data: Data, key: str, masks: bool) -> list[ImagePool]:
 
 
 def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | None:
-    """The images below a folder with what the folder says of them; None where it holds none (it may hold tables)."""
+    """Return the images below a folder with their labels or masks. None if it has no images (it may have tables)."""
     folders = pair_of_folders(path) if masks else None
     if folders is not None and data.mask_column is not None:
         return pairs_pool(*folders)
@@ -92,14 +92,19 @@ def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | N
         return _with_class_folders(pool, folder, files, key)
     if data.mask_column is not None:
         raise ValueError(
-            f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names (or images/ and annotations/, "
-            f"JPEGImages/ and SegmentationClass/, {path} and {path}annot), or a list with `IMAGE MASK` on each line"
+            f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names (or "
+            f"images/ and annotations/, JPEGImages/ and SegmentationClass/, {path} and {path}annot), or a list with "
+            "`IMAGE MASK` on each line"
         )
     return pool
 
 
 def _with_class_folders(pool: ImagePool, folder: Path, files: Sequence[str], key: str) -> ImagePool:
-    """The pool with labels from root/CLASS/.../image: the first folder below the root is the class."""
+    """Return the pool with labels from root/CLASS/.../image: the first folder below the root is the class.
+
+    Raises:
+        ValueError: an image lies in no class folder, or a class folder has no image.
+    """
     classless = [file for file in files if "/" not in file]
     if classless:
         raise ValueError(

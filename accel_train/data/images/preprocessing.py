@@ -1,4 +1,4 @@
-"""Preprocessing of images: size, colour channels and normalisation, in memory and as preprocessor_config.json."""
+"""Image preprocessing: size, color channels and normalization, in memory and as preprocessor_config.json."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from accel_train.recipe.schema import Recipe
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's training images, as fractions of 255: what most vision models are trained with."""
+"""Mean and standard deviation of ImageNet's training images, as fractions of 255. Most vision models use them."""
 
 
 Size = int | tuple[int, int]
@@ -28,30 +28,30 @@ _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The preprocessing of every image, in training and evaluation alike."""
+    """The preprocessing of every image, in training and evaluation."""
 
     image_size: Size
     mean: tuple[float, ...] = IMAGENET_MEAN
-    """By channel, as a fraction of 255."""
+    """Mean per channel, as a fraction of 255."""
     std: tuple[float, ...] = IMAGENET_STD
     crop_fraction: float = 1.0
-    """Evaluation resizes the short edge to image_size / crop_fraction, and cuts out the centre."""
+    """Center crop: evaluation resizes the short edge to image_size / crop_fraction, then crops the center."""
     resample: int = Image.Resampling.BILINEAR
-    """Pillow's number of the interpolation: 2 bilinear, 3 bicubic."""
+    """Interpolation as Pillow's number: 2 bilinear, 3 bicubic."""
 
     @property
     def edge(self) -> int:
-        """Return the edge of the square, for a task that takes no other form."""
+        """Return the edge in pixels, for a task that only takes squares."""
         assert isinstance(self.image_size, int), "refused when the data were read"
         return self.image_size
 
     @property
     def mode(self) -> Mode:
-        """Pillow's name for the colours that the model sees."""
+        """Pillow's name of the model's color mode."""
         return "L" if len(self.mean) == 1 else "RGB"
 
     def normalise(self, images: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
-        """Return (pixels / 255 - mean) / std of uint8 images (H, W) or (H, W, C): float32 (N, C, H, W)."""
+        """Return (pixels / 255 - mean) / std of uint8 images (H, W) or (H, W, C), as float32 (N, C, H, W)."""
         stacked = torch.from_numpy(np.stack(images))
         channels_last = stacked[..., None] if stacked.ndim == 3 else stacked
         pixels = channels_last.permute(0, 3, 1, 2).contiguous().float()
@@ -59,9 +59,10 @@ class Preprocessing:
         return pixels.div_(255).sub_(mean).div_(std)
 
     def save(self, folder: Path, *, crops: bool) -> None:
-        """Write preprocessor_config.json, with which transformers' AutoImageProcessor does the same as an evaluation.
+        """Write preprocessor_config.json, so that transformers' AutoImageProcessor matches our evaluation.
 
-        `crops`: `resize_and_crop` and `normalise`, as for classification; else the whole image is resized to a square.
+        With `crops`, it describes `resize_and_crop` and `normalise`, as for classification. Without, the whole image is
+        resized to a square.
         """
         square = dict(zip(("height", "width"), height_width(self.image_size)))
         cropping = {
@@ -86,12 +87,12 @@ class Preprocessing:
 
 
 def height_width(size: Size) -> tuple[int, int]:
-    """Return the height and the width of a size."""
+    """Return (height, width) of a size."""
     return (size, size) if isinstance(size, int) else size
 
 
 def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.Image:
-    """Return the centre of an image as a square of `image_size`: the short edge is resized, the long one cut."""
+    """Return the center of an image as a square of `image_size`: the short edge is resized, the long edge cropped."""
     size = preprocessing.edge
     short = round(size / preprocessing.crop_fraction)
     width, height = image.size
@@ -106,12 +107,12 @@ def resize_and_crop(image: Image.Image, preprocessing: Preprocessing) -> Image.I
 
 
 def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tuple[str, ...]]:
-    """Return the preprocessing that the recipe's model was trained with, else ImageNet's; and notes on it.
+    """Return the preprocessing of the recipe's pretrained model, or ImageNet's, and notes.
 
     `config` is the model's transformers configuration.
 
     Raises:
-        ValueError: the model takes images of other than 1 or 3 channels.
+        ValueError: the model does not take 1 or 3 channels.
     """
     name, size = recipe.model.pretrained, recipe.data.image_size
     channels = int(getattr(config, "num_channels", 3))
@@ -132,18 +133,19 @@ def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tup
 
 
 def _normalised_as_asked(preprocessing: Preprocessing, recipe: Recipe) -> Preprocessing:
-    """The same with `data.image_mean` and `data.image_std`, where the recipe has them."""
+    """Return the preprocessing with the recipe's `data.image_mean` and `data.image_std`, if set."""
     mean, std = recipe.data.image_mean or preprocessing.mean, recipe.data.image_std or preprocessing.std
     for name, values in (("mean", mean), ("std", std)):
         if len(values) != len(preprocessing.mean):
             raise ValueError(
-                f"data.image_{name}={list(values)} has {len(values)} numbers, and the model takes {len(preprocessing.mean)} colours; give one for each"
+                f"data.image_{name}={list(values)} has {len(values)} numbers, and the model takes "
+                f"{len(preprocessing.mean)} colours; give one for each"
             )
     return replace(preprocessing, mean=mean, std=std)
 
 
 def pretrained_image_size(name: str, config: Any) -> int | None:
-    """Return the edge of the square images that a pretrained model was trained with; None where nothing says so."""
+    """Return the square edge that a pretrained model was trained with, or None if not documented."""
     own = getattr(config, "image_size", None)
     if isinstance(own, int):
         return own
@@ -162,19 +164,19 @@ def pretrained_image_size(name: str, config: Any) -> int | None:
 
 
 def note_of_lost_colours(images: Images, preprocessing: Preprocessing) -> tuple[str, ...]:
-    """Return a note where the model takes grey images only, and one of eight that are looked at has colours."""
+    """Return a note if the model takes only grayscale and one of eight inspected images has colors."""
     looked_at = evenly_spaced(len(images), 0 if preprocessing.mode == "RGB" else _NUM_LOOKED_AT)
     if all(images[index].mode in _GREY_MODES for index in looked_at):
         return ()
     return (
-        "colours are lost: the model takes 1 channel (model.config.num_channels), so images are made grey; transformers' "
-        "pipeline() shows a model colour images only, and cannot use it (model/README.md says what can): num_channels: 3 keeps "
-        "the colours",
+        "colours are lost: the model takes 1 channel (model.config.num_channels), so images are made grey; "
+        "transformers' pipeline() shows a model colour images only, and cannot use it (model/README.md says what "
+        "can): num_channels: 3 keeps the colours",
     )
 
 
 def _from_settings(settings: dict[str, Any], default: Preprocessing) -> Preprocessing:
-    """The settings of a preprocessor_config.json, as far as this package does the same."""
+    """Return the preprocessing in a preprocessor_config.json, limited to the settings that this package supports."""
     mean, std = (tuple(settings.get(f"image_{which}") or ()) for which in ("mean", "std"))
     if not settings.get("do_normalize", True):
         mean, std = (0.0,) * len(default.mean), (1.0,) * len(default.mean)

@@ -1,6 +1,6 @@
-"""Images with masks, a class number for each pixel: found, divided, read in pairs, augmented in training, and batched.
+"""Images with masks (a class id per pixel): find, split, read, augment and batch them.
 
-Augmentation keeps no state, so the same pair and generator give the same bits, in whichever process.
+Augmentation is stateless: the same pair and generator give the same bits in every process.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,12 @@ from accel_train.recipe.data import Augment, Data
 def read_pair(
     images: ImageRows, index: int, mode: Mode, num_classes: int, ignore_index: int
 ) -> tuple[Image.Image, Mask]:
-    """Return an image in the colours that the model sees, and its mask (H, W), of one size; all ignored without masks.
+    """Return an image in the model's color mode and its mask (H, W) of the same size.
+
+    Without masks, every pixel has `ignore_index`.
 
     Raises:
-        DataError: one of them cannot be read, they differ in size, or a pixel has no class; names both.
+        DataError: a file cannot be read, sizes differ, or a pixel has no class; the message names both files.
     """
     where = images.where(index)
     mask_where = "not there" if images.masks is None else images.masks.where(int(images.rows[index]))
@@ -52,15 +54,16 @@ def read_pair(
     if wrong.any():
         y, x = np.argwhere(wrong)[0].tolist()
         raise DataError(
-            f"{mask_where}, the mask of {where}: the pixel at x={x}, y={y} is {mask[y, x]}, but there are {num_classes} "
-            f"classes (0 to {num_classes - 1}), and data.ignore_index is {ignore_index}; repair the mask, list all classes "
-            f"in data.label_names, or set data.ignore_index: {mask[y, x]} if such pixels are not to count"
+            f"{mask_where}, the mask of {where}: the pixel at x={x}, y={y} is {mask[y, x]}, but there are "
+            f"{num_classes} classes (0 to {num_classes - 1}), and data.ignore_index is {ignore_index}; repair the "
+            f"mask, list all classes in data.label_names, or set data.ignore_index: {mask[y, x]} if such pixels are "
+            "not to count"
         )
     return image, mask
 
 
 def read_mask(images: ImageRows, index: int) -> Mask:
-    """Return the class number of each pixel, (H, W), of an image that has a mask."""
+    """Return the mask of an image, (H, W). The image must have a mask."""
     assert images.masks is not None
     row = int(images.rows[index])
     try:
@@ -70,19 +73,20 @@ def read_mask(images: ImageRows, index: int) -> Mask:
 
 
 def count_pixels(images: ImageRows, limit: int | None = None) -> NDArray[np.int64]:
-    """Return how many pixels have each of the values 0 to 255, (256,), in `limit` masks, evenly spaced, or in all."""
+    """Return the pixel counts (256,) of the values 0 to 255, over `limit` evenly spaced masks or all masks."""
     chosen = [] if images.masks is None else evenly_spaced(len(images), limit or len(images))
     found = in_threads(lambda index: np.bincount(read_mask(images, index).reshape(-1), minlength=256), chosen)
     return np.sum([np.zeros(256, np.int64), *found], axis=0, dtype=np.int64)
 
 
 def read_masked_images(data: Data, known_names: tuple[str, ...] | None = None) -> ImageSets:
-    """Read the images and masks that a recipe names, and what is held out of them.
+    """Return the images and masks that a recipe names, split into training and evaluation.
 
-    `known_names` are the classes of a pretrained model: taken where the masks have as many and the recipe names none.
+    `known_names` are the classes of a pretrained model. They are used if the recipe names no classes and the masks have
+    the same number.
 
     Raises:
-        ValueError: something is missing or broken; the text names both files.
+        ValueError: data is missing or broken; the message names both files.
     """
     pool = read_pools(data.train, data, "data.train", masks=True)
     other = None if data.eval is None else read_pools(data.eval, data, "data.eval", masks=True)
@@ -99,7 +103,7 @@ def _are_scenes(data: Data) -> bool:
 def _label_names(
     train: ImageRows, data: Data, known_names: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The classes in the order of their numbers, and notes; without names, all training masks are read for their numbers."""
+    """Return the class names in the order of their ids, and notes. Without names, this reads all training masks."""
     if data.label_names is not None:
         return data.label_names, ()
     if _are_scenes(data):
@@ -109,8 +113,8 @@ def _label_names(
     counts = count_pixels(train)
     if np.count_nonzero(counts) == 2 and counts[0] and counts[data.ignore_index]:
         raise ValueError(
-            f"data.train: the masks hold 0 and {data.ignore_index} alone, and data.ignore_index={data.ignore_index} leaves one class. For "
-            f"black and white masks set data.mask_values: [0, {data.ignore_index}]"
+            f"data.train: the masks hold 0 and {data.ignore_index} alone, and data.ignore_index={data.ignore_index} "
+            f"leaves one class. For black and white masks set data.mask_values: [0, {data.ignore_index}]"
         )
     counts[data.ignore_index] = 0
     if not counts.any():
@@ -124,7 +128,7 @@ def _label_names(
 
 @dataclass(frozen=True)
 class SegmentSettings:
-    """The settings of samples; `ignore_index` is a value of mask files, and of the labels of a batch."""
+    """Settings of samples. `ignore_index` is a value in mask files and in a batch's labels."""
 
     preprocessing: Preprocessing
     crop_size: Size
@@ -138,13 +142,13 @@ class SegmentSample(NamedTuple):
     """One image and its mask."""
 
     image: Pixels
-    """(S, T, 3), or (S, T) where the model takes grey ones."""
+    """Pixels (S, T, 3), or (S, T) for a grayscale model."""
     mask: Mask
-    """(H, W): S x T in training, the mask's own size in evaluation."""
+    """Mask (H, W): S x T in training, the mask's own size in evaluation."""
 
 
 class SegmentationImages(Dataset[SegmentSample]):
-    """Pairs for evaluation: the whole image, resized to `image_size`, and the mask as it is."""
+    """Pairs for evaluation: the whole image resized to `image_size`, and the unchanged mask."""
 
     def __init__(self, pairs: ImageRows, settings: SegmentSettings) -> None:
         self.pairs, self.settings = pairs, settings
@@ -159,13 +163,13 @@ class SegmentationImages(Dataset[SegmentSample]):
         return SegmentSample(np.asarray(_resized(image, size, preprocessing.resample)), mask)
 
     def decoded(self, index: int) -> tuple[Image.Image, Mask]:
-        """Return the whole image, in the colours that the model sees, and its mask."""
+        """Return the whole image in the model's color mode, and its mask."""
         settings = self.settings
         return read_pair(self.pairs, index, settings.preprocessing.mode, settings.num_classes, settings.ignore_index)
 
 
 class SegmentationCrops(SegmentationImages):
-    """Pairs for training: by index the crop in the middle, by `draw` one with its augmentation."""
+    """Pairs for training: a center crop by index, or an augmented crop by `draw`."""
 
     def __getitem__(self, index: int) -> SegmentSample:
         size = height_width(self.settings.preprocessing.image_size)
@@ -174,17 +178,17 @@ class SegmentationCrops(SegmentationImages):
         return SegmentSample(np.asarray(image), mask)
 
     def draw(self, index: int, generator: np.random.Generator) -> SegmentSample:
-        """Return a training sample, drawn by the generator alone."""
+        """Return a training sample that depends only on the index and the generator."""
         return augment_pair(*self.decoded(index), self.settings, generator)
 
 
 def augment_pair(
     image: Image.Image, mask: Mask, settings: SegmentSettings, generator: np.random.Generator
 ) -> SegmentSample:
-    """Return a crop of `crop_size` at a random place of the pair, scaled by a random factor, flipped and coloured.
+    """Return an augmented crop of `crop_size` at a random place: randomly scaled, flipped and colored.
 
-    The factor is uniform in `scale_range` and relative to `image_size`. What a crop has beyond the image is mean colour, and
-    `ignore_index` in the mask.
+    The scale factor is uniform in `scale_range`, relative to `image_size`. Outside the image, a crop has the mean
+    color, and its mask has `ignore_index`.
     """
     augment = settings.augment
     factor = 1.0 if augment.scale_range is None else generator.uniform(*augment.scale_range)
@@ -201,14 +205,17 @@ def augment_pair(
 
 
 def _draw_start(room: int, generator: np.random.Generator) -> int:
-    """Return where a crop begins in an image that is `room` pixels longer; below 0 where the crop is longer."""
+    """Return the start of a crop in an image that is `room` pixels longer. Negative if the crop is longer."""
     return int(generator.integers(min(room, 0), max(room, 0) + 1))
 
 
 def _crop_pair(
     image: Image.Image, mask: Mask, settings: SegmentSettings, size: tuple[int, int], corner: tuple[int, int]
 ) -> tuple[Image.Image, Mask]:
-    """The part of `crop_size` from this corner (left, top; below 0 puts the image inside) of the pair, resized to height and width `size`."""
+    """Return the crop of `crop_size` at `corner` of the pair, after resizing it to `size`.
+
+    `corner` is (left, top). Negative values place the image inside the crop. `size` is (height, width).
+    """
     preprocessing, (height, width) = settings.preprocessing, height_width(settings.crop_size)
     place = (-corner[0], -corner[1])
     mean = tuple(round(255 * channel) for channel in preprocessing.mean)
@@ -220,17 +227,17 @@ def _crop_pair(
 
 
 def _resized(image: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
-    """The image with height and width `size`."""
+    """Return the image resized to `size`, (height, width)."""
     return image if image.size == size[::-1] else image.resize(size[::-1], resample)
 
 
 def collate_segments(
     samples: Sequence[SegmentSample], *, preprocessing: Preprocessing, ignore_index: int
 ) -> dict[str, Any]:
-    """Return pixel_values (N, C, S, T) fp32; labels (N, H, W) uint8, each in the corner of the largest, the rest ignored.
+    """Return pixel_values (N, C, S, T) fp32 and labels (N, H, W) uint8, padded with `ignore_index` to the largest mask.
 
-    `num_targets` counts the pixels that are not ignored. Where sizes differ, `label_sizes` (N, 2) fp32 has each one's height
-    and width.
+    `num_targets` counts the pixels that are not ignored. If mask sizes differ, `label_sizes` (N, 2) fp32 has each
+    height and width.
     """
     sizes = np.array([sample.mask.shape for sample in samples])
     labels = np.full((len(samples), *sizes.max(axis=0)), ignore_index, np.uint8)

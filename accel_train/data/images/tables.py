@@ -1,4 +1,4 @@
-"""Images in tables (parquet, csv, jsonl, data sets), read on request, and in numpy's own files (.npz, .npy)."""
+"""Images in tables (parquet, csv, jsonl, data sets), read on request, and in NumPy files (.npz, .npy)."""
 
 import os
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 ARRAY_SUFFIXES = frozenset((".npz", ".npy"))
 _NUM_PROBED = 20
-"""Cells whose files are looked for in the folders next to a table."""
+"""Number of cells whose files are looked up in the folders next to a table."""
 
 
 def table_pool(source: Source, data: Data) -> ImagePool:
-    """Return the images of one file or data set with their masks, or with their labels.
+    """Return the images of one file or data set with their masks or labels.
 
-    The bytes of parquet and data sets stay on disk, memory-mapped (`datasets` keeps its copy of a parquet file in
-    `data.cache_dir`); a csv or jsonl file holds paths, relative to itself.
+    The bytes of parquet files and data sets stay on disk, memory-mapped. `datasets` stores its copy of a parquet file
+    in `data.cache_dir`. A csv or jsonl file holds paths relative to itself.
 
     Raises:
-        ValueError: it is no table, a column is missing, or a row is broken or there is none; the message names them.
+        ValueError: the source is not a table or is empty, a column is missing, or a row is broken.
     """
     image_columns = [column for column in (data.image_column, data.mask_column) if column is not None]
     columns = [column for column in (data.label_column, data.id_column) if column is not None]
@@ -66,12 +66,12 @@ def table_pool(source: Source, data: Data) -> ImagePool:
 
 
 def find_images(folder: Path, table: str, values: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the files that a table's cells name, relative to its `folder`; None where they are not found.
+    """Return the files that a table's cells name, relative to its `folder`, or None if not found.
 
-    They lie next to the table, or in one folder there (`train/` for `train.csv`), perhaps with an ending that the cells lack.
+    The files lie next to the table or in one folder there (`train/` for `train.csv`). Cells may lack the suffix.
 
     Raises:
-        ValueError: two folders hold them.
+        ValueError: two folders hold the files.
     """
     names = [value for value in values if isinstance(value, str) and value]
     probes = [names[index] for index in evenly_spaced(len(names), _NUM_PROBED)]
@@ -85,7 +85,8 @@ def find_images(folder: Path, table: str, values: Sequence[Any]) -> Sequence[Any
         return None
     if len(places) > 1 and places[0] not in preferred:
         raise ValueError(
-            f"{table}: {places[0]}/ and {places[1]}/ both hold its images; write the folder into the cells ({places[0]}/{probes[0]})"
+            f"{table}: {places[0]}/ and {places[1]}/ both hold its images; write the folder into the cells "
+            f"({places[0]}/{probes[0]})"
         )
     found = (
         (value, _file_of(folder / places[0], value) if isinstance(value, str) and value else None) for value in values
@@ -94,7 +95,7 @@ def find_images(folder: Path, table: str, values: Sequence[Any]) -> Sequence[Any
 
 
 def _file_of(folder: Path, name: str) -> str | None:
-    """The name of the file, with the ending that it has in the folder; None where it is not there."""
+    """Return the name of a file with its actual suffix, or None if it does not exist."""
     endings = ("",) if name.lower().endswith(IMAGE_SUFFIXES) else ("", *IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES))
     return next((name + ending for ending in endings if os.path.isfile(folder / (name + ending))), None)
 
@@ -103,10 +104,12 @@ def _parquet(path: Path, data: Data) -> "datasets.Dataset":
     import datasets
 
     has_bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()  # they would be drawn into ours
+    # Their bars would be drawn into ours.
+    datasets.disable_progress_bars()
     try:
         return datasets.Dataset.from_parquet(str(path), cache_dir=str(cache_root(data) / "images"))
-    except Exception as error:  # whatever pyarrow or datasets raise for a damaged file
+    # pyarrow and datasets raise many types for a damaged file.
+    except Exception as error:
         reason = (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
         raise ValueError(f"{path}: not a parquet file ({reason}); is it complete?") from error
     finally:
@@ -115,7 +118,10 @@ def _parquet(path: Path, data: Data) -> "datasets.Dataset":
 
 
 def _undecoded(dataset: "datasets.Dataset", column: str) -> Sequence[Any]:
-    """A column, read cell by cell. Images stay bytes and path: we decode, and know the row that is broken."""
+    """Return a column that is read cell by cell.
+
+    Images stay bytes and paths. This package decodes them, so that an error can name the broken row.
+    """
     import datasets
 
     alone = dataset.select_columns([column]).with_format(None)
@@ -126,13 +132,13 @@ def _undecoded(dataset: "datasets.Dataset", column: str) -> Sequence[Any]:
 
 
 def array_pool(path: Path, data: Data) -> ImagePool:
-    """Return the images of an array file with their masks, or with their labels.
+    """Return the images of an array file with their masks or labels.
 
-    `.npz`: arrays named as the columns are, or with an s (`images`, `labels`). `.npy`: the images alone, memory-mapped;
-    the rest lies next to it, with the name in place of `images` (`train_images.npy`, `train_labels.npy`).
+    `.npz`: arrays named like the columns, or with an s (`images`, `labels`). `.npy`: images only, memory-mapped. Labels
+    or masks lie next to it under a name that replaces `images` (`train_images.npy`, `train_labels.npy`).
 
     Raises:
-        ValueError: an array is missing, or of a shape or type that does not fit.
+        ValueError: an array is missing or has the wrong shape or type.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file (a pipe, a device or a folder); name an array file")
@@ -176,14 +182,15 @@ def _read(path: Path, name: str, image_column: str) -> NDArray[Any]:
         raise ValueError(
             f"{path}: {error.args[0]}; set data.{'image' if name == image_column else name}_column"
         ) from None
-    except Exception as error:  # zipfile, pickle and numpy each have their own
+    # zipfile, pickle and NumPy raise their own types.
+    except Exception as error:
         raise ValueError(
             f"{path}: cannot be read as an array ({str(error).splitlines()[0]}); is it complete?"
         ) from error
 
 
 def _next_to(path: Path, name: str, image_column: str) -> Path:
-    """The file of labels or masks: the images' name with another word in place of theirs."""
+    """Return the file of labels or masks: the images' name with `images` replaced."""
     for old in (f"{image_column}s", image_column):
         if old in path.stem:
             several, one = (path.with_stem(path.stem.replace(old, new)) for new in (f"{name}s", name))

@@ -1,3 +1,4 @@
 """Chats and instructions for supervised fine-tuning: reading, templates, packing.
 
-Plain text is in `data.text`."""
+Plain text is in `data.text`.
+"""

@@ -1,4 +1,4 @@
-"""`prepare_rows`: the fine-tuning rows of a recipe, checked, as tokens in memory, training and evaluation apart."""
+"""Read and tokenize the fine-tuning rows of a recipe into memory (`prepare_rows`)."""
 
 import hashlib
 import json
@@ -22,16 +22,18 @@ from accel_train.recipe.schema import Recipe
 _ROWS_AT_ONCE = 1024
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 _MEANINGFUL = ("tools", "label", "chosen", "rejected", "system", "input", "context", "history")
-"""Columns that change what a row of chats or prompts means."""
+"""Columns that change the meaning of a row of chats or prompts. A note lists those that are not read."""
 
 RowCorpus = Corpus[TokenRows]
 
 
 def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
-    """Read and tokenise a recipe's fine-tuning rows, each at most `sequence_length` targets long.
+    """Return a recipe's tokenized fine-tuning rows, split into training and evaluation.
+
+    Each row has at most `sequence_length` targets.
 
     Raises:
-        ValueError: a source, row, tokenizer or chat template is wrong, or nothing is left to train on.
+        ValueError: a source, row, tokenizer or chat template is wrong, or no training row is left.
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
@@ -93,10 +95,10 @@ def columns_of(data: Data) -> tuple[str, ...]:
 
 
 def check_row(row: Row, data: Data) -> Example:
-    """Return the example in a table's row, which has the cells of `columns_of`.
+    """Return the example in a table row with the cells of `columns_of`.
 
     Raises:
-        ValueError: a cell is of another type, or has nothing to learn; the message names file, row and column.
+        ValueError: a cell has the wrong type or nothing to learn; the message names file, row and column.
     """
     if data.format == "chat":
         return Example(_messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data), row.where)
@@ -120,12 +122,14 @@ def _messages(value: Any, at: str, data: Data) -> Messages:
         raise ValueError(f"{at} is an empty list, so there is nothing to learn; drop the row")
     messages: Messages = []
     for number, message in enumerate(value, start=1):
-        given = {name: item for name, item in message.items() if item is not None}  # Arrow fills absent keys with null
-        if "role" not in given and isinstance(given.get("from"), str):  # as in ShareGPT
+        # Arrow fills absent keys with null.
+        given = {name: item for name, item in message.items() if item is not None}
+        if "role" not in given and isinstance(given.get("from"), str):  # ShareGPT's keys
             role = given.pop("from")
             given = {"role": _SHAREGPT_ROLES.get(role, role), "content": given.pop("value", None), **given}
         parts = given.get("content")
-        if isinstance(parts, list) and parts and all(_is_text_part(part) for part in parts):  # as in OpenAI's API
+        # Parts of text, as in OpenAI's API.
+        if isinstance(parts, list) and parts and all(_is_text_part(part) for part in parts):
             given["content"] = "".join(part["text"] for part in parts)
         if given.pop("weight", 1) == 0:  # as in OpenAI's API
             raise ValueError(f"{at}, message {number}: weight 0 asks not to learn it, which is not done; drop the row")
@@ -156,7 +160,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def texts_of(rows: Iterable[Example]) -> Iterator[str]:
-    """Yield all texts of the rows, on which a tokenizer is trained."""
+    """Yield all texts of the rows, for training a tokenizer."""
     for row in rows:
         if isinstance(row.parts, tuple):
             yield from row.parts
@@ -169,7 +173,7 @@ def _bar(items: Iterable[Any], title: str, shown: bool) -> Iterator[Any]:
 
 
 def _hold_out(rows: list[Example], fraction: float, notes: list[str]) -> tuple[list[Example], list[Example]]:
-    """Rows to train on and rows to evaluate on: the same row lands on the same side in every run."""
+    """Return rows for training and rows for evaluation. Equal rows are on the same side in every run."""
     texts = [json.dumps(row.parts, sort_keys=True) for row in rows]
     train, evaluation, split = divide_rows(rows, texts, fraction)
     if split.cut_tail:
@@ -182,7 +186,7 @@ def _hold_out(rows: list[Example], fraction: float, notes: list[str]) -> tuple[l
 def _encode(
     rows: Sequence[Example], encode: Encoder, key: str, sequence_length: int, notes: list[str], progress: bool
 ) -> TokenRows:
-    """Tokens of all rows, cut at `sequence_length` targets; rows without a target in them are left out."""
+    """Return the tokens of all rows, cut at `sequence_length` targets, without the rows that have no target left."""
     tokens, is_target, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], [0]
     kept = slice(sequence_length + 1)
     num_cut = num_dropped = 0
@@ -201,8 +205,8 @@ def _encode(
         )
     if num_dropped:
         notes.append(
-            f"{key}: {num_dropped:,} of {len(rows):,} rows are left out, because nothing of their completion lies within "
-            f"data.sequence_length={sequence_length} tokens"
+            f"{key}: {num_dropped:,} of {len(rows):,} rows are left out, because nothing of their completion lies "
+            f"within data.sequence_length={sequence_length} tokens"
         )
     return TokenRows(np.concatenate(tokens), np.concatenate(is_target), np.cumsum(lengths))
 
@@ -216,7 +220,7 @@ def _fingerprint(*sides: TokenRows) -> str:
 
 
 def _unigram_perplexity(train: TokenRows, evaluation: TokenRows, vocab_size: int) -> float | None:
-    """Perplexity of the evaluation targets under the training targets' frequencies (with 1 added to each)."""
+    """Return the perplexity of the evaluation targets under add-one unigram frequencies of the training targets."""
     if not len(evaluation):
         return None
     counts = np.bincount(train.targets, minlength=vocab_size) + 1

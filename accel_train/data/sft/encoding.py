@@ -1,4 +1,4 @@
-"""Encode rows to fine-tune on: prompts with completions, and chats by their template, with a mask of what is learned."""
+"""Encode fine-tuning rows (prompts with completions, chats by template) as tokens with a target mask."""
 
 import re
 from collections import defaultdict
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = re.compile(r"\b(?:enable_)?thinking\b")
-"""Variables by which templates switch thinking on and off: Qwen, GLM, Nemotron, SmolLM; DeepSeek."""
+"""Variables that switch thinking on and off in templates of Qwen, GLM, Nemotron, SmolLM and DeepSeek."""
 _ROWS_TRIED = 8
-"""Chats that a template renders under limits first."""
+"""Number of chats that a template renders in a limited process first."""
 Messages = list[dict[str, Any]]
 
 
 class Example(NamedTuple):
-    """Prompt and completion of one row, or the messages of a chat, checked; and its file and row."""
+    """The checked content of one row and its place: prompt and completion, or the messages of a chat."""
 
     parts: tuple[str, str] | Messages
     where: str
@@ -39,15 +39,18 @@ class Encoded(NamedTuple):
 
 
 JOINED = "rows: a token would reach from prompt into completion; it was cut in two, as when generating"
-SPECIAL_TOKENS = "chats spell a special token in a message ({first}), which is read as that token: take such rows out unless you trust them"
+SPECIAL_TOKENS = (
+    "chats spell a special token in a message ({first}), which is read as that token: take such rows out unless you "
+    "trust them"
+)
 WITHOUT_END = "chats end without a special token; the end-of-sequence token was added as a target"
 END_NOT_LEARNED = (
-    "chats end in a token that the chat template leaves outside {{% generation %}}: the model does not learn to end its turn; "
-    "put it inside"
+    "chats end in a token that the chat template leaves outside {{% generation %}}: the model does not learn to end "
+    "its turn; put it inside"
 )
 
 Warnings = defaultdict[str, list[str]]
-"""Places of the rows that a user should know of, by the sentence that says why; met while rows are encoded."""
+"""Places of affected rows by warning sentence, collected during encoding."""
 
 
 Encoder = Callable[[Sequence[Example]], list[Encoded]]
@@ -56,10 +59,9 @@ Encoder = Callable[[Sequence[Example]], list[Encoded]]
 def completion_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> Encoder:
     """Return a function that encodes rows as beginning, prompt, completion, end.
 
-    The beginning is the token that `generate` begins with; the end is a target.
-
-    A token never reaches from the prompt into the completion, because there is no such token when the prompt is all that
-    is given. Special tokens inside the texts are encoded as the characters that they are.
+    The beginning is the token that `generate` starts with. The end is a target. No token spans prompt and completion,
+    because generation starts from the tokens of the prompt alone. Special tokens in the texts are encoded as plain
+    characters.
     """
     bos = tokenizer.tokenizer.bos_token_id
     begin = np.array([tokenizer.separator_id if bos is None else bos], np.int32)
@@ -72,7 +74,7 @@ def completion_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings)
         encoded = []
         for row, (_, text), prompt, whole in zip(rows, pairs, prompts, wholes):
             completion = whole[len(prompt) :]
-            # Cut from the whole, so that a tokenizer which marks the beginning of a text puts no mark in the middle.
+            # Cut from the whole text, so that a tokenizer that marks the start of a text puts no mark in the middle.
             if not np.array_equal(whole[: len(prompt)], prompt) or not len(completion):
                 warnings[JOINED].append(row.where)
                 completion = tokenizer.encode([text])[0]
@@ -92,18 +94,19 @@ def end_of(tokenizer: TextTokenizer) -> int:
 
 
 def chat_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> Encoder:
-    """Return a function that encodes chats as the tokenizer's template renders them; targets are in `{% generation %}`.
+    """Return a function that encodes chats with the tokenizer's template. Targets are inside `{% generation %}`.
 
-    A template without that is rendered turn by turn, and an assistant's turn is what it adds to the turns before it and
-    to its own generation prompt. What a generation prompt supplies, with thinking on or off, is never a target: an empty
-    block of thoughts, say.
+    A template without `{% generation %}` is rendered turn by turn. The targets of an assistant turn are the text that
+    it adds to the preceding turns and its generation prompt. Text that a generation prompt supplies, with thinking on
+    or off, is never a target (for example, an empty thinking block).
 
     Raises:
-        ValueError: there is no chat template, or the tokenizer cannot say where in the text its tokens are.
+        ValueError: no chat template exists, or the tokenizer does not report token offsets.
     """
     tool = tokenizer.tokenizer
     template = chat_template(tool, data)
-    tool.chat_template = template  # saved with the tokenizer, for those who chat with the model
+    # Saved with the tokenizer, so that others can chat with the model.
+    tool.chat_template = template
     marks_turns = _GENERATION.search(template) is not None
     special_ids = {*tool.all_special_ids, *tool.added_tokens_decoder}
     special_tokens = tool.convert_ids_to_tokens(sorted(special_ids))
@@ -120,8 +123,8 @@ def chat_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> En
         is_target[:1] = False
         if data.completion_only_loss and not is_target.any():
             raise ValueError(
-                f"{at}: the chat template marks nothing in it as the assistant's; put {{% generation %}} around what the "
-                "assistant says in data.chat_template"
+                f"{at}: the chat template marks nothing in it as the assistant's; put {{% generation %}} around what "
+                "the assistant says in data.chat_template"
             )
         if row.parts[-1]["role"] == "assistant":
             end = _end_of_turn(ids, special_ids, tool)
@@ -141,15 +144,15 @@ def chat_encoder(tokenizer: TextTokenizer, data: Data, warnings: Warnings) -> En
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerBase", data: Data) -> str:
-    """Return `data.chat_template` (Jinja, or a file with it), else the tokenizer's own.
+    """Return `data.chat_template` (Jinja, or a file), or the tokenizer's template by default.
 
     Raises:
-        ValueError: there is neither, the file cannot be read, or the tokenizer is not one of the tokenizers library.
+        ValueError: neither exists, the file cannot be read, or the tokenizer is not a fast one.
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"tokenizer: {tokenizer.name_or_path!r} is written in Python and cannot say where its tokens are in a text, "
-            "which data.format=chat needs; use one with a tokenizer.json"
+            f"tokenizer: {tokenizer.name_or_path!r} is written in Python and cannot say where its tokens are in a "
+            "text, which data.format=chat needs; use one with a tokenizer.json"
         )
     given = data.chat_template
     if given is None:
@@ -167,12 +170,13 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase", data: Data) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"data.chat_template={given!r} is neither Jinja (it has no {{{{ or {{%) nor a file that can be read: {error}"
+            f"data.chat_template={given!r} is neither Jinja (it has no {{{{ or {{%) nor a file that can be read: "
+            f"{error}"
         ) from error
 
 
 def _end_of_turn(ids: NDArray[np.int32], special_ids: set[int], tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The position of the special token that ends the text, white space behind it or not; None without one."""
+    """Return the position of the special token that ends the text, ignoring trailing white space; or None."""
     for index, token in reversed(list(enumerate(ids.tolist()))):
         if token in special_ids or tokenizer.decode([token]).strip():
             return index if token in special_ids else None
@@ -186,7 +190,8 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -
     is_target = np.array(encoding["assistant_masks"], np.bool_)
     ends_before = 0
     for index, (start, end) in enumerate(encoding["offset_mapping"]):
-        # transformers' mask ends at the first token of the last character, which may be several (UTF-8 bytes).
+        # transformers' mask ends at the first token of the last character. The character may have several (UTF-8
+        # bytes).
         if index and start < ends_before and is_target[index - 1]:
             is_target[index] = True
         ends_before = end
@@ -203,21 +208,25 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -
 
 
 def _supplied(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> set[str]:
-    """Return what generation prompts add to the turns before an assistant's."""
+    """Return the texts that generation prompts add before assistant turns."""
     found = set()
     for index, message in enumerate(messages):
         if message["role"] == "assistant" and index:
             try:
                 before = _rendered(tokenizer, messages[:index], at, tokenize=False)
                 prompts = _prompts(tokenizer, messages[:index], at)
-            except ValueError:  # of a template that takes whole chats only
+            # The template only accepts whole chats.
+            except ValueError:
                 continue
             found |= {prompt.removeprefix(before) for prompt in prompts if prompt.startswith(before)}
     return found
 
 
 def _end_of_supplied(text: str, begin: int, supplied: str) -> int:
-    """Return where a generation prompt ends in the text, if it reaches into a turn's targets, which begin at `begin`; else `begin`."""
+    """Return the end of a generation prompt in the text if the prompt reaches into a turn's targets, or `begin`.
+
+    The targets of the turn start at `begin`.
+    """
     for split in range(len(supplied)):
         head, rest = supplied[:split], supplied[split:]
         if text.startswith(rest, begin) and text.endswith(head, 0, begin):
@@ -226,7 +235,7 @@ def _end_of_supplied(text: str, begin: int, supplied: str) -> int:
 
 
 def _prompts(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> list[str]:
-    """Return the generation prompts after these turns: as the template has it first, then with thinking off and on."""
+    """Return the generation prompts after these turns: the template's default first, then thinking off and on."""
     names = sorted(set(_THINKING.findall(str(tokenizer.chat_template))))
     modes: list[dict[str, Any]] = [{}, *({name: value} for name in names for value in (False, True))]
     return [
@@ -252,9 +261,9 @@ def _by_prefixes(
         before = max((each for each in prompts if after.startswith(each)), key=len, default=None)
         if before is None or not whole.startswith(after):
             raise ValueError(
-                f"{at}, message {index + 1}: the chat template renders the turns before differently once this one follows, "
-                "so what the assistant adds cannot be found; put {% generation %} around what the assistant says in "
-                "data.chat_template, or set data.completion_only_loss: false"
+                f"{at}, message {index + 1}: the chat template renders the turns before differently once this one "
+                "follows, so what the assistant adds cannot be found; put {% generation %} around what the assistant "
+                "says in data.chat_template, or set data.completion_only_loss: false"
             )
         is_target |= (starts >= len(before)) & (starts < len(after))
     return ids, is_target

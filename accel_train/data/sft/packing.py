@@ -1,4 +1,4 @@
-"""Pack rows of tokens whole into windows of one length, in which each row is as if it stood alone."""
+"""Pack whole token rows into windows of one length. Each row in a window behaves as if it were alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,46 +12,49 @@ from torch.utils.data import Dataset
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.tokens import document_lengths
 
-INPUTS, LABELS, POSITIONS, DOCUMENTS = range(4)  # the rows of a sample
+# Indices of the rows of a sample.
+INPUTS, LABELS, POSITIONS, DOCUMENTS = range(4)
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of tokens, one after the other in two flat arrays."""
+    """Token rows, concatenated in two flat arrays."""
 
     tokens: NDArray[np.int32]
     is_target: NDArray[np.bool_]
-    """True where the loss counts a token's prediction; never at the first of a row, which is predicted from nothing."""
+    """Whether the loss counts the prediction of a token. False for the first token of a row, without context."""
     starts: NDArray[np.int64]
-    """The start of each row, and the end of the last."""
+    """Start of each row, plus the end of the last row."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Positions each row takes in a window: its last token is predicted and never read."""
+        """Return the positions that each row takes in a window. The last token is predicted but never read."""
         return np.diff(self.starts) - 1
 
     @property
     def targets(self) -> NDArray[np.int32]:
-        """The tokens whose prediction counts."""
+        """Return the tokens whose prediction counts."""
         return self.tokens[self.is_target]
 
 
 Windows = Sequence[NDArray[np.int64]]
-"""The numbers of the rows in each window, rising."""
+"""Row numbers of each window, ascending."""
 
 
 def pack(lengths: NDArray[np.int64], capacity: int) -> Windows:
-    """Put rows into as few windows as best-fit decreasing finds: the longest first, each where the least room stays.
+    """Return windows that hold the rows, packed by best-fit decreasing.
 
-    A function of the lengths alone, and O(n log n): a million rows take a few seconds. At most 11/9 of the fewest possible
-    windows, and with rows of many lengths nearly full ones (Johnson 1973). Windows come in the order of their first rows.
+    Longest rows go first, each into the window with the least remaining room. The result depends only on the lengths.
+    The cost is O(n log n): a million rows take a few seconds. The number of windows is at most 11/9 of the optimum
+    (Johnson 1973), and windows are nearly full if lengths vary. Windows are ordered by their first rows.
     """
     windows: list[list[int]] = []
     windows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r: there are windows with room for r more positions
+    # Bit r is set if a window has room for r more positions.
+    rooms = 0
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
         assert 0 < length <= capacity, f"row {row} of length {length}"
@@ -72,27 +75,28 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> Windows:
 
 
 class PackedRows(Dataset[NDArray[np.int64]]):
-    """Windows of `sequence_length` positions that hold whole rows, in memory: 5 bytes a token."""
+    """Windows of `sequence_length` positions with whole rows, in memory. A token takes 5 bytes."""
 
     def __init__(self, rows: TokenRows, windows: Windows, *, sequence_length: int, padding_id: int) -> None:
         self.rows, self.windows, self.sequence_length = rows, windows, sequence_length
-        self.padding_id = padding_id  # some token's id; nothing attends to it from a row, and it has no target
+        # Any token id works: no row attends to padding, and padding has no targets.
+        self.padding_id = padding_id
 
     def __len__(self) -> int:
         return len(self.windows)
 
     @property
     def fill(self) -> float:
-        """The fraction of all positions that hold a row's token."""
+        """Return the fraction of positions that hold a token of a row."""
         return float(self.rows.lengths.sum() / max(1, len(self) * self.sequence_length))
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Return window `index`: (4, T) int64, see `INPUTS`, `LABELS`, `POSITIONS`, `DOCUMENTS`.
+        """Return window `index`, (4, T) int64: `INPUTS`, `LABELS`, `POSITIONS`, `DOCUMENTS`.
 
-        The documents of a window are counted from 0; the padding behind them is document -1.
+        Documents of a window are numbered from 0. Trailing padding is document -1.
 
         Raises:
-            IndexError: there is no such window.
+            IndexError: the window does not exist.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
@@ -113,12 +117,13 @@ class PackedRows(Dataset[NDArray[np.int64]]):
 
 
 def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
-    """Return one batch of a language model from windows of `PackedRows`, with the names of `collate_windows`.
+    """Return a language model batch from windows of `PackedRows`, with the names of `collate_windows`.
 
-    `input_ids`, `labels` (-100: no target), `position_ids`, `document_ids`, all (B, T) int64; `document_lengths` (B, D) int64, of
-    which the padding is one; `num_targets`, an int.
-    `pad_to_multiple_of` is for windows with one row each: they need no mask, and so neither positions nor documents (causal
-    attention never looks at padding on the right), and are cut to the longest row, rounded up.
+    `input_ids`, `labels` (-100: no target), `position_ids` and `document_ids` are (B, T) int64. `document_lengths` is
+    (B, D) int64 and includes the padding as a document. `num_targets` is an int.
+
+    Set `pad_to_multiple_of` for windows of one row each. The batch is then cut to the longest row, rounded up. It has
+    no positions or documents, because causal attention never sees padding on the right.
     """
     windows = torch.from_numpy(np.stack(samples, axis=1))
     num_targets = int((windows[LABELS] != IGNORED_LABEL).sum())

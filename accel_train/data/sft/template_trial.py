@@ -1,4 +1,4 @@
-"""Try a chat template in a process of its own, under limits: a tokenizer's template is a stranger's program."""
+"""Test a chat template in a separate process under limits, because it is untrusted code."""
 
 import json
 import subprocess
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CPU_SECONDS = 5
-"""Processor time for all chats of a trial, which take milliseconds."""
+"""CPU time for all chats of a trial, in seconds. Normal templates take milliseconds."""
 MEMORY_BYTES = 2**30
-"""Memory above the interpreter's."""
+"""Memory above the interpreter's own, in bytes."""
 MOST_CHARACTERS = 2**24
-"""Length of a rendered chat."""
+"""Longest rendered chat, in characters."""
 _WALL_SECONDS = 300.0
 _TOO_LARGE = 65
-"""Exit code of the trial."""
+"""Exit code of a trial that exceeds the memory or length limit."""
 _TRIAL = """
 import sys
 sys.path[:] = [path for path in sys.path if path]  # nothing is imported from the current folder
@@ -52,12 +52,12 @@ def check_template(
 ) -> None:
     """Render chats with the tokenizer's template in another process, with and without a generation prompt.
 
-    `whose` names the origin of the template; empty: the tokenizer.
+    `whose` names the origin of the template in messages. Default: the tokenizer.
 
     Raises:
-        ValueError: the template takes more time or memory than `CPU_SECONDS`, `MEMORY_BYTES` and `MOST_CHARACTERS`.
+        ValueError: the template exceeds `CPU_SECONDS`, `MEMORY_BYTES` or `MOST_CHARACTERS`.
     """
-    # A tokenizer may have several, by name.
+    # A tokenizer may have several named templates.
     given = tokenizer.chat_template
     template = given if isinstance(given, str) else str(tokenizer.get_chat_template())
     if template in _tried:
@@ -74,11 +74,11 @@ def check_template(
         code = -1
     whose = whose or f"the chat template of the tokenizer {tokenizer.name_or_path}"
     remedy = "correct the template, or set data.chat_template to another one"
-    if code < 0:  # a signal of the limit
+    if code < 0:  # killed by the CPU limit, or timed out
         raise ValueError(f"{whose} renders for longer than {CPU_SECONDS} seconds; {remedy}")
     if code == _TOO_LARGE:
         raise ValueError(
-            f"{whose} needs more than {MEMORY_BYTES >> 20:,} MiB, or makes a chat longer than {MOST_CHARACTERS:,} characters; "
-            f"{remedy}"
+            f"{whose} needs more than {MEMORY_BYTES >> 20:,} MiB, or makes a chat longer than {MOST_CHARACTERS:,} "
+            f"characters; {remedy}"
         )
     _tried.add(template)

@@ -1,3 +1,4 @@
-"""Text as windows of tokens and as labelled rows: documents, tokenizers, token files.
+"""Text as token windows and as labeled rows: documents, tokenizers, token files.
 
-Chats and instructions are in `data.sft`."""
+Chats and instructions are in `data.sft`.
+"""

@@ -1,4 +1,4 @@
-"""Tokenise a corpus once: documents in, two token shards and their facts out."""
+"""Tokenize a corpus once, from documents to two token shards and their facts."""
 
 import lzma
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,23 +15,24 @@ from accel_train.data.text.tokenizers import TextTokenizer, prepare_tokenizer, t
 from accel_train.data.text.tokens import ShardWriter, TokenFile, Tokens, inspect_token_file, tail_start, token_chunks
 from accel_train.recipe.data import Data, TrainedTokenizer
 
-# Above this a larger sample no longer changes the frequent pairs that become tokens, but takes minutes and gigabytes.
+# A larger sample no longer changes which frequent pairs become tokens, but costs minutes and gigabytes.
 _BPE_LIMIT_CHARACTERS = 1 << 30
-# A long document is encoded in chunks of this many characters, so that one file keeps all cores busy and the encodings
-# (about 100 bytes a token) stay small.
+# Size of the chunks that a long document is encoded in. One file then keeps all cores busy, and the encodings (about
+# 100 bytes per token) stay small.
 _CHUNK_CHARACTERS = 1 << 17
 _BATCH_CHARACTERS = 1 << 21
-_XZ_LIMIT_BYTES = 8_000_000  # xz reads at most this much of the evaluation text (a few seconds)
+# Most evaluation text that xz reads (takes a few seconds).
+_XZ_LIMIT_BYTES = 8_000_000
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The sources and settings that shards are made from."""
+    """The sources and settings of shards."""
 
     data: Data
     train: tuple[Source, ...]
     eval: tuple[Source, ...]
-    """Empty: a part of `train` is held out."""
+    """Evaluation sources. Empty if a part of `train` is held out."""
     tokenizer: TextTokenizer | TrainedTokenizer
     notes: list[str]
     progress: bool
@@ -39,7 +40,7 @@ class Inputs:
 
 @dataclass
 class Counts:
-    """The numbers that are counted while documents pass."""
+    """Counters that are updated as documents pass."""
 
     num_documents: int = 0
     num_empty_documents: int = 0
@@ -47,12 +48,12 @@ class Counts:
     train_bytes: int = 0
     eval_bytes: int = 0
     eval_start: bytearray = field(default_factory=bytearray)
-    """The first megabytes of the evaluation text."""
+    """First megabytes of the evaluation text."""
     notes: list[str] = field(default_factory=list)
 
 
 class Chunk(NamedTuple):
-    """A part of one document that is encoded at once."""
+    """A part of one document, encoded in one call."""
 
     text: str
     begins_document: bool
@@ -60,10 +61,10 @@ class Chunk(NamedTuple):
 
 
 def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str, Any]]:
-    """Write train.bin, eval.bin and a trained tokenizer into a folder; return the tokenizer and the content of meta.json.
+    """Write train.bin, eval.bin and a trained tokenizer to a folder. Return the tokenizer and the content of meta.json.
 
     Raises:
-        ValueError: a document cannot be read, or none are left to train on.
+        ValueError: a document cannot be read, or no training document is left.
     """
     counts = Counts(notes=[*inputs.notes, *_leaks(inputs)])
     split = Split()
@@ -105,10 +106,10 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
 
 
 def cut_text(text: str, limit: int = _CHUNK_CHARACTERS) -> Iterator[str]:
-    """Yield a text in chunks of at most `limit` characters; nothing for an empty one.
+    """Yield a text in chunks of at most `limit` characters. An empty text yields nothing.
 
-    The cut is before a line that follows a line, without other white space at the seam, where there is such a place:
-    the pre-tokenizers of GPT-2, Llama 3 and their kin cut there too, so the tokens stay what they were.
+    If possible, cuts fall before a line that directly follows another line, without other white space at the cut. The
+    pre-tokenizers of GPT-2, Llama 3 and similar models split there too, so the tokens do not change.
     """
     start = 0
     while len(text) - start > limit:
@@ -123,7 +124,7 @@ def cut_text(text: str, limit: int = _CHUNK_CHARACTERS) -> Iterator[str]:
 
 
 def byte_bar(title: str, total_bytes: float, shown: bool) -> "tqdm[Any]":
-    """Return a progress bar of bytes on standard error."""
+    """Return a progress bar in bytes on standard error."""
     return tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None if shown else True, leave=False)
 
 
@@ -160,7 +161,7 @@ def _tokenise(
     writers: tuple[ShardWriter, ShardWriter],
     counts: Counts,
 ) -> None:
-    """Write the documents' tokens, each document after a separator, to the training or the held-out shard."""
+    """Write document tokens to the training or the held-out shard. A separator precedes each document."""
     separator = np.array([tokenizer.separator_id])
     for batch in _batches(_chunks(_texts(sources, inputs, title="tokenising"), split, counts)):
         sides: tuple[list[Tokens], list[Tokens]] = ([], [])
@@ -172,7 +173,7 @@ def _tokenise(
 
 
 def _chunks(texts: Iterable[str], split: Split, counts: Counts) -> Iterator[Chunk]:
-    """The chunks of all documents in order, counted on the way; empty documents have none."""
+    """Yield the chunks of all documents in order and update the counts. Empty documents are skipped."""
     for text in texts:
         if not text:
             counts.num_empty_documents += 1
@@ -191,7 +192,7 @@ def _chunks(texts: Iterable[str], split: Split, counts: Counts) -> Iterator[Chun
 
 
 def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks in lists of about two million characters."""
+    """Yield lists of chunks with about two million characters each."""
     batch: list[Chunk] = []
     num_characters = 0
     for chunk in chunks:
@@ -205,7 +206,10 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def _texts(sources: Sequence[Source], inputs: Inputs, title: str = "") -> Iterator[str]:
-    """The texts of all documents in order; with a title, and if progress is wanted, under a bar of the bytes read."""
+    """Yield the texts of all documents in order.
+
+    With a title, and if progress is wanted, this shows a progress bar of the bytes read.
+    """
     total = sum(map(num_bytes_of, sources))
     with byte_bar(title, total, inputs.progress and bool(title)) as bar:
         for source in sources:
@@ -241,11 +245,11 @@ def _token_files(sources: Sequence[Source]) -> list[TokenFile]:
 def _corpus_facts(
     inputs: Inputs, separator_id: int, train_shard: ShardWriter, eval_shard: ShardWriter, counts: Counts
 ) -> dict[str, Any]:
-    """Return the facts of a corpus that a build decides, as JSON has them; None where the source holds tokens, not text.
+    """Return the facts of a built corpus as JSON values. Facts on text are None if the source holds tokens.
 
-    `num_documents` has those for evaluation too (in token shards, the separators), and not the empty ones, which are left out.
-    `unigram_bits_per_byte` is the loss of the training tokens' frequencies on the evaluation targets (no context at all),
-    `xz_bits_per_byte` the size of the evaluation text, or of its first 8 MB, compressed by xz.
+    `num_documents` includes evaluation documents (separators, in token shards) but not empty documents.
+    `unigram_bits_per_byte` is the loss of the training token frequencies on the evaluation targets, without context.
+    `xz_bits_per_byte` is the xz-compressed size of the evaluation text, or of its first 8 MB.
     """
     train_is_text, eval_is_text = not holds_tokens(inputs.train), not holds_tokens(inputs.eval or inputs.train)
     num_train_separators = int(train_shard.token_counts[separator_id])
@@ -254,7 +258,8 @@ def _corpus_facts(
     unigram = None
     if eval_is_text and eval_shard.num_tokens > 1:
         targets = eval_shard.token_counts.copy()
-        targets[separator_id] -= 1  # the first token of the stream is no target, for a model either
+        # The first token of the stream is not a target for a model either.
+        targets[separator_id] -= 1
         with_one_added = train_shard.token_counts + 1
         unigram = float(-(targets * np.log2(with_one_added / with_one_added.sum())).sum()) / counts.eval_bytes
     text = bytes(counts.eval_start)

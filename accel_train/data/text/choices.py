@@ -1,4 +1,4 @@
-"""Texts with several endings, of which one is right: rows of tables as samples of token ids, and batches of them."""
+"""Texts with several endings, one of them right: read table rows, tokenize and batch them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,36 +31,36 @@ class ChoiceRow(NamedTuple):
     text: str
     endings: tuple[str, ...]
     label: int
-    """The place of the right ending, from 0; -100 without `data.label_column`."""
+    """Index of the right ending, from 0. -100 without `data.label_column`."""
     where: str
     """File and line or row."""
     id: str
-    """The row's name in predictions: its id column, else `where`."""
+    """Name of the row in predictions: its id column, or `where`."""
 
     @property
     def key(self) -> str:
-        """The text: rows with one text are on the same side of a split."""
+        """Return the text. Rows with equal texts are on the same side of a split."""
         return self.text
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Rows in memory, all with as many endings."""
+    """Rows in memory. All rows have the same number of endings."""
 
     num_choices: int
     train: list[ChoiceRow]
     eval: list[ChoiceRow] | None
     description: str
     notes: list[str]
-    """Notes to the user: sentences."""
+    """Notes for the user, as sentences."""
 
 
 def load_choices(recipe: Recipe) -> Choices:
-    """Read `data.train` and `data.eval`, or hold out a part of the first, text by text.
+    """Return the rows of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out by text.
 
     Raises:
-        ValueError: a row cannot be read, has no label or one that is no place, or has another number of endings than the first; the
-            message names file, row and column.
+        ValueError: a row cannot be read, its label is not an ending, or its number of endings differs from the first
+            row. The message names the row.
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
@@ -80,18 +80,20 @@ def _check_counts(rows: Sequence[ChoiceRow], first: ChoiceRow) -> None:
     other = next((row for row in rows if len(row.endings) != count), None)
     if other is not None:
         raise ValueError(
-            f"{other.where}: {len(other.endings)} endings, and {first.where} has {count}; all rows need as many, so fill it up or drop it"
+            f"{other.where}: {len(other.endings)} endings, and {first.where} has {count}; all rows need as many, so "
+            "fill it up or drop it"
         )
 
 
 def read_choices(sources: Sequence[Source], data: Data, *, key: str) -> list[ChoiceRow]:
-    """Read the rows of sources, all of them into memory.
+    """Return all rows of sources, in memory.
 
-    Of two `data.text_columns` the second is the beginning of each ending. `data.choices_columns` is one column with lists, or a column
-    for each ending.
+    If `data.text_columns` has two columns, the second is the beginning of each ending. `data.choices_columns` is one
+    column of lists, or one column per ending.
 
     Raises:
-        ValueError: there are none, a column is missing, or a cell is of another kind; the message names file, row and column.
+        ValueError: no rows exist, a column is missing, or a cell has the wrong type; the message names file, row and
+            column.
     """
     names, choices = data.text_columns, data.choices_columns
     if len(names) not in (1, 2):
@@ -129,7 +131,7 @@ def read_choices(sources: Sequence[Source], data: Data, *, key: str) -> list[Cho
 
 
 def _place(cell: Any, count: int, where: str) -> int:
-    """The place of the right ending: a number from 0, or a letter from A."""
+    """Return the index of the right ending from a number (from 0) or a letter (from A)."""
     name = label_name(cell) or ""
     if len(name) == 1 and "A" <= name <= "Z":
         name = str(ord(name) - ord("A"))
@@ -142,18 +144,21 @@ def _place(cell: Any, count: int, where: str) -> int:
 
 
 class Sample(NamedTuple):
-    """One text with each of its endings as token ids."""
+    """One text, tokenized with each of its endings."""
 
     ids: tuple[NDArray[np.int32], ...]
     second_from: tuple[int, ...]
-    """Of each ending, its first token."""
+    """Position of the first token of each ending."""
     label: int
 
 
 def tokenize_choices(
     rows: Sequence[ChoiceRow], tokenizer: "PreTrainedTokenizerBase", max_length: int, *, progress: bool
 ) -> list[Sample]:
-    """Return rows as pairs of text and ending, with the tokenizer's special tokens; longer ones are cut, the longer part first."""
+    """Return rows as tokenized pairs of text and ending, with special tokens.
+
+    Pairs over `max_length` are truncated, the longer part first.
+    """
     use_rust_threads()
     samples: list[Sample] = []
     with tqdm(
@@ -183,9 +188,9 @@ def tokenize_choices(
 def collate_choices(
     samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
 ) -> dict[str, Any]:
-    """Pad samples on the right: `input_ids`, `attention_mask`, perhaps `token_type_ids`, (N, choices, T) int64; `labels` (N,).
+    """Return a batch padded on the right: `input_ids`, `attention_mask` and optionally `token_type_ids`.
 
-    `num_targets` is N, less the samples whose label is not known.
+    All have shape (N, choices, T), int64. `labels` is (N,). `num_targets` is the number of samples with a known label.
     """
     ids = [each for sample in samples for each in sample.ids]
     batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)

@@ -1,4 +1,4 @@
-"""`prepare_text`: the text of a recipe as token shards on disk, made once and found again."""
+"""Tokenize a recipe's text into shards on disk, once, and reuse them (`prepare_text`)."""
 
 import shutil
 import sys
@@ -17,27 +17,22 @@ from accel_train.data.sources import Source, files_of, holds_tokens, resolve_bot
 from accel_train.data.text.build import Inputs, build_shards, byte_bar
 from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
 from accel_train.data.text.tokens import WindowDataset
-from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Part of every key: raise it when the same sources would give other shards.
+# Part of every cache key. Raise it when the same sources would give other shards.
 _FORMAT = 1
-_READING = (
-    "encoding",
-    "header",
-    "delimiter",
-    "quoting",
-)  # in the key only where they are no defaults, so that earlier tokens are found
+_READING = ("text_column", "encoding", "encoding_errors", "header", "delimiter", "quoting")
 
 Samples = TypeVar("Samples")
 
 
 @dataclass(frozen=True)
 class Corpus(Generic[Samples]):
-    """Tokenised text or rows, ready to train on; sizes and ids as in `TextTokenizer`."""
+    """Tokenized text or rows, ready for training. Sizes and ids are as in `TextTokenizer`."""
 
     train: Samples
     eval: Samples | None
@@ -45,22 +40,22 @@ class Corpus(Generic[Samples]):
     vocab_size: int
     separator_id: int
     fingerprint: str
-    """Hex; equal fingerprints mean equal tokens and equal targets."""
+    """Hex digest. Equal fingerprints mean equal tokens and equal targets."""
     facts: dict[str, Any]
     large_files: Mapping[Path, str] = field(default_factory=dict)
-    """SHA-256 by path of the files that were not compared with theirs, because that takes long."""
+    """SHA-256 by path of large files whose digests are not checked yet, because that takes long."""
 
 
 TextCorpus = Corpus[WindowDataset]
 
 
 def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
-    """Tokenise a recipe's text into memory-mapped shards, or find them where an earlier run left them.
+    """Return a recipe's text as memory-mapped shards, built now or by an earlier run.
 
-    Any number of processes may call this at once: one builds, the others wait and read. `progress` shows bars.
+    Any number of processes may call this at once: one builds, the others wait and read. `progress` shows progress bars.
 
     Raises:
-        ValueError: a source or the tokenizer cannot be read, or there is too little text for one window.
+        ValueError: a source or the tokenizer cannot be read, or the text is too short for one window.
     """
     inputs = _inputs(recipe, progress)
     root = cache.cache_folder(recipe.data)
@@ -75,11 +70,6 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
             if meta is None:
                 notes = _reasons_to_build(inputs, contents["tokenizer"], root, folder)
                 built, meta = _build(inputs, root, folder)
-    if "sha256" not in meta:  # of an earlier version
-        notes.append(
-            f"the kept tokens in {folder} have no digests, so only their sizes were checked: "
-            "once that folder is removed, they are made with digests"
-        )
     for note in notes if progress else ():
         tqdm.write(note, file=sys.stderr)
     return _open(recipe, inputs, folder, meta, built, notes)
@@ -99,7 +89,7 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
 
 
 def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
-    """Everything that decides the tokens. File names are not in it: a corpus may move."""
+    """Return everything that determines the tokens. File names are excluded, so a corpus may move."""
     data, tokenizer = inputs.data, inputs.tokenizer
     sides = {"train": inputs.train, "eval": inputs.eval}
     sizes = sum(file.stat().st_size for file in files_of((*inputs.train, *inputs.eval)))
@@ -112,9 +102,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         "format": _FORMAT,
         **contents,
         "eval_fraction": None if inputs.eval else data.eval_fraction,
-        "text_column": data.text_column,
-        "encoding_errors": data.encoding_errors,
-        **{name: getattr(data, name) for name in _READING if getattr(data, name) != Data.model_fields[name].default},
+        **{name: getattr(data, name) for name in _READING},
         "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else tokenizer.model_dump(),
     }
 
@@ -141,7 +129,7 @@ def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folde
 
 
 def _build(inputs: Inputs, root: Path, folder: Path) -> tuple[TextTokenizer, dict[str, Any]]:
-    """Build in a staging folder and publish in one rename; the caller holds the lock."""
+    """Build in a staging folder and publish it in one rename. The caller holds the lock."""
     files = files_of((*inputs.train, *inputs.eval))
     stamps = [cache.stamp_of(file) for file in files]
     with publish_folder(folder, root / f"{folder.name}.building") as building:
@@ -168,8 +156,8 @@ def _open(
     num_tokens = facts["train_tokens"]
     if num_tokens <= length:
         raise ValueError(
-            f"data.sequence_length={length} needs {length + 1} training tokens for one window; {facts['sources']} gives "
-            f"{num_tokens}; lower it to {num_tokens - 1} or less, or add text"
+            f"data.sequence_length={length} needs {length + 1} training tokens for one window; {facts['sources']} "
+            f"gives {num_tokens}; lower it to {num_tokens - 1} or less, or add text"
         )
     tokenizer = built or inputs.tokenizer
     if isinstance(tokenizer, TrainedTokenizer):

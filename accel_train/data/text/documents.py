@@ -1,7 +1,7 @@
-"""Documents, one after the other, out of text files, tables and data sets; and which of them are held out.
+"""Read documents from text files, tables and data sets, and decide which are held out.
 
-Memory holds one document, or one batch of rows, whatever the size of the source. Which side a document is on is decided by
-its text alone: the same in every run, on every machine, in any order and with any seed, so copies stay together.
+Memory holds one document or one batch of rows, for any source size. The text alone decides the side of a document. The
+split is the same in every run, on every machine, in any order and with any seed, and copies stay together.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,17 +21,17 @@ Row = TypeVar("Row")
 
 
 class Document(NamedTuple):
-    """One text, as a user would count them; it may be empty."""
+    """One text in the user's sense of a document. It may be empty."""
 
     text: str
     num_source_bytes: float
 
 
 def read_documents(source: Source, data: Data) -> Iterator[Document]:
-    """Yield the documents of a source in its own order; line ends stay as they are, a byte order mark goes.
+    """Yield the documents of a source in source order. Line ends are kept; a byte order mark is removed.
 
     Raises:
-        ValueError: a row is broken, is not text, or is not UTF-8; the message names file, line or row, and byte.
+        ValueError: a row is broken, not text, or not UTF-8; the message names file, line or row, and byte.
     """
     for part in [replace(source, files=(file,)) for file in source.files] or [source]:
         if part.files and file_kind(part.files[0]) == "text":
@@ -43,19 +43,19 @@ def read_documents(source: Source, data: Data) -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class Split:
-    """The rule by which documents are held out for evaluation."""
+    """The rule that holds documents out for evaluation."""
 
     eval_fraction: float = 0.0
-    """Documents whose hash lies in this lowest fraction of all hashes are held out."""
+    """Fraction of the hash range that is held out, from the lowest hash."""
     moved_hash: int | None = None
-    """The hash of a text that is held out although it lies higher."""
+    """Hash of one more held-out text, above the fraction."""
     cut_tail: bool = False
-    """Not whole documents, but the last `eval_fraction` of each document's characters."""
+    """Whether to hold out the last `eval_fraction` of each document's characters instead of whole documents."""
     note: str = ""
-    """A note to the user about this choice, if any."""
+    """Note for the user about this split, or empty."""
 
     def divide(self, text: str) -> tuple[str, str]:
-        """Return the part of a document's text to train on and the part held out; either may be empty."""
+        """Return the training part and the held-out part of a document's text. Either may be empty."""
         if self.cut_tail:
             num_kept = min(max(int(len(text) * (1 - self.eval_fraction)), 1), max(len(text) - 1, 1))
             return text[:num_kept], text[num_kept:]
@@ -68,12 +68,13 @@ class Split:
 
 
 def choose_split(texts: Iterable[str], eval_fraction: float) -> Split:
-    """Hold out `eval_fraction` of the documents, and at least one; of a single document, its tail.
+    """Return a split that holds out `eval_fraction` of the documents: at least one, or the tail of a single document.
 
-    Reads documents until both sides have one: all of a small corpus, about 1 / eval_fraction of a large one.
+    Reads documents until both sides have one. This is the whole of a small corpus, and about 1 / eval_fraction
+    documents of a large one.
 
     Raises:
-        ValueError: no document is left to train on.
+        ValueError: no training document is left.
     """
     split = Split(eval_fraction)
     if eval_fraction == 0:
@@ -105,7 +106,7 @@ def choose_split(texts: Iterable[str], eval_fraction: float) -> Split:
 
 
 def divide_rows(rows: Sequence[Row], texts: Sequence[str], eval_fraction: float) -> tuple[list[Row], list[Row], Split]:
-    """Return the rows to train on, those held out by their texts (equal ones are on one side), and the rule."""
+    """Return training rows, held-out rows and the split. Rows with equal texts are on the same side."""
     split = choose_split(texts, eval_fraction)
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row, text in zip(rows, texts):

@@ -1,4 +1,4 @@
-"""Labelled texts: rows of tables with one text or a pair and their labels, as samples of token ids, and batches of them."""
+"""Labeled texts: read table rows with one text or a pair, tokenize and batch them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,45 +22,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXTS_PER_CALL = 1000
-_BETWEEN_TEXTS = "\x1e"  # a pair is hashed as one text; ASCII's record separator stands in no text that people write
+# Joins a pair into one text for hashing. ASCII's record separator does not occur in written text.
+_BETWEEN_TEXTS = "\x1e"
 
 
 class Keyed(Protocol):
-    """A row that is known by a text: rows with the same one are on the same side of a split."""
+    """A row with a text key. Rows with equal keys are on the same side of a split."""
 
     @property
     def key(self) -> str:
-        """The text."""
+        """The key text."""
 
 
 KeyedRow = TypeVar("KeyedRow", bound=Keyed)
 
 
 class TextRow(NamedTuple):
-    """One text or pair, and its label."""
+    """One text or pair with its label."""
 
     texts: tuple[str, ...]
     label: Any
-    """None without `data.label_column`."""
+    """Label, or None without `data.label_column`."""
     where: str
     """File and line or row."""
     id: str
-    """The row's name in predictions: its id column, else `where`."""
+    """Name of the row in predictions: its id column, or `where`."""
 
     @property
     def key(self) -> str:
-        """Its texts as one."""
+        """Return the row's texts joined into one."""
         return _BETWEEN_TEXTS.join(self.texts)
 
 
 def joined(rows: Iterable[TextRow]) -> list[str]:
-    """Return each row's texts as one, which is hashed, and whose words a bag of words counts."""
+    """Return each row's texts joined into one, for hashing and for counting words."""
     return [row.key for row in rows]
 
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Texts in memory with their labels as `LabelScheme.encode` gives them."""
+    """Texts in memory, with labels encoded by `LabelScheme.encode`."""
 
     scheme: LabelScheme
     train: list[TextRow]
@@ -69,11 +70,11 @@ class LabelledTexts:
     eval_labels: NDArray[Any]
     description: str
     notes: list[str]
-    """Notes to the user: sentences."""
+    """Notes for the user, as sentences."""
 
     @property
     def num_train_of_label(self) -> dict[str, int]:
-        """Training texts of each class; empty for a regression."""
+        """Return the number of training texts per class. Empty for regression."""
         if self.scheme.problem_type == "regression":
             return {}
         labels, names = self.train_labels, self.scheme.names
@@ -82,10 +83,12 @@ class LabelledTexts:
 
 
 def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> LabelledTexts:
-    """Read `data.train` and `data.eval`, or hold out a part of the first; `known_names` as in `label_scheme`.
+    """Return the labeled texts of `data.train` and `data.eval`.
+
+    Without `data.eval`, a part of `data.train` is held out. `known_names` is passed to `label_scheme`.
 
     Raises:
-        ValueError: a row cannot be read, or has no label or an unknown one; the message names file, row and column.
+        ValueError: a row cannot be read, or its label is missing or unknown; the message names file, row and column.
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
@@ -135,10 +138,10 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
 
 
 def read_text_rows(sources: Sequence[Source], data: Data, *, key: str) -> list[TextRow]:
-    """Read the rows of sources with the texts of `data.text_columns`, all of them into memory.
+    """Return all rows of sources with the texts of `data.text_columns`, in memory.
 
     Raises:
-        ValueError: as `text_rows`, or there are not one or two columns.
+        ValueError: the number of columns is not one or two, or `text_rows` fails.
     """
     num_texts = len(data.text_columns)
     if num_texts not in (1, 2):
@@ -151,10 +154,10 @@ def read_text_rows(sources: Sequence[Source], data: Data, *, key: str) -> list[T
 def text_rows(
     sources: Sequence[Source], data: Data, columns: Sequence[str], label_column: str | None, *, key: str
 ) -> list[TextRow]:
-    """Read the rows of sources with the texts of these columns, all of them into memory.
+    """Return all rows of sources with the texts of these columns, in memory.
 
     Raises:
-        ValueError: there are none, a column is missing, or a cell is no text; the message names file, row and column.
+        ValueError: no rows exist, a column is missing, or a cell is not text; the message names file, row and column.
     """
     further = [column for column in (label_column, data.id_column) if column is not None]
     rows = []
@@ -169,7 +172,9 @@ def text_rows(
 
 
 def hold_out(rows: list[KeyedRow], eval_fraction: float) -> tuple[list[KeyedRow], list[KeyedRow] | None, list[str]]:
-    """Return training rows, evaluation rows (None where the fraction is 0), and notes; equal texts are on the same side.
+    """Return training rows, evaluation rows (None if the fraction is 0), and notes.
+
+    Rows with equal texts are on the same side.
 
     Raises:
         ValueError: one side would be empty.
@@ -177,14 +182,14 @@ def hold_out(rows: list[KeyedRow], eval_fraction: float) -> tuple[list[KeyedRow]
     train, evaluation, split = divide_rows(rows, [row.key for row in rows], eval_fraction)
     if split.cut_tail:
         raise ValueError(
-            "data.train has one text only (repeated, perhaps), so none can be held out for evaluation; give more, or set "
-            "data.eval, or data.eval_fraction: 0"
+            "data.train has one text only (repeated, perhaps), so none can be held out for evaluation; give more, or "
+            "set data.eval, or data.eval_fraction: 0"
         )
     return train, evaluation or None, [split.note.replace("documents", "texts")] if split.note else []
 
 
 def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed]) -> list[str]:
-    """Return a note where evaluation texts are trained on as well."""
+    """Return a note if evaluation texts are also training texts."""
     trained = {row.key for row in train}
     count = sum(row.key in trained for row in evaluation)
     if not count:
@@ -193,7 +198,7 @@ def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed]) -> list[
 
 
 def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], columns: Sequence[str]) -> list[str]:
-    """Return a note for each column of pairs where evaluation pairs have a text that another, a training pair has as well."""
+    """Return a note for each pair column in which evaluation pairs share a text with a different training pair."""
     notes = []
     trained_pairs = {row.texts for row in train}
     others = [row.texts for row in evaluation if row.texts not in trained_pairs]
@@ -202,42 +207,45 @@ def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], column
         count = sum(texts[side] in trained for texts in others)
         if count:
             notes.append(
-                f"{count:,} of {len(evaluation):,} evaluation pairs have a {column!r} that another pair in data.train too has: their score "
-                "says little of new ones"
+                f"{count:,} of {len(evaluation):,} evaluation pairs have a {column!r} that another pair in data.train "
+                "too has: their score says little of new ones"
             )
     return notes
 
 
 def _with_labels(rows: list[TextRow], data: Data, key: str) -> tuple[list[TextRow], list[str]]:
-    """Return the rows that have a label, and a note on the others, where `data.missing_labels` leaves these out."""
+    """Return the rows that have a label, and a note on the others if `data.missing_labels` drops them."""
     if data.missing_labels == "error" or data.label_column is None:
         return rows, []
     kept = [row for row in rows if not is_missing(row.label)]
     if not kept:
         raise ValueError(f"{key}: no row has a label in column {data.label_column!r}; name another data.label_column")
     missing = [row.where for row in rows if is_missing(row.label)]
-    note = f"{key}: {len(missing):,} of {len(rows):,} rows have no label and are left out ({', '.join(missing[:1])} is the first)"
+    note = (
+        f"{key}: {len(missing):,} of {len(rows):,} rows have no label and are left out ({', '.join(missing[:1])} is "
+        "the first)"
+    )
     return kept, [note] if missing else []
 
 
 class Sample(NamedTuple):
-    """One text, or pair, and its label."""
+    """One tokenized text or pair with its label."""
 
     ids: NDArray[np.int32]
     second_from: int
-    """The first token of a pair's second text; the number of tokens where there is none."""
+    """Position of the first token of a pair's second text. For a single text, the number of tokens."""
     label: Any
-    """An id, a number, or a row of zeros and ones."""
+    """Class id, number, or row of zeros and ones."""
 
 
 def collate_texts(
     samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
 ) -> dict[str, Any]:
-    """Pad samples on the right to the longest: `input_ids`, `attention_mask`, perhaps `token_type_ids`, (N, T) int64.
+    """Return a batch padded on the right: `input_ids`, `attention_mask` and optionally `token_type_ids`, (N, T) int64.
 
-    T is a multiple of `multiple`, and never more than `max_length`, which is what the model can take. `with_types` tells
-    the model which tokens are of the second text. Also `labels` (N, ...), and `num_targets`: N, less the texts whose class
-    is not known.
+    T is the longest length, rounded up to a multiple of `multiple`, and at most `max_length`, the model's limit. With
+    `with_types`, `token_type_ids` marks the tokens of the second text. `labels` is (N, ...). `num_targets` is the
+    number of texts with a known class.
     """
     ids = [sample.ids for sample in samples]
     batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
@@ -257,12 +265,13 @@ def tokenize_rows(
     *,
     progress: bool,
 ) -> list[Sample]:
-    """Return rows as token ids with the tokenizer's special tokens; longer ones are cut, of a pair the longer text first.
+    """Return rows as token ids with the tokenizer's special tokens.
 
-    What looks like a special token inside a text is read as the characters that it is.
+    Rows over `max_length` are truncated, in a pair the longer text first. Special tokens in a text are encoded as plain
+    characters.
 
     Raises:
-        ValueError: a text has no token at all.
+        ValueError: a text has no tokens.
     """
     use_rust_threads()
     samples: list[Sample] = []
@@ -283,7 +292,8 @@ def tokenize_rows(
             for row, (ids, types) in enumerate(zip(encoded["input_ids"], encoded["token_type_ids"]), start=start):
                 if not ids:
                     raise ValueError(
-                        f"{rows[row].where}: the text is empty, and the tokenizer adds no token of its own; drop the row"
+                        f"{rows[row].where}: the text is empty, and the tokenizer adds no token of its own; drop the "
+                        "row"
                     )
                 second_from = types.index(1) if 1 in types else len(ids)
                 samples.append(Sample(np.array(ids, dtype=np.int32), second_from, labels[row]))
@@ -292,17 +302,20 @@ def tokenize_rows(
 
 
 def classifier_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTokenizerBase", list[str]]:
-    """Return the recipe's tokenizer with a padding token, and notes on what was decided.
+    """Return the recipe's tokenizer with a padding token, and notes on its choice.
 
-    `bytes` and a BPE trained here get [CLS], [SEP] and [PAD], and read a text as [CLS] text [SEP], a pair as
-    [CLS] first [SEP] second [SEP]. `auto` is the tokenizer of `model.pretrained`, else bytes.
+    `bytes` and a BPE trained here get [CLS], [SEP] and [PAD]. They encode a text as [CLS] text [SEP] and a pair as
+    [CLS] first [SEP] second [SEP]. `auto` selects the tokenizer of `model.pretrained`, or bytes without one.
     """
     tokenizer, notes, is_own = text_tokenizer(recipe, texts)
     return with_frame(tokenizer) if is_own else tokenizer, notes
 
 
 def text_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTokenizerBase", list[str], bool]:
-    """Return the recipe's tokenizer, notes, and whether it was made here (with `texts`, for a BPE): then it has no padding token yet."""
+    """Return the recipe's tokenizer, notes, and whether it was made here.
+
+    A BPE is trained on `texts`. A tokenizer made here has no padding token yet.
+    """
     choice = recipe.tokenizer_in_use
     notes: list[str] = []
     if isinstance(choice, TrainedTokenizer):
@@ -325,7 +338,7 @@ def text_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTok
 
 
 def with_frame(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
-    """Return the same tokenizer with [CLS], [SEP] and [PAD], which puts the first two around a text."""
+    """Return the tokenizer with [CLS], [SEP] and [PAD] added. It puts [CLS] and [SEP] around a text."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"})

@@ -1,4 +1,4 @@
-"""Windows of text in which some tokens are to be predicted, as masked language models read them; and rows whose masks are filled."""
+"""Masked language modeling: text windows with tokens to predict, and rows whose masks are filled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _EVALUATION_SEED = 20_181_011
-"""Draws the masks of evaluations: the same in every run, whatever its seed."""
+"""Seed of the evaluation masks. They are the same for any run seed."""
 _MASKED, _LEFT = 0.8, 0.9
-"""Of the tokens to predict, 8 of 10 are masked, 1 is left as it is, 1 is replaced (Devlin et al. 2018, section 3.1)."""
+"""Cumulative shares of predicted tokens: 80% masked, 10% kept, 10% replaced (Devlin et al. 2018, section 3.1)."""
 
 
 class Masked(NamedTuple):
-    """A window, or a row, with its frame of special tokens: (T,) int64 both."""
+    """A window or row with its special tokens. Both arrays are (T,) int64."""
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    """The tokens to predict; -100 where there is none."""
+    """Tokens to predict, or -100 at other positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """The rule by which tokens are masked."""
+    """The rule that masks tokens."""
 
     probability: float
     mask_id: int
     is_special: NDArray[np.bool_]
-    """For each id: it is never masked, and never takes the place of another token."""
+    """Per id: whether it is special. Special tokens are never masked and never replace another token."""
     prefix: tuple[int, ...]
-    """Special tokens before a window ..."""
+    """Special tokens before a window."""
     suffix: tuple[int, ...]
-    """... and behind it."""
+    """Special tokens after a window."""
 
     def draw(self, tokens: NDArray[np.int64], generator: np.random.Generator) -> Masked:
-        """Mask a window: each token with the same probability, and one at least where there is one that may be masked."""
+        """Return a masked window. Each token has the same probability, and at least one is masked if possible."""
         may_be = ~self.is_special[tokens]
         chosen = may_be & (generator.random(len(tokens)) < self.probability)
         if not chosen.any() and may_be.any():
@@ -64,7 +64,7 @@ class Masking:
 
 
 def masking_of(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, separator_id: int, probability: float) -> Masking:
-    """Return the rule for a tokenizer, whose special tokens are left alone, with the frame that it puts around a text."""
+    """Return the masking rule for a tokenizer, with the special tokens that it puts around a text."""
     is_special = np.ones(vocab_size, dtype=bool)
     is_special[list(tokenizer.get_vocab().values())] = False
     is_special[[*tokenizer.all_special_ids, separator_id]] = True
@@ -74,7 +74,7 @@ def masking_of(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, separator_
 
 
 class MaskedWindows(Dataset[Masked]):
-    """Windows of a token stream; `draw` masks them anew, and an index gives the masks that evaluations see."""
+    """Windows of a token stream. `draw` gives new masks; an index gives the fixed masks of evaluations."""
 
     def __init__(self, windows: WindowDataset, masking: Masking, sequence_length: int) -> None:
         self.masking = masking
@@ -94,15 +94,16 @@ class MaskedWindows(Dataset[Masked]):
         return self.draw(index, np.random.default_rng((_EVALUATION_SEED, index)))
 
     def draw(self, index: int, generator: np.random.Generator) -> Masked:
-        """Return window `index` with the masks of a generator; the last window may be shorter."""
-        tokens = self.windows[index][:-1]  # the next token, which a causal model predicts, belongs to the next window
+        """Return window `index` with masks from a generator. The last window may be shorter."""
+        # The last token of a window is the target of a causal model and belongs to the next window.
+        tokens = self.windows[index][:-1]
         return self.masking.draw(tokens[tokens != PADDING], generator)
 
 
 def collate_masked(samples: Sequence[Masked], *, pad_id: int) -> dict[str, Any]:
-    """Stack samples: `input_ids` and `labels` (N, T) int64, and `num_targets`, the int number of labels that are not -100.
+    """Return a batch: `input_ids` and `labels` (N, T) int64, and `num_targets`, the number of labels other than -100.
 
-    Where they are of different lengths they are padded on the right, and `attention_mask` (N, T) int64 says where.
+    If lengths differ, samples are padded on the right and the batch has `attention_mask` (N, T) int64.
     """
     lengths = np.array([len(sample.ids) for sample in samples])
     shape = len(samples), int(lengths.max())
@@ -116,10 +117,10 @@ def collate_masked(samples: Sequence[Masked], *, pad_id: int) -> dict[str, Any]:
 
 
 def rows_to_fill(data: Data) -> list[TextRow]:
-    """Return the texts of `data.eval`: rows of tables, and lines of text files.
+    """Return the texts of `data.eval`, or of `data.train` without it: rows of tables and lines of text files.
 
     Raises:
-        ValueError: there are none, or one cannot be read; the message names file and row.
+        ValueError: no text exists, or a text cannot be read; the message names file and row.
     """
     rows: list[TextRow] = []
     for source in resolve_sources(data.eval or data.train, data, key="data.train"):
@@ -145,7 +146,7 @@ def _lines(source: Source, data: Data) -> list[TextRow]:
 
 
 def mask_rows(rows: Sequence[TextRow], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Masked]:
-    """Return texts with masks as samples without labels; longer ones are cut.
+    """Return texts with masks as samples without labels. Longer texts are truncated.
 
     Raises:
         ValueError: a text has no mask; the message names it.
@@ -155,8 +156,8 @@ def mask_rows(rows: Sequence[TextRow], tokenizer: "PreTrainedTokenizerBase", max
         ids = np.array(tokenizer(row.texts[0], truncation=True, max_length=max_length)["input_ids"], dtype=np.int64)
         if not (ids == tokenizer.mask_token_id).any():
             raise ValueError(
-                f"{row.where}: there is no {tokenizer.mask_token} within the text's first {max_length} tokens; write one for each "
-                "token that is to be filled in"
+                f"{row.where}: there is no {tokenizer.mask_token} within the text's first {max_length} tokens; write "
+                "one for each token that is to be filled in"
             )
         samples.append(Masked(ids, np.full(len(ids), IGNORED_LABEL)))
     return samples

@@ -1,4 +1,4 @@
-"""Pairs of texts: rows of tables with a source and a target, as samples of token ids, and batches of them."""
+"""Text pairs (source and target): read table rows, tokenize and batch them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,31 +26,33 @@ _TEXTS_PER_CALL = 1000
 
 
 class Pair(NamedTuple):
-    """A source and its target as token ids, each with the tokenizer's own special tokens."""
+    """A source and its target as token ids, each with the tokenizer's special tokens."""
 
     source: NDArray[np.int32]
     target: NDArray[np.int32]
-    """Empty where it is not known."""
+    """Target tokens. Empty if unknown."""
     row: int
-    """The number of an evaluation row that a text is to be generated for; -1 for every other."""
+    """Index of an evaluation row that a text is generated for. -1 for all other rows."""
 
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Rows in memory: `texts` has the source, `label` the target or None."""
+    """Rows in memory. `texts` holds the source, `label` the target or None."""
 
     train: list[TextRow]
     eval: list[TextRow] | None
     description: str
     notes: list[str]
-    """Notes to the user: sentences."""
+    """Notes for the user, as sentences."""
 
 
 def load_pairs(recipe: Recipe) -> TextPairs:
-    """Read `data.train` and `data.eval`, or hold out a part of the first by a hash of each source: equal ones are on one side.
+    """Return the pairs of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+
+    The source's hash decides the side, so equal sources stay together.
 
     Raises:
-        ValueError: a row cannot be read, or a cell is no text; the message names file, row and column.
+        ValueError: a row cannot be read, or a cell is not text; the message names file, row and column.
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
@@ -72,12 +74,12 @@ def _read(sources: Sequence[Source], data: Data, *, key: str) -> list[TextRow]:
 
 
 def pair_tokenizer(recipe: Recipe, train: Sequence[TextRow]) -> tuple["PreTrainedTokenizerBase", list[str]]:
-    """Return the recipe's tokenizer, with a padding token and one that ends a text, and notes on what was decided.
+    """Return the recipe's tokenizer with padding and end-of-text tokens, and notes on its choice.
 
     `bytes` and a BPE trained here (on sources and targets) end each text with `<|endoftext|>`.
 
     Raises:
-        ValueError: a pretrained tokenizer has no token that ends a text.
+        ValueError: a pretrained tokenizer has no end-of-text token.
     """
     from tokenizers.processors import TemplateProcessing
 
@@ -90,8 +92,8 @@ def pair_tokenizer(recipe: Recipe, train: Sequence[TextRow]) -> tuple["PreTraine
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"tokenizer: {tokenizer.name_or_path!r} has no eos token, by which a generated text ends; add one to it and save it, or "
-            "use another (bytes, say)"
+            f"tokenizer: {tokenizer.name_or_path!r} has no eos token, by which a generated text ends; add one to it "
+            "and save it, or use another (bytes, say)"
         )
     return tokenizer, notes
 
@@ -105,10 +107,10 @@ def tokenize_pairs(
     generated: Sequence[int],
     progress: bool,
 ) -> list[Pair]:
-    """Return rows as token ids; longer sources and targets are cut to `max_lengths`, their end tokens kept.
+    """Return rows as token ids. Sources and targets over `max_lengths` are truncated but keep their end tokens.
 
-    `prefix` stands before each source, and `generated` are the numbers of the rows that texts are generated for. What looks like
-    a special token inside a text is read as the characters that it is.
+    `prefix` precedes each source. `generated` lists the rows that texts are generated for. Special tokens in a text are
+    encoded as plain characters.
     """
     use_rust_threads()
     chosen = set(generated)
@@ -133,10 +135,10 @@ def tokenize_pairs(
 def collate_pairs(
     samples: Sequence[Pair], *, pad_id: int, multiple: int, max_lengths: tuple[int, int]
 ) -> dict[str, Any]:
-    """Pad sources and targets on the right to the longest: `input_ids`, `attention_mask` (N, S) and `labels` (N, T), int64.
+    """Return a batch padded on the right: `input_ids`, `attention_mask` (N, S) and `labels` (N, T), int64.
 
-    Labels are padded with -100. S and T are multiples of `multiple`, and never more than `max_lengths`. Also `rows` (N,) int64, as
-    `Pair.row`, and `num_targets`, the int number of labels.
+    Labels are padded with -100. S and T are multiples of `multiple`, and at most `max_lengths`. `rows` (N,) int64 holds
+    `Pair.row`. `num_targets` is the number of labels, an int.
     """
     sources, targets, rows = zip(*samples)
     longest = max(1, *map(len, targets))

@@ -1,4 +1,4 @@
-"""Questions on texts: rows with a context and the answers in it, as windows of token ids, and batches of them."""
+"""Question answering: read rows with a context and answers in it, tokenize them in windows and batch them."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -31,24 +31,24 @@ class Answer(NamedTuple):
 
     text: str
     start: int
-    """Its first character in the context."""
+    """Position of its first character in the context."""
 
 
 class Question(NamedTuple):
-    """One question on a context."""
+    """One question about a context."""
 
     question: str
     context: str
     answers: tuple[Answer, ...]
-    """What counts as right, the one that is learned first; none: the context does not answer it, or nobody has said."""
+    """Accepted answers; training uses the first. Empty if the context has no answer, or if the answer is unknown."""
     where: str
     """File and line or row."""
     id: str
-    """The question's name in predictions."""
+    """Name of the question in predictions."""
 
     @property
     def key(self) -> str:
-        """The context: questions on one are on the same side of a split."""
+        """Return the context. Questions about one context are on the same side of a split."""
         return self.context
 
 
@@ -60,11 +60,11 @@ class Questions:
     eval: list[Question] | None
     description: str
     notes: list[str]
-    """Notes to the user: sentences."""
+    """Notes for the user, as sentences."""
 
 
 def load_questions(recipe: Recipe) -> Questions:
-    """Read `data.train` and `data.eval`, or hold out a part of the first, context by context.
+    """Return the questions of `data.train` and `data.eval`. Without `data.eval`, a part is held out by context.
 
     Raises:
         ValueError: a question cannot be read, or its answer is not in its context; the message names file and row.
@@ -81,10 +81,10 @@ def load_questions(recipe: Recipe) -> Questions:
 
 
 def read_questions(sources: Sequence[Source], data: Data, *, key: str) -> list[Question]:
-    """Read the questions of sources, all of them into memory.
+    """Return all questions of sources, in memory.
 
     Raises:
-        ValueError: there are none, or one cannot be read; the message names file, row and column.
+        ValueError: no questions exist, or a question cannot be read; the message names file, row and column.
     """
     questions: list[Question] = []
     for source in sources:
@@ -107,7 +107,7 @@ def _table_questions(source: Source, data: Data) -> Iterator[Question]:
 
 
 def _squad_questions(path: Path, data: Data) -> Iterator[Question]:
-    """The questions of a file in the form of SQuAD's own: articles with paragraphs with `qas`."""
+    """Yield the questions of a file in SQuAD format: articles with paragraphs with `qas`."""
     try:
         articles = json.loads(decode(path.read_bytes().removeprefix(BOM), data, path))["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
@@ -115,8 +115,8 @@ def _squad_questions(path: Path, data: Data) -> Iterator[Question]:
         rows = [(context, each["question"], str(each["id"]), each.get("answers")) for context, each in found]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path}: not in SQuAD's form ({type(error).__name__}: {error}); write data -> paragraphs -> context and qas, or a "
-            "jsonl file with a question a line"
+            f"{path}: not in SQuAD's form ({type(error).__name__}: {error}); write data -> paragraphs -> context and "
+            "qas, or a jsonl file with a question a line"
         ) from None
     for context, question, name, answers in rows:
         where = f"{path}, question {name}"
@@ -126,7 +126,10 @@ def _squad_questions(path: Path, data: Data) -> Iterator[Question]:
 
 
 def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
-    """Return the answers of a cell: {text: [...], answer_start: [...]}, a list of {text, answer_start}, or either as JSON (csv)."""
+    """Return the answers of a cell.
+
+    Accepts {text: [...], answer_start: [...]}, a list of {text, answer_start}, or either as JSON text (csv).
+    """
     if cell is None:
         raise ValueError(
             f"{where}: there are no answers; fill them in (an empty list: the context has none), or drop the row"
@@ -148,8 +151,8 @@ def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
         there = context[answer.start : answer.start + len(answer.text)]
         if not answer.text or answer.start < 0 or there != answer.text:
             raise ValueError(
-                f"{where}: the answer {show_cell(answer.text)} is not at character {answer.start} of its context, where "
-                f"{show_cell(there)} stands; correct answer_start, or drop the row"
+                f"{where}: the answer {show_cell(answer.text)} is not at character {answer.start} of its context, "
+                f"where {show_cell(there)} stands; correct answer_start, or drop the row"
             )
     return answers
 
@@ -159,26 +162,28 @@ class Window(NamedTuple):
 
     ids: NDArray[np.int32]
     second_from: int
-    """The first token that is not the question's."""
+    """Position of the first token after the question."""
     context: tuple[int, int]
-    """The first token of the context, and the one after its last."""
+    """Positions of the first context token and of the token after the last."""
     answer: tuple[int, int]
-    """The first and last token of the answer; (0, 0) where it is not in this part."""
+    """Positions of the first and last answer token. (0, 0) if the answer is not in this part."""
     offsets: NDArray[np.int32]
-    """The characters of the context from which to which each token of it goes, (tokens, 2)."""
+    """Character spans of the context tokens, (tokens, 2): start and end in the context."""
 
 
 def tokenize_questions(
     rows: Sequence[Question], tokenizer: "PreTrainedTokenizerBase", max_length: int, doc_stride: int, *, progress: bool
 ) -> tuple[list[tuple[Window, ...]], int]:
-    """Return the windows of each question, and how many questions were cut to half of a window.
+    """Return the windows of each question, and the number of questions truncated to half a window.
 
-    A context that is too long for one window is read in several, of which neighbours share `doc_stride` tokens.
+    A context that is too long for one window is split into several. Neighboring windows share `doc_stride` tokens.
     """
     use_rust_threads()
     found: list[tuple[Window, ...]] = []
     num_cut = 0
-    with tqdm(total=len(rows), desc="tokenising", unit=" questions", disable=not progress or None, leave=False, delay=1) as bar:  # fmt: skip
+    with tqdm(
+        total=len(rows), desc="tokenising", unit=" questions", disable=not progress or None, leave=False, delay=1
+    ) as bar:
         for start in range(0, len(rows), _QUESTIONS_PER_CALL):
             part = rows[start : start + _QUESTIONS_PER_CALL]
             questions = [_cut(row.question, tokenizer, max_length // 2) for row in part]
@@ -205,8 +210,9 @@ def tokenize_questions(
 
 
 def _cut(question: str, tokenizer: "PreTrainedTokenizerBase", most_tokens: int) -> str:
-    """Return a question, cut where it has too many tokens to leave room for a context."""
-    if len(question) <= most_tokens:  # of a character or more each, most often
+    """Return a question, truncated if its tokens would leave no room for a context."""
+    # A token almost always has at least one character, so short questions need no tokenizing.
+    if len(question) <= most_tokens:
         return question
     settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     offsets = tokenizer(question, return_offsets_mapping=True, **settings)["offset_mapping"]
@@ -231,7 +237,7 @@ def _window(encoded: Any, number: int, row: Question) -> Window:
 
 
 def without_offsets(questions: Sequence[tuple[Window, ...]]) -> list[Window]:
-    """Return the windows of questions one by one, to train on, without the characters of their tokens."""
+    """Return the windows of questions as a flat list for training, without character offsets."""
     nothing = np.zeros((0, 2), dtype=np.int32)
     return [window._replace(offsets=nothing) for windows in questions for window in windows]
 
@@ -244,12 +250,19 @@ def collate_windows(
     max_length: int,
     with_types: bool,
 ) -> dict[str, Any]:
-    """Pad the windows of samples on the right: `input_ids`, `attention_mask`, perhaps `token_type_ids`, (W, T) int64.
+    """Return a batch of windows padded on the right.
 
-    Samples are windows, to train on, or whole questions. Also `start_positions` and `end_positions`, (W,): the first and last token
-    of the answer, 0 where a window has none; and for whole questions `context` (W, T), 1 for its tokens, `offsets` (W, T, 2), their
-    characters, and `windows` (N, most windows of a question), whose rows say which windows are a sample's, filled up with -1.
-    `num_targets` is W.
+    Samples are windows (training) or whole questions. The batch has:
+
+    - `input_ids`, `attention_mask` and optionally `token_type_ids`, (W, T) int64
+    - `start_positions`, `end_positions`, (W,): first and last answer token, or 0 if the window has no answer
+    - `num_targets`: W
+
+    For whole questions, also:
+
+    - `context` (W, T): 1 for tokens of the context
+    - `offsets` (W, T, 2): character spans of the context tokens
+    - `windows` (N, most windows of a question): window numbers of each question, padded with -1
     """
     questions = [(sample,) if isinstance(sample, Window) else sample for sample in samples]
     every = [window for question in questions for window in question]

@@ -1,7 +1,7 @@
-"""Tokenizers: bytes, a BPE trained here, or a pretrained one; and their encoding of documents.
+"""Tokenizers (bytes, a BPE trained here, or pretrained) and their encoding of documents.
 
-Each has one separator token that begins every document. No document can spell it: special tokens inside a text are
-encoded as the ordinary characters that they are.
+Each has one separator token that begins every document. No document can contain it, because special tokens in a text
+are encoded as plain characters.
 """
 
 import json
@@ -23,33 +23,34 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-SEPARATOR = "<|endoftext|>"  # the separator of the tokenizers made here
+# Separator of the tokenizers made here.
+SEPARATOR = "<|endoftext|>"
 
 BYTE_SEPARATOR_ID = 256
 
 Encode = Callable[[Sequence[str]], list[NDArray[np.integer[Any]]]]
-"""Texts to the token ids of each, without any special token."""
+"""Function from texts to the token ids of each text, without special tokens."""
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, and its encoding of documents."""
+    """A tokenizer and its encoding of documents."""
 
     tokenizer: "PreTrainedTokenizerBase"
     separator_id: int
-    """The token that begins every document."""
+    """Token that begins every document."""
     vocab_size: int
-    """Rows that an embedding needs; every id is below it."""
+    """Number of embedding rows. Every id is below it."""
     encode: Encode
     digest: str
-    """Hex digest of everything that decides which ids a text gets."""
+    """Hex digest of everything that determines the ids of a text."""
 
 
 def pretrained_tokenizer(name: str, *, trust_remote_code: bool) -> TextTokenizer:
-    """Return `bytes`, or the tokenizer of this name or folder.
+    """Return `bytes`, or the tokenizer with this name or folder.
 
     Raises:
-        ValueError: it cannot be loaded, or has no token to separate documents.
+        ValueError: the tokenizer cannot be loaded or has no token to separate documents.
     """
     if name == "bytes":
         return prepare_tokenizer(byte_tokenizer(), encode=encode_bytes)
@@ -57,14 +58,14 @@ def pretrained_tokenizer(name: str, *, trust_remote_code: bool) -> TextTokenizer
 
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", *, encode: Encode | None = None) -> TextTokenizer:
-    """Return a tokenizer with its separator, size, digest, and (unless given) the function that encodes texts."""
+    """Return a tokenizer with its separator, size, digest and encoding function (by default, its own)."""
     separator_id = separator_of(tokenizer)
     encode = encode or document_encoder(tokenizer, separator_id)
     return TextTokenizer(tokenizer, separator_id, vocab_size_of(tokenizer), encode, tokenizer_digest(tokenizer))
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerFast":
-    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 the separator; it round-trips any text."""
+    """Return a tokenizer with the UTF-8 bytes as ids 0 to 255 and the separator as id 256. It round-trips any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -78,14 +79,14 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def encode_bytes(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-    """Return what `byte_tokenizer` gives, without the detour: the UTF-8 bytes (gigabytes a second)."""
+    """Return the UTF-8 bytes of texts: the ids of `byte_tokenizer`, but at gigabytes per second."""
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE (GPT-2's kind) on texts; the separator is token 0. The same texts give the same tokenizer.
+    """Return a byte-level BPE (as in GPT-2) trained on texts. The separator is token 0.
 
-    A small corpus may support fewer than `vocab_size` tokens.
+    Equal texts give equal tokenizers. A small corpus may support fewer than `vocab_size` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -104,33 +105,34 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """Return a pretrained tokenizer, from a folder or by its name on the hub.
+    """Return a pretrained tokenizer from a folder or by its name on the hub.
 
     Raises:
-        ValueError: nothing of that name can be loaded.
+        ValueError: the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for a bad name
+    # transformers raises OSError, ValueError, KeyError and others for a wrong name.
+    except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if "custom code" in reason:
             raise ValueError(
-                f"tokenizer: {name!r} brings code of its own; read that, and give --model.trust_remote_code true to run it, "
-                "or use another tokenizer (bytes, say)"
+                f"tokenizer: {name!r} brings code of its own; read that, and give --model.trust_remote_code true to "
+                "run it, or use another tokenizer (bytes, say)"
             ) from error
         raise ValueError(
-            f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a tokenizer "
-            f"of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
+            f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a "
+            f"tokenizer of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
         ) from error
 
 
 def check_tokenizer(recipe: Recipe) -> None:
-    """Refuse a tokenizer whose ids mean other tokens than those that the pretrained weights were trained with.
+    """Check that the tokenizer's ids match the tokens that the pretrained weights were trained with.
 
     Raises:
-        ValueError: the tokenizer is trained anew, or its vocabulary is another, and the recipe does not say so.
+        ValueError: the tokenizer is new or has another vocabulary, and the recipe does not accept this.
     """
     model, spec = recipe.model, recipe.tokenizer_in_use
     if model.pretrained is None or model.accept_new_tokenizer or spec == model.pretrained:
@@ -140,7 +142,8 @@ def check_tokenizer(recipe: Recipe) -> None:
     )
     if isinstance(spec, TrainedTokenizer):
         raise ValueError(
-            f"tokenizer={show(spec)} trains a new vocabulary, and the weights of model.pretrained={model.pretrained} know another; {remedy}"
+            f"tokenizer={show(spec)} trains a new vocabulary, and the weights of model.pretrained={model.pretrained} "
+            f"know another; {remedy}"
         )
     own = _vocabulary_of_model(model)
     tokenizer = byte_tokenizer() if spec == "bytes" else load_tokenizer(spec, trust_remote_code=model.trust_remote_code)
@@ -150,28 +153,29 @@ def check_tokenizer(recipe: Recipe) -> None:
     token = next(token for token in sorted(new, key=new.__getitem__) if own.get(token) != new[token])
     meant = f"is {own[token]}" if token in own else "is not there"
     raise ValueError(
-        f"tokenizer={show(spec)} ({who_set(recipe, 'tokenizer')}) has another vocabulary than model.pretrained={model.pretrained} was trained with: {token!r} is token "
-        f"{new[token]}, and {meant} in the model's own; {remedy}"
+        f"tokenizer={show(spec)} ({who_set(recipe, 'tokenizer')}) has another vocabulary than "
+        f"model.pretrained={model.pretrained} was trained with: {token!r} is token {new[token]}, and {meant} in the "
+        f"model's own; {remedy}"
     )
 
 
 def _vocabulary_of_model(model: Model) -> dict[str, int] | None:
-    """The ids of the tokens that a pretrained model was trained with; None where no tokenizer is kept with it."""
+    """Return the vocabulary that a pretrained model was trained with, or None if no tokenizer is stored with it."""
     assert model.pretrained is not None
     try:
         tokenizer = load_tokenizer(model.pretrained, trust_remote_code=model.trust_remote_code)
     except ValueError:
         return None
     own = tokenizer.get_vocab()
-    # Without files transformers makes one up from the model type, which knows its special tokens and nothing else.
+    # Without files, transformers makes up a tokenizer from the model type. It only has special tokens.
     return own if own.keys() - set(tokenizer.all_special_tokens) else None
 
 
 def separator_of(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the token that begins every document: end of text, else beginning, else a BERT's sep or cls.
+    """Return the token that begins every document: eos, or bos, or a BERT's sep or cls.
 
     Raises:
-        ValueError: the tokenizer has none of them.
+        ValueError: the tokenizer has none of these.
     """
     for role in ("eos", "bos", "sep", "cls"):
         token_id = getattr(tokenizer, f"{role}_token_id")
@@ -184,12 +188,12 @@ def separator_of(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def vocab_size_of(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the rows that an embedding needs: the number of tokens, or the largest id + 1 where ids have gaps."""
+    """Return the number of embedding rows: the number of tokens, or the largest id + 1 if ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a hex digest of everything that decides which ids a text gets."""
+    """Return a hex digest of everything that determines the ids of a text."""
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         for state in ("truncation", "padding", "post_processor"):  # not used on documents
@@ -204,9 +208,9 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def document_encoder(tokenizer: "PreTrainedTokenizerBase", separator_id: int) -> Encode:
-    """Return the function that encodes texts with a tokenizer, on all cores where it is a fast one.
+    """Return a function that encodes texts with a tokenizer. A fast tokenizer uses all cores.
 
-    The function raises a ValueError where the tokenizer gives the separator's id to ordinary text.
+    The function raises ValueError if the tokenizer gives the separator's id to ordinary text.
     """
     encode_raw = _fast_encoder(tokenizer) if tokenizer.is_fast else _slow_encoder(tokenizer)
     separator = tokenizer.convert_ids_to_tokens(separator_id)
@@ -225,7 +229,8 @@ def _fast_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
     from tokenizers import Tokenizer
 
     use_rust_threads()
-    backend: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy: the user's stays as it is
+    # A copy, so that the user's tokenizer does not change.
+    backend: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -245,15 +250,16 @@ def _slow_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
 
 
 def _encode_around(text: str, separator: str, separator_id: int, encode_raw: Encode) -> NDArray[np.integer[Any]]:
-    """Encode a text whose vocabulary has the separator as an ordinary word: each occurrence is cut in two first."""
+    """Encode a text that has the separator as an ordinary word, by splitting each occurrence in two."""
     first, *others = text.split(separator)
     heads = [first, *(separator[1:] + other for other in others)]
     parts = [*(head + separator[:1] for head in heads[:-1]), heads[-1]]
     ids = np.concatenate(encode_raw(parts))
     if (ids == separator_id).any():
         raise ValueError(
-            f"tokenizer: it gives ordinary text the id {separator_id} of its separator {separator!r} (for characters that "
-            "it does not know, perhaps); documents could not be separated, so use another tokenizer, for example bytes"
+            f"tokenizer: it gives ordinary text the id {separator_id} of its separator {separator!r} (for characters "
+            "that it does not know, perhaps); documents could not be separated, so use another tokenizer, for example "
+            "bytes"
         )
     return ids
 
@@ -267,5 +273,8 @@ def _wrap(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
 
 
 def use_rust_threads() -> None:
-    """Say that the library's threads are wanted: undecided, it warns in each DataLoader worker forked afterwards."""
+    """Enable the threads of the tokenizers library.
+
+    If unset, the library warns in each DataLoader worker that is forked later.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,6 +1,7 @@
-"""Token ids on disk: raw files (nanoGPT) and those with llm.c's header are read, raw ones are written; and windows over them.
+"""Token ids on disk and windows over them. Reads raw (nanoGPT) and llm.c files, and writes raw files.
 
-A raw file is little-endian uint16 and nothing else. A header is 256 int32: magic number, version, token count, zeros.
+A raw file is little-endian uint16 without a header. An llm.c header is 256 int32: magic number, version, token count,
+zeros.
 """
 
 import os
@@ -22,15 +23,16 @@ from accel_train.data.labels import IGNORED_LABEL
 Tokens = NDArray[np.integer[Any]]
 
 _HEADER_INTS = 256
-# llm.c, dev/data/data_common.py: magic number -> version, type of the tokens. modded-nanogpt writes the first.
+# llm.c, dev/data/data_common.py: magic number -> version, token type. modded-nanogpt writes the first.
 _HEADERS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 _CHUNK_TOKENS = 1 << 22
-PADDING = -1  # fills a short last window; never the id of a token
+# Fills a short last window. Never a token id.
+PADDING = -1
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens, and their place in it."""
+    """A file of tokens and the position of the tokens in it."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -38,22 +40,22 @@ class TokenFile:
     offset_bytes: int = 0
 
     def map(self) -> Tokens:
-        """Return the tokens as an array over the file's pages; nothing is read yet."""
+        """Return the tokens as a memory-mapped array, without reading them."""
         return map_tokens(self.path, self.dtype, self.num_tokens, self.offset_bytes)
 
 
 def map_tokens(path: Path, dtype: np.dtype[Any], num_tokens: int, offset_bytes: int = 0) -> Tokens:
-    """Return a file's tokens as a plain array over its pages (indexing an np.memmap costs twice as much: its subclass)."""
+    """Return a file's tokens as a plain array over its pages. Indexing the np.memmap subclass takes twice as long."""
     if num_tokens == 0:
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset_bytes, shape=(num_tokens,)))
 
 
 def inspect_token_file(path: Path) -> TokenFile:
-    """Return the kind and size of a `.bin` file, by its first bytes.
+    """Return the format and size of a `.bin` file, detected from its first bytes.
 
     Raises:
-        ValueError: its size is not that of whole tokens, or not what its header says.
+        ValueError: the file size does not match whole tokens or the header.
     """
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -67,8 +69,8 @@ def inspect_token_file(path: Path) -> TokenFile:
     expected_bytes = _HEADER_INTS * 4 + num_tokens * dtype.itemsize
     if version != known_version or num_bytes != expected_bytes:
         raise ValueError(
-            f"{path}: its header (magic {magic}, version {version}) says {num_tokens} tokens, {expected_bytes} bytes in "
-            f"version {known_version}; the file has {num_bytes} bytes; write it again"
+            f"{path}: its header (magic {magic}, version {version}) says {num_tokens} tokens, {expected_bytes} bytes "
+            f"in version {known_version}; the file has {num_bytes} bytes; write it again"
         )
     return TokenFile(path, dtype, num_tokens, _HEADER_INTS * 4)
 
@@ -77,7 +79,7 @@ def token_chunks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[Tokens
     """Yield the tokens of all files in order, some millions at a time.
 
     Raises:
-        ValueError: a token is no id of the tokenizer; the message names file and position.
+        ValueError: a token is not an id of the tokenizer; the message names file and position.
     """
     for file in files:
         tokens = file.map()
@@ -93,9 +95,9 @@ def token_chunks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[Tokens
 
 
 def tail_start(files: Sequence[TokenFile], separator_id: int, eval_fraction: float) -> tuple[int, bool]:
-    """Return where the held-out tail of a token stream begins, and whether a document begins there.
+    """Return the start of the held-out tail of a token stream, and whether a document begins there.
 
-    The separator nearest to a tail of `eval_fraction` is taken, if the tail is then at most twice as long.
+    The start is the separator nearest to a tail of `eval_fraction`, if the tail is at most twice as long.
     """
     total = sum(file.num_tokens for file in files)
     target = int(total * (1 - eval_fraction))
@@ -114,7 +116,7 @@ def tail_start(files: Sequence[TokenFile], separator_id: int, eval_fraction: flo
 
 
 class ShardWriter:
-    """Writes a raw token file, and counts its tokens."""
+    """A writer of a raw token file that counts the tokens."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], vocab_size: int) -> None:
         self.num_tokens = 0
@@ -127,12 +129,13 @@ class ShardWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._file:
-            if error is None:  # on the disk before the folder is published
+            # The file must be on disk before the folder is published.
+            if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
     def write(self, tokens: Tokens) -> None:
-        """Append token ids; they must be below the vocabulary size."""
+        """Append token ids below the vocabulary size."""
         counts = np.bincount(tokens, minlength=len(self.token_counts))
         self.token_counts += counts
         self.num_tokens += len(tokens)
@@ -140,10 +143,10 @@ class ShardWriter:
 
 
 class WindowDataset(Dataset[NDArray[np.int64]]):
-    """A token stream in windows of `sequence_length` inputs and, one token further, their targets.
+    """Windows over a token stream: `sequence_length` inputs, and targets shifted by one token.
 
-    Window i holds tokens i*T to i*T + T, T + 1 of them, so that each token but the first is a target exactly once.
-    The file is mapped on first use, in each process: pickled to a DataLoader's worker, it is a path and three numbers.
+    Window i holds the T + 1 tokens from i*T to i*T + T. Each token but the first is a target exactly once. Each process
+    maps the file on first use. The pickle for a DataLoader worker is only a path and three numbers.
     """
 
     def __init__(
@@ -152,7 +155,8 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
         self.path, self.dtype, self.num_tokens = path, dtype, num_tokens
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         self._tokens: Tokens | None = None
-        self._whole: Tokens = np.zeros((0, 0), dtype)  # a view of the tokens: (windows that are whole, T + 1)
+        # A view of the tokens: (whole windows, T + 1).
+        self._whole: Tokens = np.zeros((0, 0), dtype)
 
     def __len__(self) -> int:
         return max(0, -(-(self.num_tokens - 1) // self.sequence_length))
@@ -165,10 +169,10 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return windows in the order of `indices`: (B, T + 1) int64; a short last one ends in -1.
+        """Return windows in the order of `indices`: (B, T + 1) int64. A short last window is padded with -1.
 
         Raises:
-            IndexError: there is no such window.
+            IndexError: a window does not exist.
             DataError: a token is not below `vocab_size`.
         """
         last, length = max(indices, default=0), self.sequence_length
@@ -183,13 +187,13 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
             positions = np.asarray(indices, np.int64)[:, None] * length + np.arange(length + 1)
             inside = np.minimum(positions, self.num_tokens - 1)
             rows = np.where(positions == inside, self._tokens[inside].astype(np.int64), PADDING)
-        # An id that the embedding has no row for would be an assertion of the device, or a wrong loss.
+        # An id without an embedding row would cause a device assertion or a wrong loss.
         if self.vocab_size is not None and rows.size and rows.max() >= self.vocab_size:
             number, column = np.argwhere(rows >= self.vocab_size)[0]
             raise DataError(
-                f"{self.path}: token {rows[number, column]} at position {indices[number] * length + column} is not below "
-                f"the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, and run again: it "
-                "is made anew"
+                f"{self.path}: token {rows[number, column]} at position {indices[number] * length + column} is not "
+                f"below the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, and "
+                "run again: it is made anew"
             )
         return rows
 
@@ -197,19 +201,22 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
 def collate_windows(
     rows: NDArray[np.int64] | Sequence[NDArray[np.int64]], *, separator_id: int, mask_documents: bool
 ) -> dict[str, Any]:
-    """Turn rows of T + 1 tokens into one batch of a language model.
+    """Return a language model batch from rows of T + 1 tokens.
 
-    `input_ids` (B, T) int64; `labels` (B, T) int64, where labels[:, t] is the token after input t, or -100 where there
-    is none; `num_targets`, the int number of labels that count. With `mask_documents` also `position_ids` (B, T), which
-    restart at each separator, `document_ids` (B, T), which count the separators of the row up to there, and
-    `document_lengths`, see there.
+    `input_ids` and `labels` are (B, T) int64. labels[:, t] is the token after input t, or -100 without one.
+    `num_targets` is the number of labels that count, an int. `mask_documents` adds:
+
+    - `position_ids` (B, T), restarting at each separator
+    - `document_ids` (B, T), the number of separators so far
+    - `document_lengths`, see there
     """
     tokens = rows if isinstance(rows, np.ndarray) else np.stack(rows)
     inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
     num_targets = labels.size
     is_start = inputs == separator_id if mask_documents else None
-    if tokens[:, -1].min() < 0:  # padding is at the end, if anywhere
-        if is_start is not None:  # it is one document of its own
+    # Padding occurs only at the end.
+    if tokens[:, -1].min() < 0:
+        if is_start is not None:  # padding is a separate document
             is_start |= (inputs == PADDING) & (np.roll(inputs, 1, axis=1) != PADDING)
         num_targets -= int(np.count_nonzero(labels == PADDING))
         inputs[inputs == PADDING] = separator_id
@@ -225,9 +232,9 @@ def collate_windows(
 
 
 def document_lengths(is_start: NDArray[np.bool_]) -> torch.Tensor:
-    """Return the lengths of each row's documents, (B, D) int64 for D documents at most; shorter lists are filled up with 0.
+    """Return the lengths of each row's documents, (B, D) int64. Rows with fewer than D documents are padded with 0.
 
-    `is_start` (B, T) is true where a document starts; at the start of a row one does in any case. The sum of each row is T.
+    `is_start` (B, T) is True at the start of a document. The start of a row always counts. Each row sums to T.
     """
     num_rows, length = is_start.shape
     is_start = is_start.copy()

@@ -1,4 +1,4 @@
-"""Sentences with a tag for each word: rows of tables and CoNLL files, as samples of token ids, and batches of them."""
+"""Token classification: read sentences with a tag per word from tables and CoNLL files, tokenize and batch them."""
 
 import json
 import re
@@ -29,25 +29,25 @@ _SENTENCES_PER_CALL = 1000
 
 
 class Sentence(NamedTuple):
-    """One sentence, and the tags of its words."""
+    """One sentence and the tags of its words."""
 
     words: tuple[str, ...]
     tags: tuple[Any, ...]
-    """Names or ids; empty without `data.tags_column`."""
+    """Tag names or ids. Empty without `data.tags_column`."""
     where: str
     """File and line or row."""
     id: str
-    """The sentence's name in predictions: its id column, else `where`."""
+    """Name of the sentence in predictions: its id column, or `where`."""
 
     @property
     def key(self) -> str:
-        """The sentence as a model reads it."""
+        """Return the sentence as the model reads it."""
         return " ".join(self.words)
 
 
 @dataclass(frozen=True)
 class TaggedSentences:
-    """Sentences in memory, with the ids of their tags (-100: not known)."""
+    """Sentences in memory, with the ids of their tags (-100: unknown)."""
 
     scheme: LabelScheme
     train: list[Sentence]
@@ -56,21 +56,23 @@ class TaggedSentences:
     eval_tags: list[NDArray[np.int64]]
     description: str
     notes: list[str]
-    """Notes to the user: sentences."""
+    """Notes for the user, as sentences."""
 
     @property
     def num_train_of_label(self) -> dict[str, int]:
-        """Training words of each tag."""
+        """Return the number of training words per tag."""
         tags = np.concatenate(self.train_tags)
         counts = np.bincount(tags[tags >= 0], minlength=len(self.scheme.names))
         return dict(zip(self.scheme.names, counts.tolist(), strict=True))
 
 
 def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> TaggedSentences:
-    """Read `data.train` and `data.eval`, or hold out a part of the first; `known_names` as in `label_scheme`.
+    """Return the sentences of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+
+    `known_names` is passed to `label_scheme`.
 
     Raises:
-        ValueError: a sentence cannot be read, or a word has no tag or an unknown one; the message names file, row and word.
+        ValueError: a sentence cannot be read, or a tag is missing or unknown; the message names file, row and word.
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
@@ -95,10 +97,10 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
 
 
 def read_sentences(sources: Sequence[Source], data: Data, *, key: str) -> list[Sentence]:
-    """Read the sentences of sources, all of them into memory; those without a word are left out.
+    """Return all sentences of sources, in memory. Sentences without words are left out.
 
     Raises:
-        ValueError: there are none, or one cannot be read; the message names file, row or line, and column.
+        ValueError: no sentences exist, or a sentence cannot be read; the message names file, row or line, and column.
     """
     sentences: list[Sentence] = []
     for source in sources:
@@ -121,17 +123,17 @@ def _table_sentences(source: Source, data: Data) -> Iterator[Sentence]:
             tags = tuple(list_cell(row.cells[1], data.tags_column, row.where))
             if len(tags) != len(words):
                 raise ValueError(
-                    f"{row.where}: column {data.tags_column!r} has {len(tags)} tags for the {len(words)} words of column "
-                    f"{data.tokens_column!r}; give one for each, or drop the row"
+                    f"{row.where}: column {data.tags_column!r} has {len(tags)} tags for the {len(words)} words of "
+                    f"column {data.tokens_column!r}; give one for each, or drop the row"
                 )
         yield Sentence(words, tags, row.where, row.where if data.id_column is None else str(row.cells[-1]))
 
 
 def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
-    """Return a cell that holds a list; of text (csv) a JSON list, or what stands between blanks.
+    """Return a cell that holds a list. Text (csv) is read as a JSON list or as space-separated items.
 
     Raises:
-        ValueError: it is no list; the message names file, row and column.
+        ValueError: the cell is not a list; the message names file, row and column.
     """
     found = cell
     if isinstance(cell, str):
@@ -147,10 +149,11 @@ def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
 
 
 def _conll_sentences(path: Path, data: Data) -> Iterator[Sentence]:
-    """The sentences of a file with a word a line, its tag in the last column, and blank lines between sentences."""
+    """Yield the sentences of a file with one word per line, its tag in the last column, and blank lines in between."""
     words: list[str] = []
     tags: list[str] = []
-    first: tuple[int, int] | None = None  # the line of the first word, and its columns
+    # Line of the first word, and its number of columns.
+    first: tuple[int, int] | None = None
     for number, (line, _) in enumerate(chain(read_lines(path, data), [("", 0)]), start=1):
         fields = line.rstrip("\r\n").split("\t") if "\t" in line else re.split(" +", line.strip(" \r\n"))
         if not line.strip() or fields[0] == "-DOCSTART-":
@@ -164,24 +167,24 @@ def _conll_sentences(path: Path, data: Data) -> Iterator[Sentence]:
             continue
         if data.tags_column is not None and len(fields) < 2:
             raise ValueError(
-                f"{path}:{number}: {show_cell(line.strip())} has no tag; write a word, a tab (or a blank) and its tag on each line, "
-                "and a blank line between sentences"
+                f"{path}:{number}: {show_cell(line.strip())} has no tag; write a word, a tab (or a blank) and its tag "
+                "on each line, and a blank line between sentences"
             )
         first = first or (number, len(fields))
         if len(fields) != first[1]:
             raise ValueError(
-                f"{path}:{number}: {show_cell(line.strip())} has {len(fields)} columns, and line {first[0]} has {first[1]}; "
-                "write as many for each word, and no comments"
+                f"{path}:{number}: {show_cell(line.strip())} has {len(fields)} columns, and line {first[0]} has "
+                f"{first[1]}; write as many for each word, and no comments"
             )
         words.append(fields[0])
         tags += [] if data.tags_column is None else [fields[-1]]
 
 
 def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> list[NDArray[np.int64]]:
-    """Return the ids of each sentence's tags; -100 where the scheme has no column.
+    """Return the ids of each sentence's tags, or -100 if the scheme has no column.
 
     Raises:
-        ValueError: a tag is none of the scheme's; the message names file, row and word.
+        ValueError: a tag is unknown to the scheme; the message names file, row and word.
     """
     flat = [tag for row in rows for tag in (row.tags if scheme.column else row.words)]
     encoded = scheme.encode(flat, lambda index: _place_of_word(rows, index))
@@ -189,7 +192,7 @@ def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> list[NDArray[n
 
 
 def _place_of_word(rows: Sequence[Sentence], index: int) -> str:
-    """Return file, row and number of a word of all sentences."""
+    """Return file, row and word number of a word, by its index over all sentences."""
     for row in rows:
         if index < len(row.words):
             return f"{row.where}, word {index + 1}"
@@ -198,15 +201,15 @@ def _place_of_word(rows: Sequence[Sentence], index: int) -> str:
 
 
 class Sample(NamedTuple):
-    """One sentence as token ids, and the labels of its words."""
+    """One sentence as token ids, with the labels of its words."""
 
     ids: NDArray[np.int32]
     starts: NDArray[np.int32]
-    """The first token of each word that has one: of the words that are cut off, and of those no token stands for, none."""
+    """Position of the first token of each word. Truncated words and words without tokens are left out."""
     words: NDArray[np.int32]
-    """The number of each of these words in the sentence."""
+    """Index of each of these words in the sentence."""
     labels: NDArray[np.int64]
-    """The label of each of these words; -100: not known."""
+    """Label of each of these words. -100: unknown."""
 
 
 def tokenize_sentences(
@@ -217,14 +220,16 @@ def tokenize_sentences(
     *,
     progress: bool,
 ) -> list[Sample]:
-    """Return sentences as token ids with the tokenizer's special tokens; longer ones are cut.
+    """Return sentences as token ids with the tokenizer's special tokens. Longer sentences are truncated.
 
-    A sentence is read as its words with a blank between them, so that a pipeline on plain text gives the same tokens. A token
-    belongs to the word in which it ends; what looks like a special token in a word is read as the characters that it is.
+    A sentence is encoded as its words joined by spaces, so that a pipeline on plain text gives the same tokens. A token
+    belongs to the word in which it ends. Special tokens in a word are encoded as plain characters.
     """
     use_rust_threads()
     samples: list[Sample] = []
-    with tqdm(total=len(rows), desc="tokenising", unit=" sentences", disable=not progress or None, leave=False, delay=1) as bar:  # fmt: skip
+    with tqdm(
+        total=len(rows), desc="tokenising", unit=" sentences", disable=not progress or None, leave=False, delay=1
+    ) as bar:
         for start in range(0, len(rows), _SENTENCES_PER_CALL):
             part = rows[start : start + _SENTENCES_PER_CALL]
             encoded = tokenizer(
@@ -244,11 +249,13 @@ def tokenize_sentences(
 
 
 def first_tokens(words: Sequence[str], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the numbers of the words for which tokens stand, and the first token of each.
+    """Return the indices of the words that have tokens, and the position of the first token of each.
 
-    `offsets` are (T, 2): the characters of " ".join(words) from which to which a token goes, the same where it stands for none.
+    `offsets` (T, 2) are the character spans of tokens in " ".join(words). Start and end are equal for a token without
+    characters.
     """
-    ends = np.cumsum([len(word) + 1 for word in words]) - 1  # the blank after each word
+    # The space after each word.
+    ends = np.cumsum([len(word) + 1 for word in words]) - 1
     last = offsets[:, 1] - 1
     word_of = np.searchsorted(ends, last, side="left")
     stands = (offsets[:, 1] > offsets[:, 0]) & ~np.isin(last, ends)
@@ -258,10 +265,10 @@ def first_tokens(words: Sequence[str], offsets: NDArray[np.int64]) -> tuple[NDAr
 
 
 def collate_sentences(samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int) -> dict[str, Any]:
-    """Pad sentences on the right: `input_ids`, `attention_mask`, (N, T) int64, and for the words (N, W) `word_starts`, `labels`.
+    """Return a batch padded on the right: `input_ids`, `attention_mask` (N, T), `word_starts`, `labels` (N, W), int64.
 
-    `word_starts` are the first tokens of words, 0 where a sentence has fewer; `labels` are -100 there. `num_targets` are the
-    words with a label.
+    `word_starts` are the positions of the words' first tokens, padded with 0. `labels` are padded with -100.
+    `num_targets` is the number of words with a label.
     """
     ids = [sample.ids for sample in samples]
     width = max(1, *(len(sample.starts) for sample in samples))

@@ -1,3 +1,3 @@
-"""The recipe that fits data of the user's own: what the data are, and which model and settings suit them.
+"""A recipe for the user's own data: recognize the data, and choose a suitable model and settings.
 
-Nothing here trains: the recipe is written to a file, and run as any other."""
+This package does not train. It writes a recipe to a file. The recipe runs like any other."""

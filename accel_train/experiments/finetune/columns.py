@@ -1,4 +1,4 @@
-"""A table as it is read: delimiter, header and encoding; and each column's cells: texts, labels, numbers, chats or images."""
+"""A table's format (delimiter, header, encoding) and its columns: texts, labels, numbers, chats, or images."""
 
 import csv
 from collections import Counter
@@ -19,15 +19,15 @@ from accel_train.recipe.data import Data
 
 _MOST_CLASSES = 1000
 _MOST_MISSING = 0.2
-"""The share of cells that a column of labels may lack."""
+"""Maximum share of empty cells in a column of labels."""
 _ROWS_LOOKED_AT = 200
 _WORDS_OF_A_NAME = 5
 _WORDS_OF_TEXT = 3.0
-"""A column with more words in a cell, on average, is one of texts."""
+"""Mean words per cell from which a column counts as text."""
 
 
 class Column(NamedTuple):
-    """A column of the table, with all its cells."""
+    """A column of a table, with all its cells."""
 
     name: str
     cells: tuple[Any, ...]
@@ -39,12 +39,15 @@ class Column(NamedTuple):
 
     @property
     def mean_words(self) -> float:
-        """Return the words of a cell, on average."""
+        """Return the mean number of words per cell."""
         return sum(len(str(cell).split()) for cell in self.cells) / len(self.cells)
 
     @property
     def classes(self) -> Counter[str]:
-        """Return how often each class occurs, where nearly every cell is the name or number of one, or a list of them; else nothing."""
+        """Return the counts of classes, if nearly every cell is a class name, a class number, or a list of them.
+
+        Empty otherwise.
+        """
         names: list[str | None] = []
         present = [cell for cell in self.cells if not is_missing(cell)]
         for cell in present:
@@ -55,7 +58,7 @@ class Column(NamedTuple):
 
     @property
     def is_decimal(self) -> bool:
-        """Return whether every cell is a number, and one at least has decimals."""
+        """Return whether every cell is a number, and at least one has decimals."""
         try:
             numbers = [float(cell) for cell in self.cells if not isinstance(cell, bool)]
         except (TypeError, ValueError):
@@ -70,19 +73,19 @@ class Column(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Return whether the cells are texts by their length."""
+        """Return whether the cells are long enough to be texts."""
         return self.is_strings and self.mean_words >= _WORDS_OF_TEXT and len(set(self.cells)) > 1
 
     @property
     def may_be_labels(self) -> bool:
-        """Return whether few values come again and again."""
+        """Return whether the column repeats a few values."""
         if self.is_text or self.is_decimal:
             return False
         return 2 <= len(self.classes) <= min(_MOST_CLASSES, len(self.cells) // 2)
 
     @property
     def is_ids(self) -> bool:
-        """Return whether every cell is one word, and each another one."""
+        """Return whether every cell is one word, and all cells are different."""
         return self.is_strings and self.mean_words <= 1 and len(set(self.cells)) == len(self.cells) > 1
 
     @property
@@ -93,7 +96,7 @@ class Column(NamedTuple):
 
     @property
     def is_image(self) -> bool:
-        """Return whether the cells are names of image files, or what `datasets` keeps of an image."""
+        """Return whether the cells are names of image files, or images as `datasets` stores them."""
         first = self.cells[0]
         if isinstance(first, dict):
             return "bytes" in first and "path" in first
@@ -109,12 +112,12 @@ class Table:
     wheres: Sequence[str]
     """File and line or row of each row."""
     settings: Mapping[str, Choice[Any]]
-    """Settings without which it cannot be read."""
+    """Settings that are needed to read the table."""
     notes: Sequence[str]
     partial: Mapping[str, str]
-    """File and line of a row without it, for each column that only some rows have."""
+    """Columns that only some rows have, each with the file and line of a row without it."""
     class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of the classes whose ids a column holds, where the file has them."""
+    """Class names, by column, of columns with class ids, if the file stores the names."""
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
@@ -124,12 +127,12 @@ class Table:
 
     @property
     def names(self) -> str:
-        """Return the names of the columns, listed."""
+        """Return the names of the columns as a list in text."""
         return ", ".join(self.columns)
 
 
 def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[Any]]:
-    """Return how a file has to be read where the defaults do not do: its encoding, and whether a header is missing."""
+    """Return the settings that are needed to read a file, if they are not the defaults: encoding and header."""
     settings: dict[str, Choice[Any]] = {}
     if "data.encoding" not in given and file_kind(path) != "parquet":
         guess = guess_encoding(path, data.encoding_errors)
@@ -144,7 +147,7 @@ def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[
 
 
 def with_settings(data: Data, settings: Mapping[str, Choice[Any]]) -> Data:
-    """Return `data` with settings of that section."""
+    """Return `data` with these settings of its section."""
     return data.model_copy(update={name.removeprefix("data."): choice.value for name, choice in settings.items()})
 
 
@@ -152,7 +155,7 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     """Return every row of the columns that all rows have.
 
     Raises:
-        ValueError: a row cannot be read, or there is none; the message names file and line.
+        ValueError: a row cannot be read, or the table has no rows. The message names the file and line.
     """
     settings = readings(path, data, given)
     data = with_settings(data, settings)
@@ -160,7 +163,8 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     names, partial = (
         shared_keys(path, data) if file_kind(path) in ("jsonl", "json") else (column_names(source, data), {})
     )
-    names = [name for name in names if name]  # spreadsheets end rows with columns that have no name
+    # Spreadsheets end rows with unnamed columns.
+    names = [name for name in names if name]
     if not names:
         raise ValueError(f"{path}: no column is in every row; write the same keys on each line")
     rows = list(read_rows(source, names, data))
@@ -178,14 +182,16 @@ def source_of(path: Path) -> Source:
 
 
 def _missing_header(path: Path, data: Data) -> str | None:
-    """Return why the first row of a file is no header; None where it may be one."""
+    """Return why the first row of a file is not a header, or None if it may be one."""
     try:
         records = islice(read_delimited(path, data.model_copy(update={"header": "none"})), 1 + _ROWS_LOOKED_AT)
         rows = [record.fields for record in records][1:]
     except (ValueError, csv.Error):
-        return None  # the reader names the row
+        # The reader will report the row.
+        return None
     if len(rows) < 2 or all(field == str(number) for number, field in enumerate(filter(None, rows[0]))):
-        return None  # numbers in order are the names that pandas gives
+        # Numbers in order are the column names that pandas writes.
+        return None
     for number, cell in enumerate(rows[0]):
         if cell and _is_number(cell):
             return f"the first row holds the number {cell}, which is no name of a column"

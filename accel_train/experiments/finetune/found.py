@@ -1,4 +1,4 @@
-"""Facts that a recipe is made of: what was asked for, and what was found in the data."""
+"""The facts behind a recipe: the user's request, and the properties of the data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,66 +8,66 @@ from accel_train.core.state import Choice
 from accel_train.recipe.data import Data
 
 TASKS = ("text-classification", "causal-lm", "image-classification", "semantic-segmentation")
-"""The tasks for which `accel-train finetune` writes a recipe."""
+"""Tasks for which `accel-train finetune` writes a recipe."""
 
 Settings = Mapping[str, Choice[Any]]
-"""Settings by dotted name, with why; an empty reason is for what needs none."""
+"""Settings by dotted name, with reasons. Self-explanatory settings have an empty reason."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The words of the user: the path, and flags."""
+    """The user's request: the path, and flags."""
 
     path: str
     data: Data
-    """`data` with the settings of the command line, and the path as `data.train`."""
+    """Section `data` with the settings of the command line. The path is `data.train`."""
     task: str | None = None
     text: tuple[str, ...] = ()
-    """The text column, or two that are read as a pair."""
+    """Name of the text column, or of two columns that are read as a pair."""
     label: str | None = None
     problem_type: str = "auto"
-    """`model.problem_type`."""
+    """Setting `model.problem_type`. Default: auto."""
     given: frozenset[str] = frozenset()
-    """Dotted names of the settings on the command line, which are not chosen here."""
+    """Dotted names of the settings on the command line. finetune does not choose these settings."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The data: their task, sizes and columns."""
+    """The recognized data: task, sizes, and columns."""
 
     task: str
     why: str
-    """Why it is this task."""
+    """Reason for the task."""
     description: str
-    """Path, sizes, columns."""
+    """Path, sizes, and columns, in words."""
     num_samples: int
-    """Rows, texts or images; of plain text, documents."""
+    """Number of rows, texts, or images. For plain text, the number of files."""
     settings: Settings = field(default_factory=dict)
-    """Settings of the recipe's section `data`, and those that follow from the data alone."""
+    """Settings of the section `data`, and other settings that depend only on the data."""
     num_chars: int = 0
     """Characters of all texts."""
     longest: int = 0
-    """Characters of a long text: one of twenty is longer."""
+    """Length of a long text in characters. One text of twenty is longer."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Samples by class; empty without classes."""
+    """Samples by class. Empty without classes."""
     edge: int = 0
-    """Pixels of the short edge of the median image."""
+    """Short edge of the median image, in pixels."""
     aspect: float = 1.0
-    """Width of the median image, as a multiple of its height."""
+    """Width of the median image divided by its height."""
     has_one_label: bool = False
-    """Each text has one label: they are no numbers to predict, and no lists."""
+    """Whether each text has exactly one label, as opposed to a number or a list of labels."""
     is_grey: bool = False
     is_chat: bool = False
     eval_fraction: float | None = None
-    """The share that is held out as the command line says, 0 where evaluation data are named; None where it is chosen."""
+    """Held-out share from the command line, or 0 with named evaluation data. None: finetune chooses it."""
     unused: tuple[str, ...] | None = None
-    """Columns and files that are not read; None where that is not known."""
+    """Columns and files that are not read. None if unknown."""
     test: str | None = None
-    """A file or folder of test data, which is left alone."""
+    """File or folder of test data. Training does not use it."""
     notes: tuple[str, ...] = ()
-    """Sentences on how the data are read."""
+    """Sentences about how the data are read."""
 
 
 def lengths(sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of `Found` for texts of so many characters each."""
+    """Return the length fields of `Found` from the sizes of texts in characters."""
     return {"num_chars": sum(sizes), "longest": sorted(sizes)[len(sizes) * 19 // 20]}

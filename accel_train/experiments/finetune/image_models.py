@@ -1,4 +1,4 @@
-"""The models that see images, and their training; from scratch those of the package's recipes."""
+"""Models for images and their training settings. Models from scratch come from the package's recipes."""
 
 from accel_train.core.state import Choice
 from accel_train.experiments.finetune.found import Found
@@ -58,7 +58,10 @@ def _from_scratch_size(found: Found) -> int:
 
 
 def _size_of_aspect(found: Found, edge: int) -> tuple[int | list[int], str]:
-    """The size of images of this short edge: a square, or height and width of the median image's aspect, multiples of 32."""
+    """Return the image size for this short edge: a square, or (height, width) with the median image's aspect.
+
+    The longer edge is a multiple of 32.
+    """
     why = f"the median image has a short edge of {found.edge} pixels"
     longer = round(edge * min(2.0, max(found.aspect, 1 / found.aspect)) / 32) * 32
     if longer == edge:
@@ -68,7 +71,7 @@ def _size_of_aspect(found: Found, edge: int) -> tuple[int | list[int], str]:
 
 
 def _pretrained_sizes(found: Found, pretrained: Pretrained) -> Choices:
-    """The size that a pretrained segmenter takes, of whole images, or of windows where they are larger: details would be lost."""
+    """Return the image size of a pretrained segmenter. Larger images are seen in windows, to keep their details."""
     own = pretrained.image_size or 512
     why = "what the model was trained with" if pretrained.image_size else "usual"
     edge = min(2 * own, found.edge // 32 * 32)

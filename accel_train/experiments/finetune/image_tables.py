@@ -1,4 +1,4 @@
-"""Tables that name images, or hold their bytes: the column, the files, and the label."""
+"""Tables with names or bytes of images: the column of images, their files, and the label."""
 
 import os
 import re
@@ -21,16 +21,17 @@ _NOT_FOR_TRAINING = ("test", "submission")
 
 
 def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
-    """Return the column of images with its cells as paths relative to the table; None where no column names images.
+    """Return the column of images, with its cells as paths relative to the table, or None without such a column.
 
     Raises:
-        ValueError: several columns name images, or no file is where the cells say.
+        ValueError: several columns name images, or the named files do not exist.
     """
     columns = [column for column in table.columns.values() if column.is_image]
     if len(columns) > 1:
         raise ValueError(
             f"{table.path}: {' and '.join(column.name for column in columns)} are names of images; with masks: "
-            f"accel-train run segmentation --data.train {table.path} --data.image_column {columns[0].name} --data.mask_column {columns[1].name}"
+            f"accel-train run segmentation --data.train {table.path} --data.image_column {columns[0].name} "
+            f"--data.mask_column {columns[1].name}"
         )
     for column in columns or (column for column in table.columns.values() if column.is_ids):
         found = find_images(table.path.parent, str(table.path), column.cells)
@@ -40,7 +41,7 @@ def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
 
 
 def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
-    """Return what is found in a table with a column of images and a column of labels; None without images."""
+    """Return the facts of a table with a column of images and a column of labels, or None without images."""
     if asked.text or asked.task not in (None, "image-classification"):
         return None
     found = image_column(table)
@@ -50,15 +51,16 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
     names = {name.lower() for name in table.columns}
     if any(box <= names for box in _BOXES):
         raise ValueError(
-            f"{table.path} holds boxes (columns {table.names}). Object detection is not one of the tasks. For classes of whole images "
-            "remove the columns of the boxes, and keep one row for each image."
+            f"{table.path} holds boxes (columns {table.names}). Object detection is not one of the tasks. "
+            "For classes of whole images remove the columns of the boxes, and keep one row for each image."
         )
     folder = table.path.parent
     missing = [index for index, cell in enumerate(cells) if isinstance(cell, str) and not os.path.isfile(folder / cell)]
     if missing:
         raise ValueError(
             f"{table.wheres[missing[0]]}, column {column.name!r}: file not found: {folder / cells[missing[0]]} "
-            f"({len(missing)} of {len(cells)} are missing). Write paths relative to the table, or put the files into one folder next to it"
+            f"({len(missing)} of {len(cells)} are missing). Write paths relative to the table, "
+            "or put the files into one folder next to it"
         )
     label = recognise_label(asked, table, column.name, may_drop=False)
     where = "its cells are image files"
@@ -96,10 +98,10 @@ def _words(name: str) -> set[str]:
 
 
 def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None] | None:
-    """Return the table that names the images of a folder, and the table to evaluate on where a name says so.
+    """Return the table that names the images of a folder, and the table to evaluate on if a name shows one.
 
     Raises:
-        ValueError: several tables name images; the message shows the command.
+        ValueError: several tables name images. The message shows the command.
     """
     named = []
     for path in tables:
@@ -116,10 +118,10 @@ def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple
 
 
 def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tables: Sequence[Path]) -> None:
-    """Refuse folders as classes where a table names most of the images and has no column with these classes.
+    """Check that a table of most images has a column with the folders as classes.
 
     Raises:
-        ValueError: names the table, and two of the folders.
+        ValueError: a table does not. The message names the table and two of the folders.
     """
     images = [name.removeprefix("train/") for name in images if name.startswith("train/")] or images
     class_of = {Path(name).stem: name.split("/", 1)[0] for name in images}
@@ -127,7 +129,8 @@ def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tabl
         try:
             table = read_table(path, asked.data, asked.given)
         except ValueError:
-            continue  # a table of something else
+            # The table holds other data.
+            continue
         for column in table.columns.values():
             names = [Path(str(cell)) for cell in column.cells]
             found = [(row, class_of[name.stem]) for row, name in enumerate(names) if name.stem in class_of]
@@ -137,7 +140,8 @@ def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tabl
             pairs = [{(each, str(other.cells[row])) for row, each in found} for other in table.columns.values()]
             if not any(len(pair) == len(classes) == len({value for _, value in pair}) for pair in pairs):
                 raise ValueError(
-                    f"{path}: column {column.name!r} names images in {folder / classes[0]}/ and {folder / classes[-1]}/, and no "
-                    "column has these folders as classes. Put all images into one folder next to the table. If the folders are "
-                    "the classes: --task image-classification"
+                    f"{path}: column {column.name!r} names images in {folder / classes[0]}/ and "
+                    f"{folder / classes[-1]}/, and no column has these folders as classes. "
+                    "Put all images into one folder next to the table. If the folders are the classes: "
+                    "--task image-classification"
                 )

@@ -1,4 +1,4 @@
-"""Folders of images: by class, or with masks; their sizes and colours."""
+"""Folders of images by class or with masks, and the sizes and colors of their images."""
 
 import io
 import re
@@ -24,29 +24,29 @@ from accel_train.data.images.pools import read_pools
 from accel_train.experiments.finetune.found import Asked, Found
 
 _NUM_LOOKED_AT = 200
-"""Images, evenly spaced, whose headers are read for their sizes and colours."""
+"""Evenly spaced images whose headers are read for sizes and colors."""
 _MASKS_LOOKED_AT = 2_000
 _TRAIN = re.compile("(?:.*[^a-z])?train(?:ing|[0-9]+)?(?:[^a-z].*)?")
 _EVAL = re.compile("(?:.*[^a-z])?(?:val|valid|validation|dev)(?:[0-9]+)?(?:[^a-z].*)?")
 _TEST = re.compile("(?:.*[^a-z])?test(?:ing|[0-9]+)?(?:[^a-z].*)?")
 _VOC = ("JPEGImages", "SegmentationClass")
 _MOST_NUMBERS = 200
-"""Masks with more different numbers are photos, or masks that were resized with smoothing."""
+"""Maximum different numbers in masks. More indicate photos, or masks that were resized with smoothing."""
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 
 def lie_in_classes(folder: Path, names: Sequence[str]) -> bool:
-    """Return whether images lie in folders that may be classes: CLASS/*.jpg or train/CLASS/*.jpg, two or more."""
+    """Return whether images lie in two or more folders that may be classes: CLASS/*.jpg or train/CLASS/*.jpg."""
     inner = [name.removeprefix("train/") for name in names if name.startswith("train/")] or names
     classes = {name.split("/", 1)[0] for name in inner}
     return all("/" in name for name in inner) and len(classes) > 1 and not are_parts(classes)
 
 
 def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
-    """Return the classes of a folder with CLASS/*.jpg in it, or train/CLASS/*.jpg; `tables` there do not name the images.
+    """Return the classes of a folder with CLASS/*.jpg or train/CLASS/*.jpg. `tables` in it do not name the images.
 
     Raises:
-        ValueError: images lie in no class folder, or there is one class; the message shows how they should lie.
+        ValueError: images lie outside of class folders, or there is one class. The message shows the right layout.
     """
     _refuse_columns(asked, folder, "images")
     root = folder / "train" if (folder / "train").is_dir() else folder
@@ -60,21 +60,22 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     if loose:
         raise ValueError(
             f"{folder}: {root / loose[0]} lies in no class folder; for classes put each image into {root}/CLASS/; for "
-            f"segmentation put images into {root}/images/ and masks of the same names into {root}/masks/{_tables_there(tables)}"
+            f"segmentation put images into {root}/images/ and masks of the same names into "
+            f"{root}/masks/{_tables_there(tables)}"
         )
     classes = sorted({name.split("/", 1)[0] for name in names})
     if are_parts(classes):
         raise ValueError(
-            f"{root}: {', '.join(classes)} are no classes, but parts of the data, by their names; say which is trained on: "
-            + _command_for_parts(root, classes)
+            f"{root}: {', '.join(classes)} are no classes, but parts of the data, by their names; "
+            "say which is trained on: " + _command_for_parts(root, classes)
         )
-    pool = read_pools(
-        asked.path if root is folder else str(root), asked.data, asked.path, masks=False
-    )  # names folders that are empty
+    # This raises for empty class folders, and names them.
+    pool = read_pools(asked.path if root is folder else str(root), asked.data, asked.path, masks=False)
     counts = Counter(map(str, pool.labels))
     if len(counts) < 2:
         raise ValueError(
-            f"{root} has the one class folder {next(iter(counts), 'none')!r}, and a classifier needs two{_tables_there(tables)}"
+            f"{root} has the one class folder {next(iter(counts), 'none')!r}, "
+            f"and a classifier needs two{_tables_there(tables)}"
         )
     _, held, notes = eval_beside_train(asked.data)
     used = [root / name for name in classes] + [Path(name) for name in held or ()]
@@ -91,7 +92,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
 
 
 def _tables_there(tables: Sequence[Path]) -> str:
-    """Return notes on tables that lie next to images."""
+    """Return a hint about tables next to the images."""
     if not tables:
         return ""
     names = ", ".join(map(str, tables[:3]))
@@ -99,7 +100,7 @@ def _tables_there(tables: Sequence[Path]) -> str:
 
 
 def _command_for_parts(root: Path, parts: Sequence[str]) -> str:
-    """The command that trains on one part of the data; a test set is shown to the trained model alone."""
+    """Return the command that trains on one part of the data. Only the trained model sees a test set."""
     train = next((name for name in parts if _TRAIN.fullmatch(name.lower())), parts[0])
     others = [name for name in parts if name != train]
     held = [name for name in others if not _TEST.fullmatch(name.lower())]
@@ -113,7 +114,7 @@ def _command_for_parts(root: Path, parts: Sequence[str]) -> str:
 
 
 def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
-    """Return the line that says which files and folders of `root` are not read; `num_others` lie within those that are."""
+    """Return the line that names unused files and folders of `root`. `num_others` lie in used folders."""
     left = [
         entry.name + "/" * entry.is_dir()
         for entry in sorted(root.iterdir())
@@ -125,7 +126,7 @@ def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
 
 
 class Pairs(NamedTuple):
-    """The places where images lie with their masks."""
+    """The places of images with masks."""
 
     train: str
     eval: str | None
@@ -133,7 +134,7 @@ class Pairs(NamedTuple):
 
 
 def find_pairs(name: str) -> Pairs | None:
-    """Return where images and masks lie below a folder, for training and for evaluation; None where there are none."""
+    """Return the places of images and masks below a folder, for training and evaluation, or None without pairs."""
     folder = Path(name).expanduser()
     lists = [folder / "ImageSets" / "Segmentation" / f"{side}.txt" for side in ("train", "val")]
     if (folder / "JPEGImages").is_dir() and all(path.is_file() for path in lists):
@@ -147,7 +148,8 @@ def find_pairs(name: str) -> Pairs | None:
         if len(train_pair) != 1 or len(held_pair) > 1:
             listed = ", ".join(str(images) for images, _ in below)
             raise ValueError(
-                f"{folder} holds several folders of images with masks ({listed}); name one: accel-train finetune {below[0][0]}"
+                f"{folder} holds several folders of images with masks ({listed}); name one: "
+                f"accel-train finetune {below[0][0]}"
             )
         ((images, masks),) = train_pair
         why = f"{images.name}/ and {masks.name}/ hold images and masks of the same names"
@@ -169,7 +171,7 @@ def find_pairs(name: str) -> Pairs | None:
 
 
 def _side(folder: Path, pattern: re.Pattern[str]) -> Path | None:
-    """The folder of training or evaluation images below a folder, by its name."""
+    """Return the only folder below `folder` with a name that matches `pattern`, or None."""
     found = [path for path in sorted(folder.iterdir()) if path.is_dir() and pattern.fullmatch(path.name.lower())]
     masks = {path.name + end for path in found for end in BESIDE}
     found = [path for path in found if path.name not in masks]
@@ -177,10 +179,10 @@ def _side(folder: Path, pattern: re.Pattern[str]) -> Path | None:
 
 
 def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
-    """Return the images and masks of a folder or a list, and which numbers of masks are classes.
+    """Return the images and masks of a folder or a list, and the classes among the numbers in masks.
 
     Raises:
-        ValueError: an image has no mask, or the masks have numbers that are no classes in order; the message names both.
+        ValueError: an image has no mask, or the numbers in masks are not classes in order. The message names both.
     """
     _refuse_columns(asked, asked.path, "images and masks")
     if asked.task not in (None, "semantic-segmentation"):
@@ -210,7 +212,7 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
 
 
 def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], Sequence[str]]:
-    """Return which numbers in the masks are classes, where they are not 0, 1, 2, ...; and what is to be said of them."""
+    """Return settings for the classes if the masks' numbers are not 0, 1, 2, ..., and notes about them."""
     if {"data.mask_values", "data.reduce_labels", "data.label_names"} & asked.given or pool.masks is None:
         return {}, ()
     masks = pool.masks
@@ -227,14 +229,15 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
         }, ()
     if len(numbers) > _MOST_NUMBERS:
         raise ValueError(
-            f"{asked.path}: masks hold {len(numbers)} different numbers, as photos do, or masks that were resized with smoothing "
-            f"(first: {masks.where(0)}). Write one class number into each pixel, or list the numbers: --data.mask_values '[0, 255]'"
+            f"{asked.path}: masks hold {len(numbers)} different numbers, as photos do, "
+            f"or masks that were resized with smoothing (first: {masks.where(0)}). "
+            "Write one class number into each pixel, or list the numbers: --data.mask_values '[0, 255]'"
         )
     classes = [number for number in numbers if number != asked.data.ignore_index]
     if len(classes) > 1 and classes[-1] >= 4 * len(classes):
         raise ValueError(
-            f"{asked.path}: masks hold the numbers {', '.join(map(str, numbers))}, too far apart to be classes in order; say which are, in "
-            f"order: --data.mask_values '{numbers}'"
+            f"{asked.path}: masks hold the numbers {', '.join(map(str, numbers))}, "
+            f"too far apart to be classes in order; say which are, in order: --data.mask_values '{numbers}'"
         )
     if classes[:1] == [0] and len(classes) > 2:
         return {}, (
@@ -250,10 +253,12 @@ def _refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
 
 
 def sizes_of(images: Images) -> dict[str, Any]:
-    """Return the short edge and the aspect of the median image, and whether all are grey; a few broken ones are named by the run.
+    """Return the short edge and aspect ratio of the median image, and whether all images are gray.
+
+    The check skips images that cannot be opened. The run reports them.
 
     Raises:
-        ValueError: none of those looked at can be opened; the message names the first.
+        ValueError: none of the checked images can be opened. The message names the first.
     """
     edges, aspects, modes, fault = [], [], set(), ""
     for index in evenly_spaced(len(images), _NUM_LOOKED_AT):

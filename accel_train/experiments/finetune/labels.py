@@ -1,4 +1,4 @@
-"""Find the column of labels, what its values are called, and how often each occurs."""
+"""The column of labels, the names of its values, and the count of each value."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,18 +21,19 @@ class Label(NamedTuple):
     name: str
     settings: Mapping[str, Choice[Any]]
     counts: Mapping[str, int]
-    """Rows of each class; empty for numbers to predict."""
+    """Rows of each class. Empty for a regression."""
     is_one: bool = False
-    """Each row has one label, and no list of them."""
+    """Whether each row has exactly one label instead of a list."""
     num_dropped: int = 0
-    """Rows without a label, which are left out."""
+    """Number of left-out rows without a label."""
 
 
 def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = True) -> Label:
-    """Return the label among the columns that are not `used`; `may_drop` says whether the task reads `data.missing_labels`.
+    """Return the label column among columns that are not `used`. `may_drop`: the task supports `data.missing_labels`.
 
     Raises:
-        ValueError: none or several may be it, or a row has no label or a wrong one; the message names the row or shows the flag.
+        ValueError: no column or several columns may be the label, or a row has a missing or wrong label. The message
+            names the row or shows the flag.
     """
     column, why = _label_of(asked, table, *used)
     drops = asked.data.missing_labels == "drop"
@@ -68,9 +69,9 @@ def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = Tru
     )
     if several is not None and not scheme.are_ids:
         raise ValueError(
-            f"{table.path}: column {column.name!r} holds several labels in one cell, with {several[1]} ({several[0]!r}), and each "
-            "combination would be a class. Write lists of names, in a .jsonl or .parquet file; or keep the combinations: "
-            "--model.problem_type single_label"
+            f"{table.path}: column {column.name!r} holds several labels in one cell, "
+            f"with {several[1]} ({several[0]!r}), and each combination would be a class. Write lists of names, "
+            "in a .jsonl or .parquet file; or keep the combinations: --model.problem_type single_label"
         )
     if scheme.problem_type == "multi_label":
         counts = dict(zip(scheme.names, map(int, encoded.sum(0))))
@@ -87,7 +88,8 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
     for name, where in table.partial.items():
         if name.lower() in _LABEL_NAMES:
             raise ValueError(
-                f"{where} has no {name!r}, which other rows have; fill it in, drop the row, or name another column: --label COLUMN"
+                f"{where} has no {name!r}, which other rows have; fill it in, drop the row, or name another column: "
+                "--label COLUMN"
             )
     for names in (("label",), _LABEL_NAMES):
         named = [column for column in others if column.name.lower() in names]
@@ -115,13 +117,13 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
     there = f"there are {', '.join(column.name for column in others)}" if others else "there is no other column"
     there += f"; not in all rows: {', '.join(table.partial)}" if table.partial else ""
     raise ValueError(
-        f"{table.path}: no column looks like a label beside {', '.join(used)} ({there}); name it: --label COLUMN; or --task causal-lm "
-        f"--text {used[0]} for a language model of the texts"
+        f"{table.path}: no column looks like a label beside {', '.join(used)} ({there}); name it: --label COLUMN; "
+        f"or --task causal-lm --text {used[0]} for a language model of the texts"
     )
 
 
 def _names_beside(table: Table, label: Column, used: tuple[str, ...]) -> Column | None:
-    """The column that has a name for each number of the label."""
+    """Return the column with a name for each number of the label, or None."""
     if not _are_integers(label):
         return None
     others = [column for column in table.columns.values() if column.name not in (label.name, *used)]
@@ -134,11 +136,12 @@ def _names_beside(table: Table, label: Column, used: tuple[str, ...]) -> Column 
 
 
 def _are_the_same(one: Column, other: Column) -> bool:
-    """Return whether each value of one column stands beside one value of the other, and the other way round."""
+    """Return whether the values of two columns correspond one to one."""
     try:
         pairs = set(zip(one.cells, other.cells))
         return len(pairs) == len(set(one.cells)) == len(set(other.cells))
-    except TypeError:  # lists
+    # Lists cannot be hashed.
+    except TypeError:
         return False
 
 
@@ -147,7 +150,7 @@ def _are_integers(column: Column) -> bool:
 
 
 def _with_names(asked: Asked, table: Table, label: Column, settings: dict[str, Choice[Any]]) -> int:
-    """Add the names in a file beside the table, where its labels are numbers; return the number of the first class."""
+    """Add label names from a file next to the table if the labels are numbers. Return the first class's number."""
     if (
         not _are_integers(label)
         or label.name in table.class_names
@@ -174,10 +177,11 @@ def _with_names(asked: Asked, table: Table, label: Column, settings: dict[str, C
 
 
 def _check_classes(asked: Asked, table: Table, label: Column, counts: Mapping[str, int]) -> None:
-    """Refuse a label that is another one in nearly every row."""
+    """Raise ValueError if the label differs in nearly every row."""
     num_rows = len(label.cells)
     if len(counts) > max(2, num_rows // 2) and "data.label_names" not in asked.given:
         raise ValueError(
-            f"{table.path}: column {label.name!r} has {len(counts):,} different values in {num_rows:,} rows, too many for labels; "
-            "name another: --label COLUMN; or for numbers to predict: --model.problem_type regression"
+            f"{table.path}: column {label.name!r} has {len(counts):,} different values in {num_rows:,} rows, "
+            "too many for labels; name another: --label COLUMN; or for numbers to predict: "
+            "--model.problem_type regression"
         )

@@ -1,4 +1,4 @@
-"""The model and the training that suit what was found: small ones from scratch, or settings by the size of a pretrained one."""
+"""Choice of model and training settings: small models from scratch, or settings by the size of a pretrained model."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from accel_train.task import load_task, prove_forward
 
 
 def choose(found: Found, pretrained: Pretrained | None) -> Choices:
-    """Return model, optimizer, schedule and evaluation for what was found, each with its reason."""
+    """Return model, optimizer, schedule, and evaluation settings for the data, each with its reason."""
     by_task = {
         "text-classification": text_classifier,
         "causal-lm": language_model,
@@ -63,10 +63,10 @@ def _held_out(found: Found) -> Choice[float]:
 
 
 def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
-    """Return the facts of pretrained weights, a folder or a name on the hub, of which only the configuration is read.
+    """Return the facts of pretrained weights in a folder or on the hub. Only their configuration is read.
 
     Raises:
-        ValueError: there is no such model, or its tokenizer cannot be loaded.
+        ValueError: the model does not exist, or its tokenizer cannot be loaded.
     """
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(
@@ -88,7 +88,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
 
 
 def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
-    """Return whether this model keeps documents apart that share a window, by the probe of a run's start."""
+    """Return whether the model can keep documents in a window apart, by the probe that starts a run."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     data = {"train": ".", "mask_documents": True, "sequence_length": min(LONGEST, positions)}
     try:

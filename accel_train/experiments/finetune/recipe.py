@@ -1,4 +1,4 @@
-"""Write the recipe of what was found: each value with why, and what to do with the trained model."""
+"""The recipe file for the recognized data: each value with its reason, and commands for the trained model."""
 
 import os
 import time
@@ -20,22 +20,22 @@ from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.yaml_core import one_line
 
 _WAIT_SECONDS = 60.0
-"""A process of a launch waits so long for the recipe that the first process writes."""
+"""Seconds that a process of a launch waits for the recipe of the first process."""
 
 
 def default_output_dir(path: str) -> str:
-    """Return runs/NAME for a file or folder of that name."""
+    """Return runs/NAME for a file or folder called NAME."""
     return str(Path("runs") / (Path(path).expanduser().resolve().stem or "finetune"))
 
 
 def path_of(path: str) -> str:
-    """Return a path that names no embedded data: a folder `digits` is ./digits."""
+    """Return a path that is not the name of embedded data: a folder `digits` becomes ./digits."""
     is_name = path in (*EMBEDDED_CORPORA, *EMBEDDED_IMAGES)
     return os.path.join(os.curdir, path) if is_name else path
 
 
 def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:
-    """Return what was found and chosen as nested mappings, as `make_recipe` takes them."""
+    """Return the recognized and chosen settings as nested mappings for `make_recipe`."""
     tree: dict[str, Any] = {"task": found.task, "output_dir": output_dir}
     for name, choice in {**found.settings, **chosen}.items():
         *sections, field = name.split(".")
@@ -47,10 +47,10 @@ def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:
 
 
 def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path) -> str:
-    """Return the recipe as YAML: what differs from the defaults, behind each value why.
+    """Return the recipe as YAML: the settings that differ from the defaults, each followed by its reason.
 
     Raises:
-        ValueError: a setting of the command line holds a secret, which is not written into a file.
+        ValueError: a setting of the command line holds a secret. Secrets are not written to a file.
     """
     reasons = {"task": found.why, **{name: choice.reason for name, choice in {**found.settings, **chosen}.items()}}
     flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
@@ -59,14 +59,16 @@ def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path
         "#",
         f"#   accel-train run {quote(str(path))}",
         "#",
-        f"# Written by `accel-train finetune {printable(str(found.settings['data.train'].value))}`; behind each value: why. It is yours to",
+        f"# Written by `accel-train finetune {printable(str(found.settings['data.train'].value))}`; behind each value: "
+        "why. It is yours to",
         "# edit. A run does not resume with other settings, so give an edited recipe another output_dir.",
     ]
     for depth, name, value in _lines(recipe.model_dump(exclude_unset=True), recipe):
         field = name.rpartition(".")[2]
         if redact(value, field) != value:
             raise ValueError(
-                f"--{name} holds a secret, which finetune does not write into {path}; write the recipe with --dry-run, and give it to `accel-train run`"
+                f"--{name} holds a secret, which finetune does not write into {path}; write the recipe with --dry-run, "
+                "and give it to `accel-train run`"
             )
         reason = "as the command line says" if name in flags else reasons.get(name, "")
         shown = "" if value is None else f" {one_line(value)}"
@@ -75,7 +77,7 @@ def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path
 
 
 def _lines(tree: Mapping[str, Any], recipe: Recipe, prefix: str = "") -> list[tuple[int, str, Any]]:
-    """Depth, name and value of what is set; a section of the first level has a line of its own and no value."""
+    """Return depth, name, and value of each set field. A top-level section has its own line without a value."""
     lines: list[tuple[int, str, Any]] = []
     for field, value in tree.items():
         name = prefix + field
@@ -89,12 +91,12 @@ def _lines(tree: Mapping[str, Any], recipe: Recipe, prefix: str = "") -> list[tu
 
 
 def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
-    """Write the recipe, and return whether it is new; a file with the same settings is left as it is.
+    """Write the recipe, and return whether it is new. A file with the same settings stays unchanged.
 
-    Where `is_first` is false, another process of the launch writes it, and this one waits.
+    If `is_first` is false, another process of the launch writes the file, and this process waits for it.
 
     Raises:
-        ValueError: there is a file of that name with other settings, or it cannot be written there.
+        ValueError: a file of that name has other settings, or the file cannot be written.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     while not is_first and not path.exists() and time.monotonic() < deadline:
@@ -102,8 +104,9 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
     if path.exists():
         if load_recipe(path) != recipe:
             raise ValueError(
-                f"{path} is there already, and not what finetune would write now (edited, other data or flags); train it as it is: "
-                f"accel-train run {quote(str(path))}; or write another: --output_dir DIR, or --recipe FILE"
+                f"{path} is there already, and not what finetune would write now (edited, other data or flags); "
+                f"train it as it is: accel-train run {quote(str(path))}; or write another: --output_dir DIR, "
+                "or --recipe FILE"
             )
         return False
     try:
@@ -117,7 +120,7 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
 
 
 def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
-    """Return the lines that say what was found and chosen, with why; what the command line says is left out."""
+    """Return lines about the recognized and chosen settings with reasons, without settings of the command line."""
     flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
     named = {
         name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
@@ -142,10 +145,11 @@ def _short(choice: Choice[Any]) -> str:
 
 
 def how_to_use(found: Found, recipe: Recipe) -> list[str]:
-    """Return the lines that say what to do with the trained model."""
+    """Return lines that show how to use the trained model."""
     output_dir = recipe.output_dir
     model = os.path.join(output_dir, "model")
-    has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"  # a file beside the weights
+    # The model's code is a file in the folder of its weights.
+    has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"
     consent = ", trust_remote_code=True" if has_own_code else ""
     columns = found.settings.get("data.text_columns")
     is_pair = columns is not None and len(columns.value) == 2
@@ -171,10 +175,10 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:
-    """Return a recipe of the command line's settings alone, which checks them and says how the data are to be read.
+    """Return a recipe that has only the command line's settings, to check them and to know how to read the data.
 
     Raises:
-        ValueError: a setting breaks a rule; the text names it.
+        ValueError: a setting breaks a rule. The message names the setting.
     """
     tree = {
         "task": "causal-lm",
@@ -187,10 +191,10 @@ def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:
 
 
 def asked_of(path: str, recipe: Recipe, **flags: Any) -> Asked:
-    """Return what was asked for, of a `minimal_recipe` and the flags of the command.
+    """Return the user's request from a `minimal_recipe` and the flags of the command.
 
     Raises:
-        ValueError: a setting says what the path says already.
+        ValueError: --data.train was given in addition to the path.
     """
     given = frozenset(name for name, origin in recipe.origins().items() if origin.kind == "command line")
     if "data.train" in given:

@@ -1,4 +1,4 @@
-"""Find out what lies at a path: a table, chats, text, images by class, or images with masks."""
+"""Recognition of the data at a path: a table, chats, text, images by class, or images with masks."""
 
 import glob
 from collections.abc import Sequence
@@ -43,10 +43,10 @@ _TABLES = ("csv", "jsonl", "parquet")
 
 
 def recognise(asked: Asked) -> Found:
-    """Return what the data at the path are, with the settings that say so in a recipe.
+    """Return the kind of data at the path, with the recipe's settings for it.
 
     Raises:
-        ValueError: there is nothing that can be learned from, or several readings are possible; the message shows the flag.
+        ValueError: the data are not suited for training, or are ambiguous. The message shows the flag.
     """
     if asked.task is not None and asked.task not in TASKS:
         meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
@@ -86,8 +86,9 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
         return recognise_table(asked, path)
     if kind == "json":
         raise ValueError(
-            f"{path}: finetune reads an array of objects, or one object on each line (.jsonl), and this is one document: write "
-            f"[row, row, ...]; SQuAD's own files: accel-train run question_answering --data.train {path}"
+            f"{path}: finetune reads an array of objects, or one object on each line (.jsonl), "
+            "and this is one document: write [row, row, ...]; SQuAD's own files: "
+            f"accel-train run question_answering --data.train {path}"
         )
     if kind in ("tokens", "conll"):
         recipe = "gpt_tiny" if kind == "tokens" else "token_classification"
@@ -125,14 +126,14 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
         return recognise_text(asked, *training_texts(asked, texts, folder))
     there = listed([path.relative_to(folder).as_posix() for path in files])
     raise ValueError(
-        f"{folder} holds nothing that finetune reads (there are {there or 'no files'}). It reads a table (.csv, .tsv, .jsonl, .parquet), "
-        "text files, CLASS/ folders of images or of texts, or images/ and masks/. For a file of one class with a text on each line, "
-        "write a table with the columns text and label"
+        f"{folder} holds nothing that finetune reads (there are {there or 'no files'}). It reads a table (.csv, .tsv, "
+        ".jsonl, .parquet), text files, CLASS/ folders of images or of texts, or images/ and masks/. "
+        "For a file of one class with a text on each line, write a table with the columns text and label"
     )
 
 
 def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
-    """Return the table to train on, and the one to evaluate on where its name says so."""
+    """Return the table to train on, and the table to evaluate on if a name shows one."""
     tables = list(dict.fromkeys(map(shards_of, tables)))
     held_out = [path for path in tables if EVAL_NAME.search(path.stem.lower())]
     others = [path for path in tables if path not in held_out and not TEST_NAME.search(path.stem.lower())]
@@ -140,6 +141,7 @@ def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | 
     if len(others) != 1 or len(held_out) > 1:
         named = ", ".join(str(path) for path in tables[:5])
         raise ValueError(
-            f"{folder} holds several tables ({named}); name one: accel-train finetune {quote(str([*others, *tables][0]))}"
+            f"{folder} holds several tables ({named}); name one: accel-train finetune "
+            f"{quote(str([*others, *tables][0]))}"
         )
     return others[0], held_out[0] if held_out else None

@@ -1,4 +1,7 @@
-"""Columns of a table: texts, labels, prompts, chats or names of images; whatever is ambiguous is an error with the flag."""
+"""Recognition of a table's columns: texts, labels, prompts, chats, or image names.
+
+An ambiguous table raises an error that shows the flag.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,16 +31,16 @@ _PAIRS = (
 )
 _CHOICES = ("choices", "options", "endings")
 _FURTHER_OF_CHATS = ("tools", "functions", "system")
-"""Columns that a chat template could show, and that are not passed to it."""
+"""Columns that a chat template could show, but that are not passed to it."""
 _FURTHER_INPUTS = ("input", "context", "system", "system_prompt", "history", *_CHOICES)
-"""Columns that belong to the prompt, however short: without them the answer cannot be known."""
+"""Columns that belong to the prompt, even short ones, because the answer depends on them."""
 
 
 def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> Found:
-    """Return the task of a table and its columns; `held_out` is a table to evaluate on.
+    """Return the task of a table and its columns. `held_out` is a table to evaluate on.
 
     Raises:
-        ValueError: a row cannot be read, or no column or several can be what is needed; the message shows the flag.
+        ValueError: a row cannot be read, or no column or several columns fit. The message shows the flag.
     """
     table = read_table(path, asked.data, asked.given)
     _check_flags(asked, table)
@@ -52,7 +55,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     found["settings"] = {**settings, **found["settings"]}
     dropped = found.pop("num_dropped", 0)
     rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
-    if found["task"] != "image-classification":  # whose notes name the images that the table does not
+    # The notes of image classification already list unused columns and images.
+    if found["task"] != "image-classification":
         found["unused"] = (*_unused_columns(found["settings"], table), *rows)
     notes = (*table.notes, *found.pop("notes", ()))
     return Found(description=about, num_samples=len(table.wheres) - dropped, notes=notes, **found)
@@ -78,7 +82,7 @@ def _check_flags(asked: Asked, table: Table) -> None:
 
 
 def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
-    """A column of messages."""
+    """Return the facts of a table with a column of chats, or None."""
     chats = [column for column in table.columns.values() if column.is_chat]
     _refuse_preferences(asked, table, [column.name for column in chats])
     if not chats or asked.label or asked.task not in (None, "causal-lm"):
@@ -97,15 +101,19 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
     others = [name for name in (*table.columns, *table.partial) if name in _FURTHER_OF_CHATS]
     if others and "data.messages_column" not in asked.given:
         raise ValueError(
-            f"{table.path}: column {column.name!r} holds chats, and the model would not be shown {', '.join(others)}. Put the text into the "
-            f"chats, as a message of the role system; or leave it out: --data.messages_column {column.name}"
+            f"{table.path}: column {column.name!r} holds chats, and the model would not be shown {', '.join(others)}. "
+            "Put the text into the chats, as a message of the role system; or leave it out: "
+            f"--data.messages_column {column.name}"
         )
     data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name})
     for cell, where in zip(column.cells, table.wheres):
         check_row(Row((cell,), where, 0), data)
     text = "content" if "content" in keys else "value"
     sizes = [sum(len(str(message.get(text, ""))) for message in chat or ()) for chat in column.cells]
-    why = f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; the loss counts what the assistant says"
+    why = (
+        f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; "
+        "the loss counts what the assistant says"
+    )
     return {
         "task": "causal-lm",
         "why": f"column {column.name!r} holds chats",
@@ -119,7 +127,7 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
 
 
 def _refuse_preferences(asked: Asked, table: Table, chats: Sequence[str]) -> None:
-    """Refuse rows of which some are examples of bad answers: they would be learned like the good ones."""
+    """Raise ValueError if some rows are examples of bad answers, because training would learn them like good ones."""
     if asked.text or asked.label or {"data.messages_column", "data.completion_column"} & asked.given:
         return
     if {"chosen", "rejected"} <= {*table.columns}:
@@ -129,15 +137,16 @@ def _refuse_preferences(asked: Asked, table: Table, chats: Sequence[str]) -> Non
             else f"--data.prompt_column {_prompt_of(table)} --data.completion_column chosen"
         )
         raise ValueError(
-            f"{table.path}: chosen and rejected are preferences (DPO), for which accel_train has no task. To learn the chosen answers "
-            f"alone: {columns}"
+            f"{table.path}: chosen and rejected are preferences (DPO), for which accel_train has no task. "
+            f"To learn the chosen answers alone: {columns}"
         )
     answers = chats[0] if chats else "completion" if {"prompt", "completion"} <= {*table.columns} else None
     bad = sum(cell is False for cell in table["label"].cells) if "label" in table else 0
     if answers is not None and bad:
         raise ValueError(
-            f"{table.path}: column 'label' is false in {bad:,} of {format_count(len(table.wheres), 'row')}, examples of bad answers (KTO), "
-            "for which accel_train has no task. Drop the rows with false and the column, and finetune learns the others"
+            f"{table.path}: column 'label' is false in {bad:,} of {format_count(len(table.wheres), 'row')}, "
+            "examples of bad answers (KTO), for which accel_train has no task. "
+            "Drop the rows with false and the column, and finetune learns the others"
         )
 
 
@@ -147,7 +156,7 @@ def _prompt_of(table: Table) -> str:
 
 
 def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
-    """A column of prompts, and one of what is to be answered."""
+    """Return the facts of a table with columns of prompts and completions, or None."""
     if asked.text or asked.label or asked.task not in (None, "causal-lm") or "data.text_column" in asked.given:
         return None
     own = (asked.data.prompt_column, asked.data.completion_column)
@@ -165,9 +174,10 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
     ] + [name for name in table.partial if name in _FURTHER_INPUTS]
     if others and not is_given:
         raise ValueError(
-            f"{table.path}: {' and '.join(pair)} look like prompt and completion, and {', '.join(others)} would not be read; "
-            f"join them in your data; --data.input_column {others[0]} puts it behind the prompt; or leave it out: --data.prompt_column {pair[0]} "
-            f"--data.completion_column {pair[1]}"
+            f"{table.path}: {' and '.join(pair)} look like prompt and completion, "
+            f"and {', '.join(others)} would not be read; join them in your data; "
+            f"--data.input_column {others[0]} puts it behind the prompt; or leave it out: "
+            f"--data.prompt_column {pair[0]} --data.completion_column {pair[1]}"
         )
     data = asked.data.model_copy(
         update={
@@ -194,7 +204,7 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
 
 
 def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
-    """One column of texts and no label: a language model."""
+    """Return the facts of a table with one text column and no label, for a language model, or None."""
     texts = [column for column in table.columns.values() if column.is_strings]
     is_alone = len(table.columns) == len(texts) == 1 and not asked.label and not table.partial
     if asked.task != "causal-lm" and not (asked.task is None and is_alone):
@@ -214,7 +224,7 @@ def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
 
 
 def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
-    """A column of texts, or two, and one of labels."""
+    """Return the facts of a table with one or two text columns and a label column."""
     if asked.task not in (None, "text-classification"):
         raise ValueError(
             f"--task {asked.task}: {table.path} is a table without a column of images; name a folder of images"
@@ -222,15 +232,17 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     choices = [name for name in _CHOICES if name in table and isinstance(table[name].cells[0], list | dict)]
     if choices and not (asked.text and asked.label):
         raise ValueError(
-            f"{table.path}: column {choices[0]!r} holds the choices of a question, which a text classifier is not shown. Write columns "
-            "text, endings and label for accel-train run multiple_choice; or leave them out with --text and --label"
+            f"{table.path}: column {choices[0]!r} holds the choices of a question, "
+            "which a text classifier is not shown. Write columns text, endings and label for accel-train run "
+            "multiple_choice; or leave them out with --text and --label"
         )
     texts, why = _text_of(asked, table, asked.label or ("label" if "label" in table else None))
     label = recognise_label(asked, table, *(column.name for column in texts))
     kind = "labels" if label.counts else "numbers"
     return {
         "task": "text-classification",
-        "why": f"column {' and '.join(repr(column.name) for column in texts)} is text, column {label.name!r} holds {kind}",
+        "why": f"column {' and '.join(repr(column.name) for column in texts)} is text, "
+        f"column {label.name!r} holds {kind}",
         "settings": {"data.text_columns": Choice([column.name for column in texts], why), **label.settings},
         "counts": label.counts,
         "has_one_label": label.is_one,
@@ -240,8 +252,8 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
 
 
 _NO_TABLES = (
-    "accel_train has no task for tables of numbers. Gradient-boosted trees are the right tool: HistGradientBoostingClassifier of "
-    "scikit-learn, XGBoost or LightGBM"
+    "accel_train has no task for tables of numbers. Gradient-boosted trees are the right tool: "
+    "HistGradientBoostingClassifier of scikit-learn, XGBoost or LightGBM"
 )
 
 
@@ -270,16 +282,17 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
     if len(strings) == 1 and strings[0].is_ids:
         name = strings[0].name
         raise ValueError(
-            f"{table.path}: column {name!r} holds one word in each row, all different: names of things, not texts. If they name images, put "
-            f"the files into one folder next to the table (images/{strings[0].cells[0]}.jpg); if they are texts: --text {name}"
+            f"{table.path}: column {name!r} holds one word in each row, all different: names of things, not texts. "
+            f"If they name images, put the files into one folder next to the table (images/{strings[0].cells[0]}.jpg); "
+            f"if they are texts: --text {name}"
         )
     if len(strings) == 1 and not strings[0].may_be_labels:
         return strings, "the only column of strings"
     num_numbers = sum(column.is_numbers for column in table.columns.values())
     if 2 * num_numbers > len(table.columns):
         raise ValueError(
-            f"{table.path}: {num_numbers} of {len(table.columns)} columns hold numbers, and {_NO_TABLES}. For a column of text: "
-            "--text COLUMN"
+            f"{table.path}: {num_numbers} of {len(table.columns)} columns hold numbers, and {_NO_TABLES}. "
+            "For a column of text: --text COLUMN"
         )
     raise ValueError(f"{table.path}: no column is clearly text (there are {table.names}); name it: --text COLUMN")
 

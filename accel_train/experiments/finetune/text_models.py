@@ -1,4 +1,4 @@
-"""The models that read text, and their training; from scratch those of the package's recipes."""
+"""Models for texts and their training settings. Models from scratch come from the package's recipes."""
 
 from accel_train.core.state import Choice
 from accel_train.experiments.finetune.found import Found
@@ -15,14 +15,14 @@ from accel_train.experiments.finetune.training import (
 
 _CHARS_PER_TOKEN = 3.5
 _MANY_TEXTS = 50_000
-"""From about so many labelled texts on a small network from scratch learns better features than n-grams."""
+"""Labeled texts from which a small network from scratch learns better features than n-grams (approximate)."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<assistant>\\n' }}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}"
     "{{ '<' + message['role'] + '>\\n' + message['content'] + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}"
 )
-"""For models whose tokenizer brings none: `<role>`, the message, and the end of text after each answer."""
+"""Chat template for tokenizers without one: `<role>`, the message, and the end of text after each answer."""
 
 
 def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
@@ -36,8 +36,8 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         return {
             "model.config": Choice(
                 {"model_type": "ngrams"},
-                "no --model, and few texts: their n-grams, which do better here than a network from scratch; pretrained weights "
-                "know more of the language",
+                "no --model, and few texts: their n-grams, which do better here than a network from scratch; "
+                "pretrained weights know more of the language",
             ),
             "tokenizer": Choice("bytes", "which the n-grams are of"),
             "data.max_length": Choice(2048, "bytes"),
@@ -136,7 +136,7 @@ def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
 
 
 def _trained_on(found: Found, pretrained: Pretrained, has_rows: bool) -> Choices:
-    """A pretrained language model on text, prompts or chats."""
+    """Return the settings for a pretrained language model on text, prompts, or chats."""
     room = min(LONGEST, pretrained.num_positions or LONGEST)
     length = _row_length(found, room) if has_rows else room
     if not has_rows and found.num_chars < 20 * length * _CHARS_PER_TOKEN:
@@ -160,6 +160,6 @@ def _trained_on(found: Found, pretrained: Pretrained, has_rows: bool) -> Choices
 
 
 def _row_length(found: Found, room: int) -> int:
-    """Tokens that 19 of 20 rows fit into, up to `room`, as a multiple of 64 where there is room for one."""
+    """Return the tokens that hold 19 of 20 rows, up to `room`, as a multiple of 64 if `room` allows."""
     wanted = found.longest / (1 if found.num_chars <= 100_000 else 2.5) + 32
     return min(room, max(64, -(-int(wanted) // 64) * 64))

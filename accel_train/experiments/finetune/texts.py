@@ -1,4 +1,4 @@
-"""Text files: plain text, or lines of a label and a text."""
+"""Text files: plain text, or lines with a label and a text."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from accel_train.experiments.finetune.labels import recognise_label
 from accel_train.experiments.finetune.unused import EVAL_NAME, TEST_NAME, TRAIN_NAME, UNLABELLED, is_part, part_of
 
 _READ_AT_MOST = 50_000_000
-"""Bytes of plain text that are counted in characters; of more, the bytes stand for them."""
+"""Bytes of plain text up to which characters are counted. For larger text, bytes are used instead of characters."""
 _LINES_LOOKED_AT = 1_000
 _MOST_FIRST_WORDS = 50
 
 
 def find_classes(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path | None] | None:
-    """Return the folders CLASS/*.txt, or train/CLASS/*.txt, and the folder to evaluate on; None without classes."""
+    """Return the folders CLASS/*.txt or train/CLASS/*.txt, and the folder to evaluate on, or None without classes."""
     parts = [path for path in sorted(folder.iterdir()) if path.is_dir()]
     train = [path for path in parts if TRAIN_NAME.search(path.name.lower())]
     root = train[0] if len(train) == 1 else folder
@@ -44,7 +44,7 @@ def find_classes(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path 
 
 
 def recognise_classes_of_texts(asked: Asked, folder: Path, found: tuple[list[Path], Path | None]) -> Found:
-    """Return the classes of a folder with CLASS/*.txt in it, or train/CLASS/*.txt; the recipe reads them where they lie.
+    """Return the classes of a folder with CLASS/*.txt or train/CLASS/*.txt. The recipe reads the files in place.
 
     Raises:
         ValueError: a file cannot be read, or a flag names columns.
@@ -53,7 +53,7 @@ def recognise_classes_of_texts(asked: Asked, folder: Path, found: tuple[list[Pat
     folders, held_out = found
     named = [path for path in folders if path.name.lower() not in UNLABELLED]
     root, is_whole = named[0].parent, len(named) == len(folders)
-    # The path as it was given, where that is the folder of classes.
+    # The path stays as the user gave it if it is the folder of classes.
     train = (asked.path if root == folder else str(root)) if is_whole else [str(path) for path in named]
     data = asked.data.model_copy(update={"lines": "folder_names", "train": train if is_whole else tuple(train)})
     sources = resolve_sources(data.train, data, key=asked.path)
@@ -83,7 +83,7 @@ def recognise_classes_of_texts(asked: Asked, folder: Path, found: tuple[list[Pat
 def training_texts(
     asked: Asked, texts: Sequence[Path], folder: Path
 ) -> tuple[Sequence[Path], Path, dict[str, Choice[Any]]]:
-    """Return the texts to train on, the folder, and settings; files named train, val and test are told apart."""
+    """Return the texts to train on, the folder, and settings. Files named train, val, and test are separated."""
     if not any(is_part(path, folder, TRAIN_NAME) for path in texts) or "data.eval" in asked.given:
         return texts, folder, {}
     held_out = [path for path in texts if is_part(path, folder, EVAL_NAME)]
@@ -102,12 +102,12 @@ def training_texts(
 def recognise_text(
     asked: Asked, files: Sequence[Path], folder: Path | None = None, parts: Settings | None = None
 ) -> Found:
-    """Return what text files hold: text that a language model learns to continue, or labelled lines.
+    """Return the facts of text files: plain text for a language model, or labeled lines.
 
     `parts` are settings that name the files to train and to evaluate on.
 
     Raises:
-        ValueError: they are empty, or asked for as what they are not; the message shows the flag.
+        ValueError: the files are empty, or do not fit the requested task. The message shows the flag.
     """
     settings = {} if folder is not None else readings(files[0], asked.data, asked.given)
     asked = replace(asked, data=with_settings(asked.data, settings))
@@ -117,13 +117,13 @@ def recognise_text(
         return replace(found, settings={**settings, **found.settings})
     if folder is None and asked.task is None and (between := table_delimiter(files[0], asked.data)) is not None:
         raise ValueError(
-            f"{asked.path}: {between} divide all lines alike; if it is a table, rename it to {files[0].stem}.csv; if it is plain text, "
-            "say --task causal-lm"
+            f"{asked.path}: {between} divide all lines alike; if it is a table, rename it to {files[0].stem}.csv; "
+            "if it is plain text, say --task causal-lm"
         )
     if asked.task not in (None, "causal-lm"):
         raise ValueError(
-            f"--task {asked.task}: {asked.path} is plain text, from which a language model learns (causal-lm); {asked.task} needs a "
-            "table (.csv, .tsv, .jsonl, .parquet), lines of a label and a text, or images"
+            f"--task {asked.task}: {asked.path} is plain text, from which a language model learns (causal-lm); "
+            f"{asked.task} needs a table (.csv, .tsv, .jsonl, .parquet), lines of a label and a text, or images"
         )
     _refuse_flags(asked, asked.path)
     num_chars = sum(path.stat().st_size for path in files)
@@ -145,7 +145,7 @@ def recognise_text(
 
 
 def _labelled_lines(asked: Asked, path: Path) -> Found | None:
-    """Return what a file of lines with a label each holds; None where it is plain text."""
+    """Return the facts of a file with a label on each line, or None for plain text."""
     lines, why = asked.data.lines, "as the command line says"
     if lines is None and asked.task in (None, "text-classification"):
         first = next((line for line, _ in read_lines(path, asked.data) if line.strip()), "")
@@ -155,8 +155,8 @@ def _labelled_lines(asked: Asked, path: Path) -> Found | None:
         elif (words := _first_words(asked, path)) is not None:
             if asked.task is None:
                 raise ValueError(
-                    f"{path}: each line begins with one of {len(words)} words ({', '.join(sorted(words)[:3])} ...); say --task "
-                    "text-classification if they are labels, or --task causal-lm if it is plain text"
+                    f"{path}: each line begins with one of {len(words)} words ({', '.join(sorted(words)[:3])} ...); "
+                    "say --task text-classification if they are labels, or --task causal-lm if it is plain text"
                 )
             lines, why = "label_text", f"each line begins with one of {len(words)} words, the labels"
     if lines is None:
@@ -192,7 +192,7 @@ def _refuse_flags(asked: Asked, path: str | Path) -> None:
 
 
 def _first_words(asked: Asked, path: Path) -> Counter[str] | None:
-    """The first words of the lines, where they are few and come again and again, as labels do."""
+    """Return the first words of the lines if they are few and repeat, as labels do, or None."""
     lines = [
         line.split(maxsplit=1) for line, _ in islice(read_lines(path, asked.data), _LINES_LOOKED_AT) if line.strip()
     ]

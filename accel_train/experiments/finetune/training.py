@@ -1,7 +1,7 @@
-"""Choices that all tasks make alike: learning rate by size, batch size, passes over the data, metric.
+"""Choices that all tasks share: learning rate by model size, batch size, passes over the data, and metric.
 
-Learning rates for pretrained weights are the usual ones: BERT 2e-5 to 5e-5 (Devlin et al. 2019), small encoders above that, LoRA
-2e-4 (Hu et al. 2021).
+Learning rates for pretrained weights are the usual ones: BERT 2e-5 to 5e-5 (Devlin et al. 2019), small encoders above
+that, LoRA 2e-4 (Hu et al. 2021).
 """
 
 from typing import Any, NamedTuple
@@ -11,29 +11,29 @@ from accel_train.core.state import Choice
 from accel_train.experiments.finetune.found import Found
 
 LORA_FROM_PARAMETERS = 1_000_000_000
-"""Models of this size and larger are trained by adapters: AdamW's state of all weights takes 16 bytes for each parameter."""
+"""Parameters from which adapters are trained. AdamW on all weights would take 16 bytes per parameter."""
 
 LONGEST = 1024
-"""Tokens of a pretrained language model's windows, at most."""
+"""Maximum length of a pretrained language model's windows, in tokens."""
 
 Choices = dict[str, Choice[Any]]
 
 
 class Pretrained(NamedTuple):
-    """Facts that decide how pretrained weights are trained on."""
+    """The facts about pretrained weights that decide how they are trained."""
 
     name: str
     num_parameters: int
     num_positions: int | None
-    """The longest text it can read, in tokens; None where nothing limits it."""
+    """Length of the longest text that the model can read, in tokens. None without a limit."""
     image_size: int | None
     has_chat_template: bool
     masks_documents: Choice[bool] = Choice(True, "attention stays within a document")
-    """Value of `data.mask_documents` for text."""
+    """Value of `data.mask_documents` for text, with its reason."""
 
 
 def num_parameters_in_words(number: int) -> str:
-    """Return 22.7M or 1.1B."""
+    """Return a number of parameters as text, such as 22.7M or 1.1B."""
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
 
@@ -51,14 +51,14 @@ def batch_for(found: Found) -> int:
 
 
 def epochs_for(found: Found, batch: int, steps: int, least: int, most: int) -> Choice[int]:
-    """Return as many passes over the data as make about so many steps, between `least` and `most`."""
+    """Return the passes over the data, between `least` and `most`, that make about `steps` steps."""
     per_epoch = max(1, round(found.num_samples * (1 - eval_fraction_for(found)) / batch))
     epochs = min(most, max(least, round(steps / per_epoch)))
     return Choice(epochs, f"about {epochs * per_epoch:,} steps of {batch}")
 
 
 def eval_fraction_for(found: Found) -> float:
-    """Return the share of the samples that is held out for evaluation: less of many."""
+    """Return the share of samples held out for evaluation. Larger datasets have smaller shares."""
     if found.eval_fraction is not None:
         return found.eval_fraction
     if found.task == "causal-lm" and found.num_chars > 20_000_000:

@@ -1,4 +1,4 @@
-"""Files next to the data that are not read: test data, descriptions, other tables."""
+"""Files next to the data that are not read: test data, descriptions, and other tables."""
 
 import re
 from collections import Counter
@@ -15,13 +15,16 @@ EVAL_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|
 TEST_NAME = re.compile(r"(?:^|[^a-z])test(?:ing)?(?:[^a-z]|$)")
 TRAIN_NAME = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)")
 UNLABELLED = ("unsup", "unlabeled", "unlabelled")
-"""Folders of texts that have no class."""
+"""Names of text folders without a class."""
 _MOST_LISTED = 5
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.parquet")
 
 
 def part_of(path: Path, folder: Path) -> Path:
-    """Return the file or the folder above it whose name says whether it is for training or tests; else the highest."""
+    """Return the highest folder (or the file) named after training, evaluation, or tests.
+
+    Without such a name, return the top folder or the file.
+    """
     below = [*reversed(path.relative_to(folder).parents[:-1]), path.relative_to(folder)]
     patterns = (TRAIN_NAME, EVAL_NAME, TEST_NAME)
     said = (each for each in below if any(pattern.search(each.stem.lower()) for pattern in patterns))
@@ -29,24 +32,24 @@ def part_of(path: Path, folder: Path) -> Path:
 
 
 def is_part(path: Path, folder: Path, pattern: re.Pattern[str]) -> bool:
-    """Return whether the name of a file, or of a folder above it, says that it is for training (`TRAIN_NAME`), say."""
+    """Return whether the part of the data that holds a file matches `pattern`, for example `TRAIN_NAME`."""
     return pattern.search(part_of(path, folder).stem.lower()) is not None
 
 
 def shards_of(path: Path) -> Path:
-    """Return the pattern of all shards of a parquet file, as the hub names them; any other path as it is."""
+    """Return the pattern of all shards of a parquet file, as the hub names them. Other paths are returned unchanged."""
     shard = _SHARD.fullmatch(path.name)
     return path if shard is None else path.with_name(f"{shard[1]}-*-of-{shard[2]}.parquet")
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names with commas between them, of many the first."""
+    """Return names separated by commas. Long lists show only the first names."""
     more = f" and {len(names) - _MOST_LISTED:,} more" if len(names) > _MOST_LISTED else ""
     return ", ".join(names[:_MOST_LISTED]) + more
 
 
 def with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
-    """Return the same with the files that the run will not read: all below a folder, or test data next to a file."""
+    """Return `found` with the files that the run will not read: all below a folder, or test data next to a file."""
     if found.unused is None:
         return found
     data, read = with_settings(asked.data, found.settings), set[Path]()
@@ -72,7 +75,7 @@ def with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
 
 
 def _by_folder(files: Sequence[Path]) -> str:
-    """Return the names of files; a folder with many of them stands for these."""
+    """Return the names of files. Many files of one folder are shown as one entry."""
     counts = Counter(path.parent for path in files)
     names = []
     for path in files:

@@ -1,3 +1,3 @@
-"""Runs of one recipe with different values of some settings: which values, training them, and comparing them.
+"""Sweeps: runs of one recipe with different values of some settings, and their comparison.
 
-Nothing here trains in this process: each run is started as a user starts it, and resumes as any other."""
+Every run is a separate process, started as a user starts it, and resumes like any other run."""

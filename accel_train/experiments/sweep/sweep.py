@@ -1,6 +1,6 @@
-"""Train a recipe with each combination of some settings' values, one run after the other, and compare them.
+"""Train a recipe with each combination of some settings' values, one run after the other, and compare the runs.
 
-The folder of a run lies in the recipe's `output_dir` and has its values for a name: `lr=1e-4,seed=0`.
+The folder of a run lies in the recipe's `output_dir`. Its values are its name: `lr=1e-4,seed=0`.
 """
 
 import glob
@@ -37,16 +37,16 @@ SWEEP_FILE = "sweep.json"
 LOG_FOLDER = ".logs"
 REPORT_FILE = "comparison.html"
 MOST_COMPARED = 24
-"""Runs with curves on the page; its table has all."""
+"""Maximum runs with curves in the report. The report's table has all runs."""
 ATTEMPTS = 3
-"""Launches of a run that asks for the same command again (it ran out of memory and remembers a smaller micro-batch)."""
+"""Maximum launches of a run with exit code 75 (it ran out of memory and remembers a smaller micro-batch)."""
 STOP_SECONDS = 600.0
 POLL_SECONDS = 0.1
 FINISHED, FAILED, STOPPED, WAITING = "finished", "failed", "stopped", "waiting"
 
 
 class Swept(NamedTuple):
-    """The outcome of a sweep: its table, the report that compares the runs (None: none has trained), its exit code, and its folder."""
+    """The outcome of a sweep: its table, its report (None if no run has trained), its exit code, and its folder."""
 
     table: str
     report: Path | None
@@ -55,7 +55,7 @@ class Swept(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The way to select combinations: all (both numbers None), `num_random` drawn, or `num_optuna` chosen by the results so far."""
+    """The selection of combinations: all (both numbers None), `num_random` draws, or `num_optuna` choices."""
 
     num_random: int | None = None
     num_optuna: int | None = None
@@ -73,14 +73,15 @@ def sweep(
     processes: int | None = None,
     say: Callable[[str], None],
 ) -> Swept:
-    """Train each combination in a process of its own; finished ones are skipped, others resume.
+    """Train each combination in a separate process. Finished runs are skipped, and other runs resume.
 
-    A run that fails does not end the sweep. The exit code is 0 where every run has finished or was stopped by its guard and
-    one at least has finished, else that of the first other failure.
+    A failed run does not end the sweep. The exit code is 0 if every run has finished or was stopped by its guard, and
+    at least one has finished. Otherwise it is the exit code of the first other failure.
 
     Raises:
-        ValueError: before anything runs, values, flags or a recipe are wrong, or a file of the user's or another sweep is in the way.
-        Preempted: a signal came; the run of that moment was asked to save.
+        ValueError: values, flags, or a recipe are wrong, or a file of the user or another sweep is in the way. Raised
+            before any run starts.
+        Preempted: a signal arrived, and the current run was asked to save.
     """
     if processes is not None and processes < 1:
         raise ValueError(f"--processes={processes}: must be at least 1")
@@ -102,10 +103,10 @@ def sweep(
 
 
 def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
-    """Return the runs of a grid or of random draws; those that try the ends of all ranges where Optuna is to choose.
+    """Return the runs of a grid or of random draws. With Optuna, return runs that cover the ends of all ranges.
 
     Raises:
-        ValueError: a flag is wrong, Optuna is missing, or a recipe is wrong (a line a problem).
+        ValueError: a flag or a recipe is wrong, or Optuna is missing. The message has a line per problem.
     """
     random, optuna, draw_seed = selection
     if random is not None and optuna is not None:
@@ -121,7 +122,7 @@ def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
 
 
 class _Sweep:
-    """A sweep under way: its runs so far, each with its line in sweep.json."""
+    """A running sweep: its runs so far, each with its line in sweep.json."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class _Sweep:
         self.chosen_before: list[JsonRecord] = self.earlier.get("runs", []) if is_same else []
 
     def run(self, first: Sequence[Combination]) -> Swept:
-        """Train all; `first` are the runs of a grid or of random draws."""
+        """Train all runs. `first` are the runs of a grid or of random draws."""
         number = self.selection.num_optuna
         num_runs = len(first) if number is None else number * len(self.space.seeds or [SEED])
         on = format_count(self.world_size, "process", "processes")
@@ -164,7 +165,7 @@ class _Sweep:
         return self._conclude()
 
     def _chosen(self, number: int) -> Iterator[list[Combination]]:
-        """Yield the runs of each combination that Optuna chooses; those of sweep.json are taken as they were chosen."""
+        """Yield the runs of each combination that Optuna chooses. Earlier choices in sweep.json are kept."""
         before = [_without_seed(run["settings"]) for run in self.chosen_before]
         before = [values for place, values in enumerate(before) if values not in before[:place]]
         for done in range(number):
@@ -183,7 +184,7 @@ class _Sweep:
         return propose(self.space, outcomes, greater_is_better=greater, draw_seed=self.selection.draw_seed)
 
     def _train(self, place: int, num_runs: int) -> None:
-        """Train one run, unless it has finished before, and write what came of it to sweep.json."""
+        """Train one run, unless it has finished before, and write its result to sweep.json."""
         each, record = self.runs[place], self.records[place]
         where = f"[{place + 1}/{num_runs}] {each.name}"
         if record["status"] == FINISHED:
@@ -203,10 +204,11 @@ class _Sweep:
         self.say(f"{where}: {record['status']} in {format_seconds(record['seconds'])}{f': {reason}' if reason else ''}")
 
     def _launch(self, each: Combination, record: JsonRecord) -> tuple[int, str]:
-        """Run one combination to its end, or to a stop request; return its exit code, and its error in one line."""
+        """Run one combination until its end or a stop request, and return its exit code and its error in one line."""
         begin, before = time.monotonic(), record["seconds"]
         words = [*self.space.fixed, *sweep_values.flags_of(each.values)]
-        if each.recipe.checkpoint.resume == "auto":  # a run on other data is kept in previous-N and trained again
+        # A run on other data is kept in previous-N and trained again.
+        if each.recipe.checkpoint.resume == "auto":
             words += ["--checkpoint.resume", "unchanged"]
         folder, logs = self.root / each.name, self.root / LOG_FOLDER
         for _ in range(ATTEMPTS):
@@ -224,7 +226,7 @@ class _Sweep:
         return (1 if code is None else code), reason or ("" if code == 0 else f"exit code {code}")
 
     def _conclude(self) -> Swept:
-        """Write the table of means and the comparison of the runs that have trained."""
+        """Write the table of means and the comparison of the trained runs."""
         rows = [
             row_of(self.root / each.name, each.recipe, each.values, str(record["status"]))
             for each, record in zip(self.runs, self.records, strict=True)
@@ -247,10 +249,10 @@ class _Sweep:
         return Swept(format_rows(table, failed=failed), report, exit_code, self.root)
 
     def _begun(self, each: Combination) -> JsonRecord:
-        """Return the line of a run in sweep.json: finished where it was and its recipe is the same."""
+        """Return the line of a run in sweep.json, or its old line if it finished with equal recipe and inputs."""
         lines: dict[str, Mapping[str, Any]] = {run["name"]: run for run in self.earlier.get("runs", [])}
         earlier = lines.get(each.name, {})
-        # Without defaults, so that a newer version with more settings finds its runs again.
+        # Defaults are left out, because a newer version with more settings must recognize its runs.
         digest = json_digest(each.recipe.model_dump(mode="json", exclude={"output_dir"}, exclude_defaults=True))
         inputs = inputs_digest(each.recipe)
         is_same = earlier.get("recipe_digest") == digest and earlier.get("inputs") == inputs
@@ -265,15 +267,17 @@ class _Sweep:
 
     def _write(self, combinations: Sequence[JsonRecord] = ()) -> None:
         names = {record["name"] for record in self.records}
-        later = [
-            run for run in self.chosen_before if run["name"] not in names
-        ]  # chosen once, and not to be chosen anew
+        # Optuna has chosen these runs before, so they are kept for later.
+        later = [run for run in self.chosen_before if run["name"] not in names]
         content = {"runs": [*self.records, *later], "combinations": combinations, "chosen_by": self.chosen_by}
         write_file(self.root / SWEEP_FILE, json_text(content).encode(), self.root)
 
 
 def inputs_digest(recipe: Recipe) -> str:
-    """Return a digest of what a run reads: contents of data files; names, sizes and times in folders; code of its own task."""
+    """Return a digest of a run's inputs: data, model, tokenizer, and code of a custom task.
+
+    Files count by content. Folders count by the names, sizes, and times of their files.
+    """
     tokenizer = recipe.tokenizer_in_use
     names = [recipe.model.pretrained, tokenizer if isinstance(tokenizer, str) else None]
     for value in (recipe.data.train, recipe.data.eval):
@@ -290,7 +294,8 @@ def _content(path: Path) -> Any:
         files = sorted(each for each in path.rglob("*") if each.is_file())
         facts = [(each, each.stat()) for each in files]
         return [[str(each.relative_to(path)), stat.st_size, stat.st_mtime_ns] for each, stat in facts]
-    except OSError as error:  # the run itself reports it
+    # The run itself reports the error.
+    except OSError as error:
         return type(error).__name__
 
 
@@ -300,7 +305,7 @@ def _without_seed(values: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Keep other sweeps out of a folder; raises ValueError where one is at work. A file system without locks keeps nobody out."""
+    """Keep other sweeps out of a folder, if its file system has locks. Raise ValueError if another sweep is running."""
     lock = FileLock(root / ".sweep.lock", thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -309,7 +314,8 @@ def _alone(root: Path) -> Iterator[None]:
             f"output_dir={root} is in use by another sweep; wait for it, stop it, or give this one another --output_dir"
         ) from None
     except OSError:
-        pass  # it will not be written either, or has no locks
+        # The run folder cannot be written either, or the file system has no locks.
+        pass
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The table of a sweep: mean and spread over seeds of each combination, the best first."""
+"""The table of a sweep: the mean and spread of each combination over seeds, the best first."""
 
 import math
 import statistics
@@ -15,17 +15,17 @@ from accel_train.report.run import load_run
 
 
 class Row(NamedTuple):
-    """One run: its combination without the seed, its metric's name, and the value (None: it has none, or did not finish)."""
+    """A run in the table: its combination without the seed, and its metric. A missing value is None."""
 
     name: str
     metric: str
     value: float | None
     loss: float | None = None
-    """Held-out loss: it decides between equal values."""
+    """Held-out loss, for the order of equal values. None without an evaluation."""
 
 
 class Table(NamedTuple):
-    """The combinations in order: as records, as a block for the page, and by name."""
+    """The combinations in order: as records, as a block for the report, and as names."""
 
     metric: str
     facts: list[JsonRecord]
@@ -34,7 +34,10 @@ class Table(NamedTuple):
 
 
 def row_of(folder: Path, recipe: Recipe, values: Mapping[str, str], status: str = "finished") -> Row:
-    """Return the row of a run: `evaluate.metric_for_best_model` of its last evaluation, or its last training loss where it has none."""
+    """Return the row of a run: the last evaluation's `evaluate.metric_for_best_model`, or the last training loss.
+
+    The training loss is used only for a run without evaluations.
+    """
     name = ", ".join(f"{name} {value}" for name, value in values.items() if name != "seed") or "all seeds"
     metric = recipe.evaluate.metric_for_best_model.removeprefix("eval_")
     if status != "finished" or not (folder / METRICS_FILE).is_file():
@@ -49,13 +52,16 @@ def row_of(folder: Path, recipe: Recipe, values: Mapping[str, str], status: str 
 
 
 def is_greater_better(recipe: Recipe, metric: str) -> bool:
-    """Return whether a greater value of a metric is better, as `evaluate.greater_is_better` says or its name."""
+    """Return whether a greater value of a metric is better, by `evaluate.greater_is_better` or the metric's name."""
     greater = recipe.evaluate.greater_is_better
     return not is_lower_better(metric) if greater == "auto" or metric == "training loss" else bool(greater)
 
 
 def describe_rows(rows: Sequence[Row], recipe: Recipe) -> Table:
-    """Return mean, sample standard deviation and number of runs a combination, best first; of equal means, the lower loss."""
+    """Return mean, sample standard deviation, and number of runs per combination, best first.
+
+    Of equal means, the lower loss comes first.
+    """
     metric = next((row.metric for row in rows if row.value is not None), rows[0].metric)
     greater = is_greater_better(recipe, metric)
     facts: list[JsonRecord] = []
@@ -79,7 +85,7 @@ def describe_rows(rows: Sequence[Row], recipe: Recipe) -> Table:
 
 
 def format_rows(table: Table, *, failed: Sequence[tuple[str, int]]) -> str:
-    """Return the table as aligned text; below it the runs that did not finish, with their exit codes."""
+    """Return the table as aligned text, with unfinished runs and their exit codes below it."""
     lines = [table.block["head"], *([row["name"], *row["cells"]] for row in table.block["rows"])]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -1,6 +1,7 @@
 """Values chosen by Optuna's TPE from the results so far.
 
-There is no storage of Optuna's: sweep.json has what was chosen and what came of it, and a study is made of that each time.
+Optuna's own storage is not used. sweep.json holds the chosen values and their results, and each choice rebuilds the
+study.
 """
 
 import random
@@ -12,11 +13,11 @@ from accel_train.core.state import JsonRecord
 from accel_train.experiments.sweep.values import Range, Space, draws
 
 STARTUP_DRAWS = 5
-"""Drawn at random before TPE chooses; Optuna's own 10 would leave a sweep of ten without any choice."""
+"""Number of random draws before TPE chooses. Optuna's default of 10 would leave no choice in a sweep of ten."""
 
 
 class Outcome(NamedTuple):
-    """The result of a combination: the mean of its metric over seeds, or None; then whether its guard stopped it."""
+    """The result of a combination: the metric's mean over seeds, and whether the guard stopped a run. No mean: None."""
 
     values: dict[str, str]
     mean: float | None
@@ -24,20 +25,21 @@ class Outcome(NamedTuple):
 
 
 def check_optuna() -> None:
-    """Refuse a search where Optuna is missing; raises ValueError."""
+    """Raise ValueError if Optuna is not installed."""
     if find_spec("optuna") is None:
         raise ValueError("--optuna needs the package optuna; install it: pip install 'accel-train[optuna]'")
 
 
 def propose(space: Space, outcomes: Sequence[Outcome], *, greater_is_better: bool, draw_seed: int) -> dict[str, str]:
-    """Return the combination to train next, without seeds: a function of the outcomes and the draw seed.
+    """Return the next combination to train, without seeds, as a function of the outcomes and the draw seed.
 
-    One that diverged counts as worse than every other, one that failed otherwise counts for nothing.
+    A combination that diverged counts as worse than all others. Other failures are ignored.
     """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    seed = random.Random(f"{draw_seed} {len(outcomes)}").getrandbits(32)  # near seeds would draw near values
+    # Similar seeds would draw similar values, so the seed is hashed.
+    seed = random.Random(f"{draw_seed} {len(outcomes)}").getrandbits(32)
     sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP_DRAWS, seed=seed)
     study = optuna.create_study(direction="maximize" if greater_is_better else "minimize", sampler=sampler)
     distributions = {name: _distribution(values) for name, values in space.swept.items()}
@@ -70,7 +72,7 @@ def _param(values: list[str] | Range, text: str) -> Any:
 
 
 def outcome_of(values: Mapping[str, str], runs: Sequence[JsonRecord]) -> Outcome:
-    """Return what the runs of a combination, one a seed, gave together; `runs` are their lines of sweep.json."""
+    """Return the outcome of a combination from its lines in sweep.json, one per seed."""
     found = [run["value"] for run in runs if run["status"] == "finished" and run["value"] is not None]
     mean = sum(found) / len(found) if len(found) == len(runs) else None
     return Outcome(dict(values), mean, any(run["exit_code"] == 3 for run in runs))

@@ -1,6 +1,6 @@
-"""The values of a sweep's settings: lists and ranges as they are written, and the combinations of them.
+"""The values of a sweep's settings: lists and ranges from the command line, and their combinations.
 
-A draw is a function of its number and the draw seed: a resumed sweep draws the same, and a longer one the same and more.
+A draw is a function of its number and the draw seed. A resumed sweep repeats the draws, and a longer one adds to them.
 """
 
 import math
@@ -18,10 +18,10 @@ from accel_train.recipe.schema import Recipe
 
 SHORT_NAMES = {"learning_rate": "lr", "weight_decay": "wd", "global_batch_size": "batch"}
 LONGEST_NAME = 120
-"""Characters; a longer name of a folder is cut, and ends with a digest."""
+"""Maximum characters of a folder name. A longer name is cut and ends with a digest."""
 MOST_RUNS = 1000
 LOG_FROM = 10.0
-"""A range whose ends differ by a larger factor is drawn from evenly in the logarithm."""
+"""Ratio of a range's ends above which draws are uniform in the logarithm."""
 SEED = "seed"
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
@@ -36,16 +36,16 @@ class Range(NamedTuple):
 
     @property
     def is_log(self) -> bool:
-        """Return whether the logarithm is drawn evenly."""
+        """Return whether draws are uniform in the logarithm."""
         return self.low > 0 and self.high > LOG_FROM * self.low
 
     def at(self, share: float) -> str:
-        """Return the value below which `share` (0 to 1) of all draws lie, as it is written for a recipe."""
+        """Return the quantile `share` (0 to 1) of all draws, as text for a recipe."""
         low, high = (int(self.low), int(self.high) + 1) if self.is_integer else (self.low, self.high)
         return self.write(low * (high / low) ** share if self.is_log else low + (high - low) * share)
 
     def write(self, value: float) -> str:
-        """Return a number as text: whole, or with the digits that tell 10,000 values of this range apart."""
+        """Return a number as text: whole, or with enough digits to distinguish 10,000 values of this range."""
         value = min(max(value, self.low), self.high)
         if self.is_integer:
             return str(math.floor(value))
@@ -55,7 +55,7 @@ class Range(NamedTuple):
 
 
 class Space(NamedTuple):
-    """The settings of one value as they were given, the values of the swept ones by name, and the seeds (None: not swept)."""
+    """The flags of settings with one value, the values of swept settings by name, and the seeds (None: not swept)."""
 
     fixed: list[str]
     swept: dict[str, list[str] | Range]
@@ -63,17 +63,17 @@ class Space(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The swept settings, the seed last."""
+        """Return the names of the swept settings, the seed last."""
         return [*self.swept, *([SEED] if self.seeds else [])]
 
     @property
     def size(self) -> float:
-        """Return the number of combinations, seeds not counted; infinite where a range has fractions."""
+        """Return the number of combinations without seeds. Infinite if a range has fractions."""
         return math.prod(map(_size, self.swept.values()))
 
 
 class Combination(NamedTuple):
-    """One choice of values: the name of its folder, the swept values by their setting, and the recipe that comes of it."""
+    """A combination of values: its folder name, the swept values by setting, and the recipe with these values."""
 
     name: str
     values: dict[str, str]
@@ -81,7 +81,7 @@ class Combination(NamedTuple):
 
 
 def split_values(text: str) -> list[str]:
-    """Return the values of `1e-4,3e-4`: commas within brackets, braces and quotation marks do not split."""
+    """Return the values of a text such as `1e-4,3e-4`. Commas inside brackets, braces, and quotes do not split."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -98,10 +98,11 @@ def split_values(text: str) -> list[str]:
 
 
 def read_space(settings: Sequence[str]) -> Space:
-    """Return what is swept: `--seed 0,1` has several values, `--optimizer.learning_rate 1e-5..1e-3` is a range.
+    """Return the settings with several values (`--seed 0,1`) or a range (`--optimizer.learning_rate 1e-5..1e-3`).
 
     Raises:
-        ValueError: no setting has several values, or a value is empty, given twice, or of a setting that cannot be swept.
+        ValueError: every setting has one value, or a value is empty, repeated, or belongs to a setting that cannot be
+            swept.
     """
     fixed: list[str] = []
     swept: dict[str, list[str] | Range] = {}
@@ -130,10 +131,10 @@ def read_space(settings: Sequence[str]) -> Space:
 
 
 def grid(space: Space) -> list[dict[str, str]]:
-    """Return every combination, without seeds; the last setting changes from each to the next.
+    """Return all combinations without seeds. The last setting changes fastest.
 
     Raises:
-        ValueError: a range has no end of values, or there are too many.
+        ValueError: a setting has a range, or there are too many combinations.
     """
     lists = {name: values for name, values in space.swept.items() if not isinstance(values, Range)}
     if ranges := [name for name in space.swept if name not in lists]:
@@ -143,7 +144,7 @@ def grid(space: Space) -> list[dict[str, str]]:
 
 
 def draws(space: Space, draw_seed: int) -> Iterator[dict[str, str]]:
-    """Yield combinations, without seeds, none of them twice and without end: take no more than there are."""
+    """Yield distinct combinations without seeds. Take at most `space.size`, because the iterator never ends."""
     seen = set()
     for number in count():
         values = {}
@@ -156,7 +157,7 @@ def draws(space: Space, draw_seed: int) -> Iterator[dict[str, str]]:
 
 
 def check_number(space: Space, number: int, flag: str) -> None:
-    """Refuse a number of combinations that a flag asks for (``: the whole grid); raises ValueError."""
+    """Raise ValueError for a wrong number of combinations, or for too many runs. An empty `flag` means a grid."""
     num_seeds = len(space.seeds or [SEED])
     if flag and not space.swept:
         raise ValueError(f"{flag}={number}: there is nothing to draw; every seed is trained: leave {flag} out")
@@ -172,7 +173,7 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
     """Return a run for each seed of each combination.
 
     Raises:
-        ValueError: a recipe is wrong; a line a problem.
+        ValueError: a recipe is wrong. The message has a line per problem.
     """
     keys = _short_keys(space.names)
     problems: dict[str, None] = {}
@@ -191,7 +192,7 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
 
 
 def extremes(space: Space) -> list[dict[str, str]]:
-    """Return combinations that have every listed value and both ends of every range."""
+    """Return combinations that cover every listed value and both ends of every range."""
     ends = {
         name: [values.write(values.low), values.write(values.high)] if isinstance(values, Range) else values
         for name, values in space.swept.items()
@@ -206,7 +207,7 @@ def flags_of(values: Mapping[str, str]) -> list[str]:
 
 
 def _domain(flag: str, text: str) -> list[str] | Range | None:
-    """Return the values of a flag; None where it has one."""
+    """Return the values of a flag, or None if it has one value."""
     values = split_values(text)
     if found := _RANGE.fullmatch(values[0]) if len(values) == 1 else None:
         return _range(flag, *found.groups())
@@ -222,7 +223,7 @@ def _domain(flag: str, text: str) -> list[str] | Range | None:
 
 
 def _range(flag: str, low: str, high: str) -> Range | None:
-    """Return a range; None for a setting that takes no numbers, whose text it is."""
+    """Return a range, or None if the setting does not take numbers. The text is then its value."""
     name, ends = flag.removeprefix("--"), (float(low), float(high))
     rule = rule_of(name) if name in recipe_names() else "a number, or a whole number"
     if "number" not in rule:
@@ -242,7 +243,7 @@ def _size(values: list[str] | Range) -> float:
 
 
 def _short_keys(names: Iterable[str]) -> dict[str, str]:
-    """Return a short name a setting: its last part, or all of it where two would be the same."""
+    """Return a short name per setting: its last part, or the full name if two settings share it."""
     last = {name: name.rpartition(".")[2] for name in names}
     short = {name: SHORT_NAMES.get(part, part) for name, part in last.items()}
     times = Counter(short.values())
@@ -250,7 +251,7 @@ def _short_keys(names: Iterable[str]) -> dict[str, str]:
 
 
 def _folder_name(keys: Mapping[str, str], values: Mapping[str, str]) -> str:
-    """Return `lr=1e-4,seed=0`; a digest follows where characters had to be replaced or the name is too long."""
+    """Return a folder name such as `lr=1e-4,seed=0`. A digest follows if characters were replaced or cut off."""
     whole = ",".join(f"{keys[name]}={value}" for name, value in values.items())
     safe = re.sub(r"[^A-Za-z0-9._+=,-]+", "_", whole)
     return safe if safe == whole and len(safe) <= LONGEST_NAME else f"{safe[:LONGEST_NAME]}-{json_digest(whole)[:6]}"

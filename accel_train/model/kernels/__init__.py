@@ -1,3 +1,4 @@
-"""Parts of a model's forward and backward as few, quick operations: attention, activations, the loss of a vocabulary.
+"""Fast implementations of parts of a model's forward and backward: attention, activations, the vocabulary loss.
 
-What changes a whole model is in `model`."""
+The package `model` holds the changes to a whole model.
+"""

@@ -1,7 +1,7 @@
-"""Activations that transformers computes operator by operator in Python, computed by one kernel of torch instead.
+"""Replace activations that transformers computes operator by operator in Python by single torch kernels.
 
-The function, the configuration, and the names of weights and modules stay as they are. Hendrycks and Gimpel 2016,
-https://arxiv.org/abs/1606.08415, is the source of the formulas.
+The function, the configuration, and the names of weights and modules do not change. The formulas are from Hendrycks and
+Gimpel 2016, https://arxiv.org/abs/1606.08415.
 """
 
 from typing import Literal
@@ -12,18 +12,18 @@ from transformers.activations import AccurateGELUActivation, FastGELUActivation,
 from accel_train.core.state import Choice
 
 _TANH_GELUS = (NewGELUActivation, FastGELUActivation, AccurateGELUActivation)
-"""Three ways of writing 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). (QuickGELU has no such kernel.)"""
+"""Three ways of writing 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). QuickGELU has no such kernel."""
 
 
 class FusedTanhGELU(nn.GELU):
-    """GELU by the tanh approximation, of any shape, in one kernel, which keeps its input alone for the backward pass."""
+    """GELU with the tanh approximation, of any shape, in one kernel. It keeps only its input for the backward pass."""
 
     def __init__(self) -> None:
         super().__init__(approximate="tanh")
 
 
 def fuse_activations(model: nn.Module, requested: Literal["auto"] | bool) -> None:
-    """Replace in place each activation that has an equal in one kernel; `requested` is `model.fused_kernels` of the recipe.
+    """Replace in place each activation that has an equivalent kernel. `requested` is `model.fused_kernels`.
 
     Outputs and gradients stay equal up to rounding: within 1e-6 in fp32.
     """
@@ -35,7 +35,7 @@ def fuse_activations(model: nn.Module, requested: Literal["auto"] | bool) -> Non
 
 
 def describe_activations(model: nn.Module, requested: Literal["auto"] | bool) -> Choice[str]:
-    """Return what `fuse_activations` did to a model that was built, or why it did nothing."""
+    """Return the number of activations that `fuse_activations` replaced in a model, or why it replaced none."""
     if requested is False:
         return Choice("no", "as set")
     count = sum(isinstance(module, FusedTanhGELU) for module in model.modules())

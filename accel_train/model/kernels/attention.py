@@ -1,9 +1,11 @@
-"""Causal attention without a mask, so that SDPA can take its flash kernel.
+"""Causal attention without a mask, so that SDPA can use its flash kernel.
 
-transformers 5 looks for packed sequences in every forward without a cache, which costs a host read a step, and builds a
-dense mask under `torch.compile`, which rules the flash kernel out. An attention with a name that has no mask function
-gets no mask at all: right for training on full windows, wrong for padding on the left and for decoding with a cache. So
-it is used for training only, and `use_for_generation` puts SDPA back.
+In every forward without a cache, transformers 5 looks for packed sequences. The check costs one host read per step.
+Under `torch.compile` it also builds a dense mask, so SDPA cannot use the flash kernel.
+
+An attention implementation without a registered mask function gets no mask at all. This is right for training on full
+windows, and wrong for left padding and for decoding with a cache. It is therefore used for training only, and
+`use_for_generation` restores SDPA.
 """
 
 from collections.abc import Mapping
@@ -25,10 +27,10 @@ from accel_train.recipe.schema import Recipe
 
 CAUSAL_SDPA = "accel_train_causal_sdpa"
 SEQUENCE_SDPA = "accel_train_sequence_sdpa"
-"""The same over sequences that are split over processes (`sequence_parallel.py`)."""
+"""Name of the same attention over sequences that are split over processes (`sequence_parallel.py`)."""
 PER_DOCUMENT, DENSE = "per-document causal attention", "dense mask"
 SHORTEST = 256
-"""Tokens of a window from which on a CPU each document by itself takes less time than a mask."""
+"""Window length in tokens from which on a CPU attends to each document separately faster than under a mask."""
 
 
 def causal_sdpa(
@@ -41,14 +43,16 @@ def causal_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """SDPA over (batch, heads, length, head size), causal; a 4-D mask, if one is given, says all (causality included).
+    """Compute causal SDPA over (batch, heads, length, head size).
 
-    In the place of a mask there may be what `document_starts` makes: then attention is causal within each document.
+    A 4-D `attention_mask`, if given, replaces the causal mask. `attention_mask` may also be the result of
+    `document_starts`: then attention is causal within each document.
 
     Raises:
         ValueError: queries and keys differ in length, as with a key-value cache.
     """
-    kwargs["is_causal"] = False  # said by the mask, where there is one
+    # If a mask is given, it includes causality.
+    kwargs["is_causal"] = False
     if query.shape[2] != key.shape[2]:
         raise ValueError("causal attention without a mask is for training; call use_for_generation(model) to decode")
     if attention_mask is not None and is_document_starts(attention_mask):
@@ -56,7 +60,7 @@ def causal_sdpa(
     if attention_mask is not None:
         output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return output, weights
-    # What sdpa_attention_forward comes to without a mask, less what it looks up: 17 us a layer.
+    # This equals sdpa_attention_forward without a mask, but skips its lookups: 17 us per layer.
     is_grouped = query.shape[1] != key.shape[1]
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
@@ -67,7 +71,7 @@ def causal_sdpa(
 def choose_attention(
     requested: str, model_class: type[PreTrainedModel], config: PreTrainedConfig, sequence_length: int
 ) -> Choice[str]:
-    """Return the attention to train with: as asked, or causal SDPA where it is exact, else the library's own choice."""
+    """Return the attention to train with: the requested one, causal SDPA if it is exact, or the library's default."""
     if requested != "auto":
         return Choice(requested, "as set")
     text = config.get_text_config()
@@ -87,13 +91,13 @@ def choose_attention(
 
 
 def attention_window(config: PreTrainedConfig) -> int | None:
-    """Return within how many tokens a model attends; None where it has no such limit."""
+    """Return the number of tokens that a model's attention spans; None for a model without such a limit."""
     names, text = ("sliding_window", "attention_chunk_size"), config.get_text_config()
     return min((window for name in names if (window := getattr(text, name, None))), default=None)
 
 
 def describe_attention(model: PreTrainedModel, requested: str, sequence_length: int) -> Choice[str]:
-    """Return the attention of a model that was built, and why it has that one."""
+    """Return the attention of a built model, and the reason for it."""
     used: str = model.config._attn_implementation
     if requested != "auto":
         return Choice(used, "as set")
@@ -117,7 +121,10 @@ def choose_document_attention(
 ) -> Choice[str]:
     """Return how documents in windows of `length` tokens are kept apart: `PER_DOCUMENT` or `DENSE`.
 
-    `attention` is the model's, by its name; `dtype` what it computes in on this kind of device; `compiled` by torch.compile.
+    Args:
+        attention: name of the model's attention implementation.
+        dtype: compute type on this kind of device.
+        compiled: whether torch.compile compiles the model.
     """
     text = config.get_text_config()
     if attention not in (CAUSAL_SDPA, SEQUENCE_SDPA):
@@ -137,23 +144,25 @@ def choose_document_attention(
 
 
 def describe_document_attention(recipe: Recipe, config: PreTrainedConfig) -> Choice[str]:
-    """Return how a run of this recipe keeps documents apart on this machine; the configuration is of the model that was built."""
+    """Return how a run of this recipe keeps documents apart on this machine. `config` belongs to the built model."""
     section, device = recipe.precision, "cuda" if torch.cuda.is_available() else "cpu"
     attention = SEQUENCE_SDPA if recipe.parallel.sp_size > 1 else config._attn_implementation
-    dtype = torch.float32 if section.mixed_precision == "no" else torch.bfloat16  # fp16 does as well
+    # fp16 gives the same choice as bf16.
+    dtype = torch.float32 if section.mixed_precision == "no" else torch.bfloat16
     length, compiled = recipe.data.sequence_length, section.compile is not False
     return choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
 
 
 def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, compiled: bool) -> torch.Tensor:
-    """Return what a model gets as its mask, so that the documents of a batch are kept apart: see `choose_document_attention`.
+    """Return the model's attention mask that keeps the documents of a batch apart; see `choose_document_attention`.
 
-    With `document_lengths` where the documents start, else, and without a choice, a dense mask of `document_ids`.
+    With `document_lengths` and per-document attention, the result is the start of each document. Otherwise it is a
+    dense mask from `document_ids`.
     """
     lengths, config = batch.get("document_lengths"), getattr(model, "config", None)
     if lengths is not None and isinstance(config, PreTrainedConfig):
         attention, device = config._attn_implementation, lengths.device.type
-        # Of a slice of sequences, whose attention goes over whole ones, there is no mask.
+        # A slice of sequences has no mask, because its attention spans the whole sequences.
         if attention == SEQUENCE_SDPA or "document_ids" not in batch:
             return document_starts(lengths)
         dtype = next(model.parameters()).dtype
@@ -164,13 +173,13 @@ def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, 
             return document_starts(lengths)
     mask = same_document_mask(batch["document_ids"])
     if isinstance(config, PreTrainedConfig) and config._attn_implementation == "eager":
-        # Eager attention adds its mask to the scores; true and false would count as 1 and 0.
+        # Eager attention adds its mask to the scores, and true and false would count as 1 and 0.
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
     return mask
 
 
 def use_for_generation(model: PreTrainedModel) -> PreTrainedModel:
-    """Put the library's SDPA back (it knows caches and padding); returns the model."""
+    """Restore the library's SDPA and return the model. SDPA supports caches and padding."""
     if model.config._attn_implementation in (CAUSAL_SDPA, SEQUENCE_SDPA):
         model.set_attn_implementation("sdpa")
     return model

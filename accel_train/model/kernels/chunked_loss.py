@@ -1,11 +1,12 @@
-"""The loss of a language model without whole logits: from hidden states to loss and gradients, a chunk of positions at a time.
+"""The language model loss without whole logits: computes loss and gradients from hidden states, one chunk at a time.
 
-Logits are the largest tensor of a step (4,096 positions x 152,064 tokens in fp32: 2.3 GiB), and a plain cross-entropy holds
-three of that size. Here the logits of a chunk are turned into its loss and its gradients, and forgotten, before those of the
-next one are made: the head's part of the backward is done in the forward, and the backward only scales it.
+Logits are the largest tensor of a step (4,096 positions x 152,064 tokens in fp32: 2.3 GiB). A plain cross-entropy holds
+three tensors of this size. Here each chunk of logits becomes its loss and gradients, and is freed before the next chunk
+is computed. The forward already does the head's part of the backward, and the backward only scales it.
 
-Where processes split the head's rows (tensor parallelism), each makes the logits of its own tokens, and they tell each other three
-numbers of a position: the largest logit, the sum of exponentials, the logit of the label (Shoeybi et al. 2019, section 3).
+Under tensor parallelism, processes split the head's rows, and each computes the logits of its share of the vocabulary.
+They exchange three numbers per position: the largest logit, the sum of exponentials, and the logit of the label
+(Shoeybi et al. 2019, section 3).
 """
 
 import math
@@ -24,25 +25,27 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts
 
 LOGITS_AT_ONCE = 2**26
-"""Logits of a chunk at most: 256 MiB in fp32."""
+"""Largest number of logits in a chunk: 256 MiB in fp32."""
 PRODUCT_AT_ONCE = 2**24
-"""Elements of the head's gradient that a chunk's product is added to at once: 64 MiB in fp32."""
+"""Largest number of elements of the head's gradient that one addition updates: 64 MiB in fp32."""
 GRADIENT_SCALE = {torch.float16: 2.0**12}
-"""What gradients of logits are multiplied by before they are rounded to fp16, whose smallest number is 6e-8."""
+"""Factor of the logits' gradients before they are rounded to fp16, whose smallest number is 6e-8."""
 _CHECKED_CLASSES = frozenset(
     ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
      "GPTNeoXForCausalLM", "OPTForCausalLM", "PhiForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "OlmoForCausalLM",
      "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM",
      "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 )  # fmt: skip
-"""Classes of transformers whose logits are nothing but the output layer of the base model's hidden states: a test compares them."""
+"""transformers classes whose logits are exactly the output layer of the base model's hidden states. A test compares
+them.
+"""
 
 
 def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Choice[bool]:
-    """Return whether the loss is computed in chunks: as asked, or wherever the model is known to allow it.
+    """Return whether the loss is computed in chunks: as requested, or if the model is known to allow it.
 
     Raises:
-        ValueError: the recipe asks for it, and the model does not allow it.
+        ValueError: the recipe asks for chunks, and the model does not allow them.
     """
     if requested is False:
         return Choice(False, "as set")
@@ -61,16 +64,17 @@ def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Ch
 
 
 def why_whole(model: nn.Module, tp_size: int = 1) -> str | None:
-    """Return why the logits of this model are needed whole; None where its loss can be computed in chunks.
+    """Return why this model needs its logits whole; None if its loss can be computed in chunks.
 
-    `tp_size` processes are to split its output layer, or do so already.
+    `tp_size` is the number of processes that split its output layer, now or later.
     """
     if not has_plain_head(model):
         return f"{type(model).__name__} is not among the models checked for a loss in chunks"
     head = model.get_output_embeddings()  # type: ignore[operator]
     is_linear = type(head) is nn.Linear
     split = head.weight.placements if is_linear and isinstance(head.weight, DTensor) else None
-    if not is_linear or ("forward" in vars(head)) != (split is not None):  # LoRA, 8 and 4 bits, a replaced forward
+    # LoRA, 8- and 4-bit layers, and a replaced forward do not qualify.
+    if not is_linear or ("forward" in vars(head)) != (split is not None):
         return f"the output layer is a {type(head).__name__} with a forward of its own"
     if split not in (None, (Shard(0),)):
         return "the output layer is split over processes, and not by its rows"
@@ -81,15 +85,15 @@ def why_whole(model: nn.Module, tp_size: int = 1) -> str | None:
 
 
 def has_plain_head(model: nn.Module) -> bool:
-    """Return whether the logits of a model are known to be nothing but its output layer of the base model's hidden states."""
+    """Return whether a model's logits are known to be exactly its output layer of the base model's hidden states."""
     kind = type(model)
     return kind.__name__ in _CHECKED_CLASSES and kind.__module__.startswith("transformers.models.")
 
 
 def head_for_chunks(requested: bool | str, model: nn.Module, num_positions: int) -> nn.Linear | None:
-    """Return the output layer of a model whose loss is to be computed in chunks; None where the logits are made whole.
+    """Return the output layer of a model whose loss is computed in chunks; None if the logits are computed whole.
 
-    `auto` leaves those whole that are no more than a chunk, unless processes would have to gather them.
+    `auto` computes logits whole if they fit into one chunk, unless processes would have to gather them.
     """
     if requested is False or why_whole(model) is not None:
         return None
@@ -99,12 +103,13 @@ def head_for_chunks(requested: bool | str, model: nn.Module, num_positions: int)
 
 
 def rows_at_once(head: nn.Linear, tp_size: int = 1) -> int:
-    """Return the positions of a chunk; a multiple of 64, which suits matrix products, where there are so many."""
+    """Return the number of positions in a chunk. Above 64 it is a multiple of 64, to suit matrix products."""
     rows = max(LOGITS_AT_ONCE // -(-head.out_features // max(tp_size, num_parts(head))), 1)
     return rows - rows % 64 if rows > 64 else rows
 
 
-@torch.compiler.disable  # the loop would be unrolled: the body is one graph, and the loss is outside of it
+# torch.compile would unroll the loop. The body is one graph, and the loss stays outside of it.
+@torch.compiler.disable
 def chunked_loss(
     head: nn.Linear, hidden: Tensor, labels: Tensor, label_smoothing: float = 0.0, chunk_rows: int | None = None
 ) -> Tensor:
@@ -115,7 +120,7 @@ def chunked_loss(
     Args:
         hidden: (B, T, H) hidden states.
         labels: (B, T) token ids.
-        chunk_rows: positions whose logits are there at once; by default `rows_at_once`.
+        chunk_rows: positions in a chunk; default: `rows_at_once`.
     """
     if not torch.is_grad_enabled():
         return chunked_counts(head, hidden, labels, chunk_rows)[0]
@@ -133,9 +138,9 @@ def chunked_loss(
 def chunked_counts(
     head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss as `chunked_loss`, and at how many labels the likeliest token is the right one; no gradients.
+    """Return the loss as in `chunked_loss`, and the number of labels that are the most likely token; no gradients.
 
-    Shapes are those of `chunked_loss`; both results are 0-dim.
+    Both results are 0-dim. The arguments have the shapes of `chunked_loss`.
     """
     rows = chunk_rows or rows_at_once(head)
 
@@ -154,16 +159,18 @@ def chunked_counts(
 
 
 def _call_with(forward: Callable[[Tensor, Tensor], Any], head: nn.Linear, hidden: Tensor, labels: Tensor) -> Any:
-    """Call the head with another forward, so that the hooks that gather its weights (ZeRO's stage 3, FSDP2) are called, too."""
+    """Call the head with another forward, so that hooks that gather its weights (ZeRO stage 3, FSDP2) run too."""
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    # Ignored positions cost nothing on a CPU. Elsewhere finding them would wait for the device; a fake tensor has no values.
+    # On a CPU, ignored positions are left out. On other devices, finding them would wait for the device. A fake tensor
+    # has no values.
     if labels.device.type == "cpu" and type(labels) is Tensor:
         kept = (labels != IGNORED_LABEL).nonzero()[:, 0]
         if len(kept) < len(labels):
             hidden, labels = hidden.index_select(0, kept), labels[kept]
         if len(labels):
             _check_labels(labels, head.out_features)
-    of_split_layer = vars(head).get("forward")  # which gathers the logits
+    # The forward of a split layer gathers the logits.
+    of_split_layer = vars(head).get("forward")
     head.forward = forward  # type: ignore[method-assign, assignment]
     try:
         return head(hidden, labels)
@@ -174,7 +181,11 @@ def _call_with(forward: Callable[[Tensor, Tensor], Any], head: nn.Linear, hidden
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """hidden (N, H), weight (rows held, H), bias (rows held,) or None, labels (N,), smoothing, rows at once, which are held -> the loss, 0-dim fp32."""
+    """Differentiable loss in chunks, 0-dim fp32.
+
+    Inputs: hidden (N, H), weight (held rows, H), bias (held rows,) or None, labels (N,), smoothing, positions per
+    chunk, and the held rows.
+    """
 
     @staticmethod
     def forward(
@@ -199,7 +210,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 of_hidden = None if sums[0] is None else sums[0][part]
                 total += _add_chunk(hidden[part], (*head, held), labels[part], smoothing, [of_hidden, *sums[1:]])
         if sums[0] is not None:
-            held.sum_in_place(sums[0])  # each process has the share of its own tokens
+            # Each process has the gradients from its own tokens only.
+            held.sum_in_place(sums[0])
         ctx.sums, ctx.dtypes = sums, [None if each is None else each.dtype for each in inputs]
         ctx.scale = GRADIENT_SCALE.get(head[0].dtype, 1.0)
         return total
@@ -225,12 +237,12 @@ def _add_chunk(
     smoothing: float,
     sums: list[Tensor | None],
 ) -> Tensor:
-    """Add the gradients of a chunk to their sums, and return its loss. The logits end with this call."""
+    """Add a chunk's gradients to their sums; return its loss. The logits are freed when this call returns."""
     weight, bias, held = head
     hidden, labels = hidden.to(weight.dtype), labels[:, None]
     logits = _logits(hidden, weight, bias)
     losses, totals = _losses(logits, held.largest(logits.amax(1, keepdim=True)), labels, held, smoothing)
-    # The gradient, softmax - target, in the memory of the logits; one that is ignored is divided by infinity.
+    # The gradient, softmax - target, reuses the memory of the logits. Ignored positions are divided by infinity.
     kept = labels != IGNORED_LABEL
     gradient = logits.div_(totals.masked_fill_(~kept, math.inf))
     if smoothing:
@@ -253,39 +265,41 @@ def _add_chunk(
 
 
 def _losses(logits: Tensor, largest: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the losses of a chunk (N, 1), and the sums of its exponentials, which the logits turn into."""
+    """Return the losses of a chunk (N, 1) and the sums of its exponentials. `logits` becomes the exponentials."""
     targets, is_here = held.find(labels)
     of_target = logits.gather(1, targets).where(is_here, 0)
     mean = logits.sum(1, keepdim=True) / held.vocabulary if smoothing else of_target
     exponentials = logits.sub_(largest).exp_()
     totals, of_target, mean = held.summed(exponentials.sum(1, keepdim=True), of_target, mean)
     losses = totals.log() + largest - (1 - smoothing) * of_target - smoothing * mean
-    # Where the host would have to wait for the device to refuse a label, the loss is NaN, and the step is not applied.
+    # Rejecting a label here would make the host wait for the device. Instead the loss is NaN, and the step is not
+    # applied.
     losses = losses.masked_fill((labels < 0) | (labels >= held.vocabulary), math.nan)
     return losses.masked_fill(labels == IGNORED_LABEL, 0), totals
 
 
 def _check_labels(labels: Tensor, vocabulary: int) -> None:
-    """Refuse a label that is no token.
+    """Check that every label is a token of the vocabulary or is ignored.
 
     Raises:
-        DataError: names the first.
+        DataError: a label is out of range. The message names the first one.
     """
     lowest, highest = labels.aminmax()
     if lowest < 0 or highest >= vocabulary:
         wrong = labels[(labels < 0) | (labels >= vocabulary)][0].item()
         raise DataError(
-            f"a label is {wrong}, and labels are tokens from 0 to {vocabulary - 1}, or {IGNORED_LABEL} for no target. Repair the "
-            "labels that `collate` returns"
+            f"a label is {wrong}, and labels are tokens from 0 to {vocabulary - 1}, or {IGNORED_LABEL} for no target. "
+            "Repair the labels that `collate` returns"
         )
 
 
 def _count(hidden: Tensor, head: tuple[Tensor, Tensor | None], held: HeldRows, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of a chunk, and its number of hits."""
+    """Return the loss of a chunk and the number of labels that are the most likely token."""
     logits, labels = _logits(hidden, *head), labels[:, None]
     own, token = logits.max(1, keepdim=True)
     largest = held.largest(own)
-    token = held.smallest((token + held.first).where(own == largest, held.vocabulary))  # of equal ones the first
+    # If several tokens are equally likely, take the first.
+    token = held.smallest((token + held.first).where(own == largest, held.vocabulary))
     return _losses(logits, largest, labels, held, 0.0)[0].sum(), (token == labels).sum()
 
 
@@ -295,7 +309,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b; of 16-bit numbers in fp32, so that nothing is rounded twice."""
+    """Return a @ b. For 16-bit inputs the result is fp32, so that nothing is rounded twice."""
     if a.dtype not in (torch.float16, torch.bfloat16):
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
@@ -303,7 +317,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def _without_autocast(weight: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Turn autocast off, and yield the head as autocast would have rounded it."""
+    """Turn autocast off inside the context, and yield the head's weights as autocast would round them."""
     kind = weight.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with torch.autocast(kind, enabled=False):

@@ -1,7 +1,8 @@
-"""Causal attention within documents that share a row, without a mask: the flash kernel is kept, and memory is linear in the length.
+"""Causal attention within documents that share a row, without a mask, so that the flash kernel works.
 
-A dense mask has a number for every pair of positions, and every kernel that takes one computes all pairs. Here each document is
-attended to alone: on a CPU one call of SDPA for each, on CUDA one call of torch's `varlen_attn` for all of them.
+A dense mask has a number for every pair of positions, and every kernel that takes one computes all pairs. Here each
+document attends only to its own tokens, and memory is linear in the length. A CPU uses one SDPA call per document. CUDA
+uses one call of torch's `varlen_attn` for all documents.
 """
 
 import inspect
@@ -14,23 +15,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 LARGEST_HEAD = 256
-"""The largest head that the flash kernel of CUDA takes; it takes multiples of 8."""
+"""Largest head size of CUDA's flash kernel. Head sizes must also be multiples of 8."""
 
 
 def document_starts(lengths: Tensor) -> Tensor:
-    """Return where documents start in a micro-batch whose rows stand one after the other: (1, 1, 1, N + 1) int32.
+    """Return the start of each document in a micro-batch whose rows follow one another: (1, 1, 1, N + 1) int32.
 
-    The last number is where the last document ends; an empty document starts where the next one does. Models of transformers
-    hand four dimensions to their attention as they are, in the place of a mask; as whole numbers they cannot be taken for one.
+    The last number is the end of the last document. An empty document starts where the next one does. transformers
+    models pass a 4-D mask to their attention unchanged. The integer type distinguishes the result from a mask.
 
     Args:
-        lengths: of the documents of each row, (B, D) integers; shorter lists are filled up with 0. The rows are of equal length.
+        lengths: (B, D) integers, the document lengths of each row, padded with 0. All rows have equal length.
     """
     return pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)[None, None, None]
 
 
 def is_document_starts(mask: Tensor) -> bool:
-    """Return whether what stands in the place of a mask is what `document_starts` makes."""
+    """Return whether the `mask` argument is a result of `document_starts`."""
     return mask.dtype == torch.int32
 
 
@@ -44,9 +45,10 @@ def same_document_mask(document_ids: Tensor) -> Tensor:
 def attend_within_documents(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, dropout: float, scaling: float | None
 ) -> Tensor:
-    """Return causal attention within each document: (B, heads, T, size) -> (B, T, heads, size).
+    """Compute causal attention within each document: (B, heads, T, size) -> (B, T, heads, size).
 
-    Keys and values may have fewer heads than queries. Where neither way fits (`why_no_kernel`), under a dense mask.
+    Keys and values may have fewer heads than queries. If the kernel does not fit (`why_no_kernel`), a dense mask is
+    used.
 
     Args:
         starts: see `document_starts`.
@@ -61,7 +63,7 @@ def attend_within_documents(
 
 
 def why_no_kernel(device: str, dtype: torch.dtype, head_size: int, dropout: float) -> str | None:
-    """Return why documents on this kind of device need a dense mask; None where they need none."""
+    """Return why documents on this kind of device need a dense mask; None if they do not."""
     if device == "cpu":
         return None
     if device != "cuda":
@@ -73,14 +75,17 @@ def why_no_kernel(device: str, dtype: torch.dtype, head_size: int, dropout: floa
     if dropout > 0:
         return "torch's varlen_attn has no dropout, and the model's attention has"
     if head_size % 8 or head_size > LARGEST_HEAD:
-        return f"the flash kernel of CUDA takes heads of a multiple of 8 up to {LARGEST_HEAD}, and the model's have {head_size}"
+        return (
+            f"the flash kernel of CUDA takes heads of a multiple of 8 up to {LARGEST_HEAD}, and the model's have "
+            f"{head_size}"
+        )
     return None
 
 
 def _one_by_one(rows: list[Tensor], starts: Tensor, length: int, dropout: float, scaling: float | None) -> Tensor:
-    """Attend with one call for each document, (B x T, heads, size); `starts` are on the host."""
+    """Attend with one call per document, (B x T, heads, size). `starts` are on the host."""
     is_grouped = rows[0].shape[1] != rows[1].shape[1]
-    # Only the plan of a run computes on tensors without values: as if each row were one document.
+    # Only the plan of a run uses tensors without values. It computes as if each row were one document.
     has_values = type(starts) is Tensor
     lengths = starts.diff().tolist() if has_values else [length] * (len(rows[0]) // length)
     documents = zip(*(each.split([length for length in lengths if length]) for each in rows), strict=True)
@@ -95,11 +100,12 @@ def _one_by_one(rows: list[Tensor], starts: Tensor, length: int, dropout: float,
 
 
 def _in_one_call(rows: list[Tensor], starts: Tensor, length: int, dropout: float, scaling: float | None) -> Tensor:
-    """Attend with torch's kernel for sequences of many lengths, (B x T, heads, size); nothing is read on the host."""
+    """Attend to all documents with one call of torch's kernel, (B x T, heads, size). The host reads nothing."""
     attend, dtype = _varlen_attention(), _dtype_of(rows[0])
     assert attend is not None, "why_no_kernel says so"
-    query, key, value = (each.to(dtype) for each in rows)  # autocast does not know this operator
-    # No document is longer than a row: a tighter bound would have to be read from the device.
+    # Autocast does not cover this operator.
+    query, key, value = (each.to(dtype) for each in rows)
+    # A document is at most as long as a row. A tighter bound would have to be read from the device.
     bounds = (starts, starts, length, length)
     is_grouped = query.shape[1] != key.shape[1]
     output: Tensor = attend(query, key, value, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped)
@@ -125,21 +131,22 @@ def _under_a_mask(
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
-    """Return the precision that a kernel gets this tensor in."""
+    """Return the precision in which a kernel receives this tensor."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 @cache
 def _varlen_attention() -> Callable[..., Any] | None:
-    """Return torch's attention over sequences of many lengths, where GPU and torch have it with the arguments used here.
+    """Return torch's attention over sequences of different lengths; None if this GPU or this torch lacks it.
 
-    Causal is `window_size=(-1, 0)` since torch 2.13; before that it was another argument.
+    Since torch 2.13, `window_size=(-1, 0)` makes it causal. Earlier versions use another argument.
     """
     is_nvidia = torch.cuda.is_available() and torch.version.hip is None
     if not (is_nvidia and torch.backends.cuda.is_flash_attention_available()):
         return None
-    if torch.cuda.get_device_capability() < (8, 0):  # below that the kernel refuses its inputs
+    # On older GPUs the kernel refuses its inputs.
+    if torch.cuda.get_device_capability() < (8, 0):
         return None
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -1,4 +1,4 @@
-"""float8 matrix products in linear layers, by the recipe that Accelerate has for torchao: tensor by tensor, scaled each time anew."""
+"""float8 matrix products in linear layers, by Accelerate's recipe for torchao: one dynamic scale per tensor."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from torch import nn
 from accel_train.core.state import Choice
 
 MULTIPLE = 16
-"""Both dimensions of a layer that float8 units multiply are multiples of this."""
+"""Number that must divide both dimensions of a layer that float8 units multiply."""
 
 
 def float8_config(*, emulate: bool = False) -> Any:
-    """Return torchao's configuration: weights stay in fp32, the number of tokens is padded where it has to be.
+    """Return torchao's configuration. Weights stay in fp32, and the number of tokens is padded if needed.
 
-    `emulate` computes the same numbers without float8 units, slowly: for tests on a CPU.
+    `emulate` computes the same numbers without float8 units, slowly. Tests on a CPU use it.
     """
     from torchao.float8 import Float8LinearConfig
 
@@ -21,12 +21,13 @@ def float8_config(*, emulate: bool = False) -> Any:
 
 
 def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> Choice[str]:
-    """Let linear layers multiply in float8, in place; parameters and their names stay as they were. Returns how many, and why.
+    """Convert linear layers to float8 products in place; return how many, and why not the others.
 
-    The first and the last one stay as they are, as Accelerate's recipe has it: training is unstable otherwise.
+    Parameters and their names do not change. The first and the last layer stay as they are, as in Accelerate's recipe,
+    because training is unstable otherwise.
 
     Raises:
-        ValueError: no layer can.
+        ValueError: no layer can be converted.
     """
     from accelerate.utils import convert_model_to_fp8_ao
 
@@ -35,8 +36,8 @@ def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> Choice[str]
     converted = {name for name in inner if not any(size % MULTIPLE for size in linear[name].weight.shape)}
     if not converted:
         raise ValueError(
-            f"precision.mixed_precision=fp8: no layer of {type(model).__name__} can multiply in float8, which takes an nn.Linear "
-            f"between the first and the last whose dimensions are multiples of {MULTIPLE}; use bf16"
+            f"precision.mixed_precision=fp8: no layer of {type(model).__name__} can multiply in float8, which takes an "
+            f"nn.Linear between the first and the last whose dimensions are multiples of {MULTIPLE}; use bf16"
         )
     convert_model_to_fp8_ao(model, float8_config(emulate=emulate), lambda _, name: name in converted)
     others = ["the first and the last stay in bf16"]

@@ -1,4 +1,6 @@
-"""Frozen matrices in fewer bits: bf16, or 4 bits (nf4, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, by bitsandbytes)."""
+"""Frozen matrices in fewer bits: bf16, or 4 bits by bitsandbytes (nf4, Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314).
+"""
 
 import copy
 from collections.abc import Collection
@@ -14,14 +16,14 @@ from accel_train.model.tensors import is_quantised
 from accel_train.recipe.schema import Recipe
 
 FLAGS = ("avx512_bf16", "amx_bf16")
-"""Flags of a CPU, any of which says that it computes bf16; others emulate it a hundred times slower."""
+"""CPU flags that show native bf16 support; one is enough. Other CPUs emulate bf16 a hundred times slower."""
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight: 4 bits, and for 64 of them a scale of 8 bits, and for 256 of those one of 32."""
+"""Bytes per nf4 weight: 4 bits, an 8-bit scale per 64 weights, and a 32-bit scale per 256 of those scales."""
 COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_frozen_dtype(recipe: Recipe, mixed_precision: str, device_type: str) -> Choice[str] | None:
-    """Return what frozen matrices are kept in: fp32, bf16 or nf4, with the reason; None where the recipe freezes nothing."""
+    """Return the type of frozen matrices (fp32, bf16, or nf4) and the reason; None if the recipe freezes nothing."""
     section = recipe.model
     if not section.freezes:
         return None
@@ -39,14 +41,15 @@ def choose_frozen_dtype(recipe: Recipe, mixed_precision: str, device_type: str) 
 def keep_frozen(
     model: nn.Module, frozen: Collection[str], choice: Choice[str] | None, mixed_precision: str
 ) -> dict[str, Choice[str]]:
-    """Convert, in place, the frozen matrices of a model to what was chosen; returns the choice with what it came to, by its setting.
+    """Convert the frozen matrices of a model to the chosen type, in place; return the choice with the number of
+    weights.
 
-    Embeddings (and an output layer that is tied to one), norms and biases stay in fp32: autocast computes with them in fp32. With
-    nf4 the output layer stays as well. bitsandbytes quantises when the model is moved to its device; a model on the meta device stays
-    as it is.
+    Embeddings (and an output layer that is tied to one), norms, and biases stay in fp32, because autocast uses them in
+    fp32. With nf4, the output layer also stays in fp32. bitsandbytes quantizes when the model is moved to its device. A
+    model on the meta device does not change.
 
     Raises:
-        ValueError: nf4, and the model has no linear layer that it could quantise.
+        ValueError: nf4 is chosen, and the model has no linear layer to quantize.
     """
     if choice is None:
         return {}
@@ -67,7 +70,7 @@ def keep_frozen(
 
 
 def _matrices(model: nn.Module, frozen: Collection[str]) -> list[nn.Parameter]:
-    """Return the frozen weights that only layers have which autocast computes in 16 bits, each once."""
+    """Return the frozen matrices, each once, that only belong to layers which autocast computes in 16 bits."""
     from transformers.pytorch_utils import Conv1D
 
     kinds = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -83,10 +86,10 @@ def _matrices(model: nn.Module, frozen: Collection[str]) -> list[nn.Parameter]:
 
 
 def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that nf4 quantises, by name: all of their weights frozen, and no output layer.
+    """Return the linear layers that nf4 quantizes, by name: those with all weights frozen, without the output layer.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such layer.
     """
     from transformers import PreTrainedModel
 
@@ -103,8 +106,8 @@ def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear
     }
     if not found:
         raise ValueError(
-            "model.frozen_dtype=nf4 quantises frozen layers of torch.nn.Linear, and this model has none (GPT-2's are Conv1D); set it "
-            "to auto"
+            "model.frozen_dtype=nf4 quantises frozen layers of torch.nn.Linear, and this model has none (GPT-2's are "
+            "Conv1D); set it to auto"
         )
     return found
 
@@ -112,7 +115,7 @@ def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear
 def _in_4_bits(layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    # On the meta device: random first weights would take numbers from torch's generator.
+    # Create the layer on the meta device. Random initial weights would take numbers from torch's generator.
     new: Any = Linear4bit(
         layer.in_features,
         layer.out_features,
@@ -123,7 +126,8 @@ def _in_4_bits(layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
     )
     new.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
     new.bias = layer.bias
-    # It would pack the weights anew in the first evaluation, and training would continue with that.
+    # With this flag, bitsandbytes would repack the weights in the first evaluation, and training would continue with
+    # them.
     new.support_avx512bf16_for_cpu = False
     new.train(layer.training)
     quantised: nn.Module = new
@@ -131,8 +135,11 @@ def _in_4_bits(layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
 
 
 def in_fp32(model: nn.Module) -> nn.Module:
-    """Return a copy in host memory whose weights are all fp32 and as they are computed with: to merge adapters into, and to save."""
-    # `deepcopy` takes from its memo what is copied already.
+    """Return a copy in host memory whose weights are all fp32, dequantized as in the forward.
+
+    Adapters are merged into this copy, and it is saved.
+    """
+    # `deepcopy` takes objects that are already copied from its memo.
     memo: dict[int, Any] = {id(each): each.detach().to("cpu", copy=True) for each in model.buffers()}
     memo |= {id(each): nn.Parameter(_widened(each), each.requires_grad) for each in model.parameters()}
     copied: nn.Module = copy.deepcopy(model, memo)
@@ -155,5 +162,5 @@ def _widened(parameter: Any) -> Tensor:
 
 
 def bytes_saved_by_nf4(model: nn.Module, frozen: Collection[str]) -> int:
-    """Return how many bytes fewer the weights of a model in fp32 take once `keep_frozen` has quantised them."""
+    """Return the bytes that the weights of an fp32 model save once `keep_frozen` has quantized them."""
     return sum(round((4 - NF4_BYTES) * layer.weight.numel()) for layer in _quantised(model, frozen).values())

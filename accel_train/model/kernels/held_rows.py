@@ -1,7 +1,7 @@
-"""The rows of a language model's output layer that a process holds: all, or those of its share of the vocabulary.
+"""The rows of a language model's output layer that a process holds: all rows, or its share of the vocabulary.
 
-Tensor parallelism splits the layer by its rows. A position's softmax is then over the logits of several processes, and what
-they have to know of each other's is reduced here, a number of a position at a time.
+Tensor parallelism splits the layer by its rows. The softmax of a position then covers logits of several processes. This
+module reduces the numbers that they exchange: one number per position at a time.
 """
 
 from dataclasses import dataclass
@@ -14,35 +14,35 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class HeldRows:
-    """The rows of the output layer that this process holds: one for each token of its share of the vocabulary."""
+    """The rows of the output layer that this process holds, one per token of its share of the vocabulary."""
 
     number: int
     vocabulary: int
-    """Tokens in all."""
+    """Number of tokens in the vocabulary."""
     first: int = 0
     group: dist.ProcessGroup | None = None
-    """The processes that hold all of them together; None: this one does."""
+    """Processes that together hold all rows; None if this process holds all of them."""
 
     def find(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row of each label among those held, 0 for one that is not, and whether it is."""
+        """Return the local row of each label (0 if not held), and a mask of the labels that are held."""
         rows = labels - self.first
         is_here = (rows >= 0) & (rows < self.number)
         return rows.where(is_here, 0), is_here
 
     def largest(self, each: Tensor) -> Tensor:
-        """Return the largest of these processes, element by element."""
+        """Return the elementwise maximum over these processes."""
         return each if self.group is None else self._reduced(each.clone(), dist.ReduceOp.MAX)
 
     def smallest(self, each: Tensor) -> Tensor:
-        """Return the smallest of these processes, element by element."""
+        """Return the elementwise minimum over these processes."""
         return each if self.group is None else self._reduced(each, dist.ReduceOp.MIN)
 
     def summed(self, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Return the sums over these processes of columns (N, 1), by one collective."""
+        """Return the sums of columns (N, 1) over these processes, with one collective."""
         return columns if self.group is None else self._reduced(torch.cat(columns, 1), dist.ReduceOp.SUM).split(1, 1)
 
     def sum_in_place(self, each: Tensor) -> None:
-        """Let a tensor be its sum over these processes."""
+        """Replace a tensor by its sum over these processes."""
         if self.group is not None:
             self._reduced(each, dist.ReduceOp.SUM)
 
@@ -52,7 +52,7 @@ class HeldRows:
 
 
 def held_rows(head: nn.Linear) -> tuple[Tensor, Tensor | None, HeldRows]:
-    """Return the weight and the bias that this process holds of an output layer, and which rows they are."""
+    """Return this process's weight and bias of an output layer, and the rows that they are."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return weight, bias, HeldRows(len(weight), len(weight))
@@ -63,5 +63,5 @@ def held_rows(head: nn.Linear) -> tuple[Tensor, Tensor | None, HeldRows]:
 
 
 def num_parts(head: nn.Linear) -> int:
-    """Return how many processes split the rows of an output layer; 1 where each holds it whole."""
+    """Return the number of processes that split the rows of an output layer; 1 if each one holds the whole layer."""
     return head.weight.device_mesh.size() if isinstance(head.weight, DTensor) else 1

@@ -1,10 +1,11 @@
-"""The router loss of mixtures of experts, over the whole global batch: as transformers computes it of one batch.
+"""The router loss of mixture-of-experts models over the whole global batch, by the formula of transformers.
 
     loss = coefficient x E x sum over experts e of f_e x P_e
 
-E experts; f_e: assignments to e per position; P_e: mean router probability of e (Switch Transformer, equations 4 to 6).
-f_e has no gradient, so once it is known for the global batch, the rest is a sum over positions. Losses and gradients
-then depend neither on processes nor on accumulation. Several micro-batches a step need one more forward to count f_e.
+E: number of experts. f_e: assignments to e per position. P_e: mean router probability of e (Switch Transformer,
+equations 4 to 6). f_e has no gradient. Once it is known for the global batch, the rest is a sum over positions. Losses
+and gradients then do not depend on the number of processes or on accumulation. With several micro-batches per step,
+counting f_e takes one more forward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,16 +27,16 @@ AS_IN_MIXTRAL = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class Routing(NamedTuple):
-    """The routing of a batch in all layers: sums over the positions that count."""
+    """The routing of a batch in all layers, as sums over the positions that count."""
 
     assigned: Tensor
     """(E,) assignments to each expert."""
     probabilities: Tensor
     """(E,) router probabilities, with their graph."""
     num_positions: Tensor
-    """0-dim: positions x layers."""
+    """Number of positions times layers, 0-dim."""
     num_targets: Tensor
-    """0-dim."""
+    """Number of targets, 0-dim."""
 
     def packed(self, dtype: torch.dtype) -> Tensor:
         """Return all sums as one vector (2 E + 2,), without the graph."""
@@ -50,17 +51,18 @@ class RouterLoss:
     num_experts: int
     top_k: int
     loss: Tensor | None = None
-    """The last step's loss without its coefficient, 0-dim: the same on all processes."""
+    """The last step's loss without its coefficient, 0-dim, equal on all processes."""
 
     def __init__(self) -> None:
         self._logits: Sequence[Tensor] | None = None
         self._records = False
         self._totals: Tensor | None = None
-        self._counts_later = False  # the first forward of the step sums up over processes
+        # The first forward of the step sums up over processes.
+        self._counts_later = False
         self._weighs, self._is_alone = True, True
 
     def watch(self, model: PreTrainedModel, coefficient: float) -> None:
-        """Record the routers of a model, as of any other that was built of the same recipe."""
+        """Record the routers of a model. Several models of the same recipe may be watched."""
         config = model.config.get_text_config()
         self.coefficient = coefficient
         self.num_experts = int(getattr(model, "num_experts", None) or config.num_experts)
@@ -70,7 +72,8 @@ class RouterLoss:
         base.register_forward_hook(self._keep)
 
     def __deepcopy__(self, _: Any) -> "RouterLoss":
-        return self  # hooks of a copied model report to the same
+        # The hooks of a copied model report to the same object.
+        return self
 
     def _ask(self, _: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         return (args, {**inputs, "output_router_logits": True}) if self._records else None
@@ -81,7 +84,7 @@ class RouterLoss:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, the forward of the model records what its routers compute."""
+        """Record the router logits of the model's forward inside the context."""
         self._records, self._logits = True, None
         try:
             yield
@@ -89,9 +92,9 @@ class RouterLoss:
             self._records = False
 
     def loss_sum(self, labels: Tensor) -> Tensor:
-        """Return this micro-batch's share of the loss, times the targets of the global batch: it is divided by these later.
+        """Return this micro-batch's share of the loss, times the number of targets of the global batch.
 
-        Outside of a step the micro-batch counts as the global batch.
+        The caller divides by that number later. Outside of a step, the micro-batch counts as the global batch.
         """
         routing, totals = self._routing(labels), self._totals
         if totals is None:
@@ -99,13 +102,14 @@ class RouterLoss:
         assigned, probabilities = totals[: self.num_experts], totals[self.num_experts : -2]
         num_positions, num_targets = totals[-2].clamp(min=1), totals[-1]
         per_probability = self.num_experts * assigned / num_positions.square()
-        if self._totals is not None:  # within a step
+        # This runs within a step.
+        if self._totals is not None:
             self.loss = (per_probability * probabilities).sum()
         weights = (self.coefficient * num_targets * per_probability).to(routing.probabilities.dtype)
         return (weights * routing.probabilities).sum()
 
     def routing(self, labels: Tensor) -> Tensor:
-        """Return the packed sums of the forward that was just recorded."""
+        """Return the packed sums of the last recorded forward."""
         return self._routing(labels).packed(self._dtype(labels.device))
 
     @contextmanager
@@ -119,12 +123,13 @@ class RouterLoss:
         one_each: bool,
         can_fail_alone: bool,
     ) -> Iterator[None]:
-        """Inside, losses are those of the global batch that these micro-batches of all processes make.
+        """Compute losses over the global batch that the micro-batches of all processes form, inside the context.
 
         Args:
             count: returns the packed sums of a micro-batch, by a forward.
-            one_each: every process has one micro-batch, so that its own forward counts.
-            can_fail_alone: a process whose forward fails must not keep the others waiting for its sums.
+            one_each: every process has one micro-batch, so its training forward also counts.
+            can_fail_alone: if the forward fails on one process, it still sends its sums, so that the others do not
+                wait.
         """
         assert not one_each or len(micro_batches) == 1, "as many on every process"
         self._totals, self._is_alone, self._counts_later = None, is_alone, True
@@ -147,7 +152,7 @@ class RouterLoss:
         micro_batches: Sequence[tuple[Mapping[str, Tensor], int]],
         device: torch.device,
     ) -> Tensor:
-        # The forwards that train draw the same random numbers again.
+        # The training forwards must draw the same random numbers again.
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices):
             sums = [count(batch) * (num_targets > 0) for batch, num_targets in micro_batches]
@@ -157,7 +162,8 @@ class RouterLoss:
     def _sum_up(self, sums: Tensor) -> Tensor:
         if not self._counts_later:
             return sums
-        if not self._weighs:  # read only to keep the processes together
+        # This micro-batch was read only to keep the processes together.
+        if not self._weighs:
             sums = torch.zeros_like(sums)
         if not self._is_alone:
             dist.all_reduce(sums)
@@ -165,9 +171,9 @@ class RouterLoss:
         return sums
 
     def _routing(self, labels: Tensor) -> Routing:
-        """Sum up over the positions on which a target depends: those up to the last target of each row.
+        """Sum over the positions on which a target depends: up to the last target of each row.
 
-        What follows is padding, or text that nothing is learned from.
+        Later positions are padding, or text that is not trained on.
         """
         assert self._logits is not None, "recorded by the forward"
         is_target = labels != IGNORED_LABEL
@@ -176,26 +182,27 @@ class RouterLoss:
         for logits in self._logits:
             of_layer = logits.flatten(0, -2).float().softmax(-1)
             chosen = torch.zeros_like(of_layer).scatter_(1, of_layer.topk(self.top_k).indices, 1.0)
-            assigned = assigned + (counts * chosen).sum(0)  # no matrix product, which autocast would round
+            # A matrix product would be rounded by autocast.
+            assigned = assigned + (counts * chosen).sum(0)
             probabilities = probabilities + (counts * of_layer).sum(0)
         num_layers, self._logits = len(self._logits), None
         return Routing(assigned.detach(), probabilities, counts.sum() * num_layers, is_target.sum())
 
     @staticmethod
     def _dtype(device: torch.device) -> torch.dtype:
-        # fp64 holds every count exactly; MPS has none.
+        # fp64 holds every count exactly. MPS does not support it.
         return torch.float32 if device.type == "mps" else torch.float64
 
 
 def choose_router_loss(requested: bool | str, model: nn.Module, place: str = "") -> Choice[float] | None:
-    """Return the coefficient of the router loss, 0 where it is not trained; None for a model without routers.
+    """Return the coefficient of the router loss (0 if it is not trained); None for a model without routers.
 
     Args:
         requested: `loss.router_aux`.
-        place: the setting that splits what the loss is made of, if any.
+        place: the setting that splits the inputs of the loss, if any.
 
     Raises:
-        ValueError: the recipe or the configuration asks for the loss, and it cannot be computed here.
+        ValueError: the recipe or the configuration asks for the loss, and it cannot be computed.
     """
     if not isinstance(model, PreTrainedModel):
         return None
@@ -223,7 +230,7 @@ def asks_for_router_loss(model: PreTrainedModel) -> bool:
 
 
 def router_coefficient(model: PreTrainedModel) -> float | None:
-    """Return the model's coefficient where it is a language model whose router loss is Mixtral's; else None."""
+    """Return the router loss coefficient of a language model with Mixtral's router loss; None for other models."""
     function = getattr(modules[type(model).__module__], "load_balancing_loss_func", None)
     has_loss = function is not None and tuple(signature(function).parameters) == AS_IN_MIXTRAL
     if not has_loss or not type(model).__name__.endswith("ForCausalLM"):

@@ -1,3 +1,3 @@
-"""Helpers of the text tasks: models, baselines, metrics, model cards.
+"""Helpers of the text tasks: models, baselines, metrics, and model cards.
 
-The tasks themselves are one folder up."""
+The tasks are in `accel_train/tasks`."""

@@ -1,4 +1,4 @@
-"""Answers as places in a context: the loss of a place, the likeliest places of a question, and a baseline without a model."""
+"""Answers as positions in a context: their loss, the likeliest spans of a question, and a baseline without a model."""
 
 import math
 import re
@@ -15,18 +15,19 @@ from torch.nn.functional import pad
 from accel_train.data.text.questions import Question
 
 _WORD = re.compile(r"\w+|[^\w\s]")
-_NEAR = 10  # words on either side of an answer that a question's words are looked for in
+# Number of words on each side of an answer that are searched for words of the question.
+_NEAR = 10
 
 
 def position_loss_sum(logits: Tensor, positions: Tensor, mask: Tensor, label_smoothing: float) -> Tensor:
-    """Cross-entropy of one place of several, summed over windows, in fp32; 0-dim.
+    """Return the fp32 cross-entropy of the right position in each window, summed over windows (0-dim).
 
-    With smoothing e, the target is (1 - e) x the place + e / n for each of a window's n places.
+    With smoothing e, the target is (1 - e) x the right position + e / n for each of a window's n positions.
 
     Args:
         logits: (W, T).
-        positions: (W,) the right place.
-        mask: (W, T), 0 where there is no place (padding).
+        positions: (W,) index of the right position.
+        mask: (W, T), 0 at padding, where no answer can be.
     """
     is_place = mask > 0
     log_shares = logits.float().masked_fill(~is_place, -torch.inf).log_softmax(dim=1)
@@ -42,18 +43,23 @@ def best_spans(
 ) -> dict[str, Tensor]:
     """Return the likeliest answers of each question over all of its windows.
 
-    `start` and `end` are the logits of the first and last token, (W, T); `batch` has `context`, `offsets` and `windows` as
-    `collate_windows` makes them. The score of an answer is the sum of its two logits; every answer of up to `max_answer_length`
-    tokens of the context is compared.
+    The score of an answer is the sum of the logits of its first and last token. All spans of up to `max_answer_length`
+    tokens of the context are compared.
+
+    Args:
+        start, end: logits (W, T) of the first and last token.
+        batch: has `context`, `offsets`, and `windows`, as `collate_windows` makes them.
 
     Returns:
-        `spans` (N, num_best, 2), characters of the context from which to which an answer goes; `scores` (N, num_best), falling, -inf
-        where there are fewer; `null` (N,), the least score of the first token as start and end over the windows, as in SQuAD 2.0.
+        `spans` (N, num_best, 2): first character and end of each answer in the context.
+        `scores` (N, num_best): in falling order, -inf if a question has fewer answers.
+        `null` (N,): score of no answer, the minimum over windows of the first token's start plus end logit, as in
+            SQuAD 2.0.
     """
     outside, windows = batch["context"] == 0, batch["windows"]
     length = min(max_answer_length, start.shape[1])
     first, last = (logits.masked_fill(outside, -torch.inf) for logits in (start, end))
-    # (W, T, length): the answer that begins at a token and has so many more.
+    # (W, T, length): the last dimension is the number of tokens that follow the answer's first token.
     scores = (first[..., None] + pad(last, (0, length - 1), value=-torch.inf).unfold(1, length, 1)).flatten(1)
     count = min(num_best, scores.shape[1])
     best, place = scores.topk(count)
@@ -61,7 +67,7 @@ def best_spans(
     offsets = batch["offsets"]
     spans = torch.stack([offsets[..., 0].gather(1, begins), offsets[..., 1].gather(1, ends)], dim=-1)
     best, spans = pad(best, (0, num_best - count), value=-torch.inf), pad(spans, (0, 0, 0, num_best - count))
-    # From windows to questions.
+    # Combine the windows of each question.
     missing, windows = windows < 0, windows.clamp(min=0)
     of_question = best[windows].masked_fill(missing[..., None], -torch.inf).flatten(1)
     top, which = of_question.topk(num_best)
@@ -71,17 +77,20 @@ def best_spans(
 
 
 class Best(NamedTuple):
-    """The likeliest answer to a question."""
+    """One of the likeliest answers to a question."""
 
     text: str
     probability: float
-    """Among the answers that are kept, and no answer."""
+    """Probability among the kept answers and no answer."""
     null_score: float
-    """How much likelier no answer is: the difference of the two sums of logits."""
+    """Score of no answer minus the score of this answer. Higher favors no answer."""
 
 
 def ranked(question: Question, rows: Mapping[str, NDArray[Any]], row: int) -> list[Best]:
-    """Return the answers that were kept of a question, the likeliest first, each text once; an empty one where none was possible."""
+    """Return a question's kept answers without repetition, the likeliest first.
+
+    A question without any possible answer gets one empty answer.
+    """
     null = float(rows["null"][row])
     scores = rows["scores"][row].astype(np.float64)
     known = np.append(scores[np.isfinite(scores)], null)
@@ -98,10 +107,11 @@ def ranked(question: Question, rows: Mapping[str, NDArray[Any]], row: int) -> li
 
 
 def overlap_answers(train: Sequence[Question], asked: Sequence[Question]) -> list[str]:
-    """Return for each question the part of its context that most words of the question stand near.
+    """Return for each question the part of its context with the most words of the question nearby.
 
-    After the sliding window of Richardson et al. (2013), a baseline of SQuAD: a part has as many words as the median training answer,
-    a word of the question counts 1 / its distance in words, once, and words of the question are no answer to it.
+    This is the sliding window of Richardson et al. (2013), a baseline of SQuAD. A part has as many words as the median
+    training answer. Each word of the question counts once, with 1 / its distance in words. Words of the question inside
+    a part lower its score.
     """
     lengths = [len(_WORD.findall(row.answers[0].text)) for row in train if row.answers]
     length = max(1, median_low(lengths)) if lengths else 1

@@ -1,4 +1,4 @@
-"""Models of sequence-to-sequence tasks: any encoder-decoder of transformers, its lengths, and the inputs of its decoder."""
+"""Encoder-decoders of transformers for sequence-to-sequence tasks: configuration, lengths, and decoder inputs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,16 +21,17 @@ from accel_train.tasks.text.models import DEFAULT_MAX_LENGTH, Head
 
 SEQ2SEQ = Head("sequence-to-sequence", AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
 _BEGIN_WITH_LAST_LABEL = ("mbart", "plbart")
-"""Model types whose decoder begins with the last label, which is the token that ends a text."""
+"""Model types whose decoder begins with the last label, the token that ends a text."""
 
 
 def encoder_decoder_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Return the configuration of the recipe's model, with the tokenizer's special tokens in it where the model is new.
+    """Return the configuration of the recipe's model. A new model gets the tokenizer's special tokens.
 
-    A new model's decoder begins with the token by which its family does: padding (T5, Marian), or the end of a text (BART).
+    A new model's decoder begins with the token that its family uses: padding (T5, Marian) or end of text (BART).
 
     Raises:
-        ValueError: it cannot be loaded, is no encoder-decoder for text, or has too few rows for the tokenizer.
+        ValueError: the configuration cannot be loaded, is not an encoder-decoder for text, or has too few rows for the
+            tokenizer.
     """
     section = recipe.model
     if section.pretrained is not None:
@@ -46,17 +47,19 @@ def encoder_decoder_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
         config = AutoConfig.for_model(**{"decoder_start_token_id": end if begins_with_end else pad} | fields)
     if type(config) not in SEQ2SEQ.mapping and not section.trust_remote_code:
         raise ValueError(
-            f"model.pretrained={section.pretrained!r} is of type {config.model_type!r}, which is no encoder-decoder of transformers; "
-            "t5, bart and marian are"
+            f"model.pretrained={section.pretrained!r} is of type {config.model_type!r}, "
+            "which is no encoder-decoder of transformers; t5, bart and marian are"
         )
     return config
 
 
 def resolve_lengths(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Return the most tokens of a source (`data.max_length`, else what model and tokenizer take, 512 at most) and of a target.
+    """Return the maximum lengths of a source (`data.max_length`) and of a target (`data.max_target_length`) in tokens.
+
+    The default is the limit of model and tokenizer, at most 512.
 
     Raises:
-        ValueError: the model has fewer positions, or no token of a text is left.
+        ValueError: the model has fewer positions, or the length leaves no room for text.
     """
     section = recipe.data
     found = []
@@ -69,8 +72,8 @@ def resolve_lengths(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrai
             asked = min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length, positions or DEFAULT_MAX_LENGTH)
         if positions is not None and asked > positions:
             raise ValueError(
-                f"data.{name}={asked} is longer than the {positions} positions of the model's {side}; lower it to {positions}, or raise "
-                "max_position_embeddings in model.config"
+                f"data.{name}={asked} is longer than the {positions} positions of the model's {side}; "
+                f"lower it to {positions}, or raise max_position_embeddings in model.config"
             )
         least = tokenizer.num_special_tokens_to_add() + 1
         if asked < least:
@@ -80,14 +83,15 @@ def resolve_lengths(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrai
 
 
 def decoder_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return logits (N, T, vocabulary) for `labels` (N, T), whose decoder inputs are the labels shifted as the model itself does."""
+    """Return logits (N, T, vocabulary) for `labels` (N, T). The model shifts the labels for its decoder."""
     labels = batch["labels"]
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M-100 and a few others have none
+    # M2M-100 and a few other models do not have this method.
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder: dict[str, Any] = {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)}
     logits: Tensor = model(**model_inputs(batch), **decoder, use_cache=False).logits
     return logits
 
 
 def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the encoder's inputs of a batch."""
+    """Return the encoder inputs of a batch."""
     return {name: batch[name] for name in ("input_ids", "attention_mask")}

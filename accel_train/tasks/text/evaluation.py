@@ -1,4 +1,4 @@
-"""Evaluation of text classifiers: metrics that are counted or computed on request, and baselines that a model should beat."""
+"""Evaluation of text classifiers: requested metrics, and baselines that a model should beat."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores
 
 MAX_SAMPLES = 20_000
-"""Training texts that a bag of words reads, the first ones of a shuffle: some 20 seconds at most."""
+"""Training texts that a bag of words reads, drawn at random. Fitting takes at most about 20 seconds."""
 _MAX_WORDS = 50_000
 _MULTI_LABEL = (
     "accuracy",
@@ -28,10 +28,10 @@ _OTHER_TASKS = ("mean_iou", "perplexity")
 
 
 def check_metrics(recipe: Recipe, scheme: LabelScheme) -> None:
-    """Load each metric once, before anything is trained, and refuse those that do not fit the labels.
+    """Load each requested metric before training, and check that it fits the labels.
 
     Raises:
-        ValueError: there is no such metric, or it is for another problem.
+        ValueError: a metric is unknown, or is for another problem type.
     """
     for name in recipe.evaluate.metrics:
         load_metric(name, allow_hub=recipe.evaluate.allow_hub_metrics)
@@ -42,25 +42,25 @@ def check_metrics(recipe: Recipe, scheme: LabelScheme) -> None:
         }[scheme.problem_type]
         if name in METRICS and not fits:
             raise ValueError(
-                f"evaluate.metrics names {name!r}, which does not fit a {scheme.problem_type} problem ({scheme.reason}); "
-                "leave it out: what fits is reported anyway"
+                f"evaluate.metrics names {name!r}, which does not fit a {scheme.problem_type} problem "
+                f"({scheme.reason}); leave it out: what fits is reported anyway"
             )
         if scheme.problem_type == "multi_label" and name == "auroc" and tally.histogram_bits(len(scheme.names)) is None:
             raise ValueError(f"evaluate.metrics: auroc of {len(scheme.names):,} labels is not counted; leave it out")
 
 
 def refuse_metrics(recipe: Recipe, instead: str) -> None:
-    """Refuse further metrics for a task whose scores are all there is.
+    """Check that a task whose scores are fixed was not asked for further metrics.
 
     Raises:
-        ValueError: `evaluate.metrics` names one.
+        ValueError: `evaluate.metrics` is not empty.
     """
     if recipe.evaluate.metrics:
         raise ValueError(f"evaluate.metrics names {recipe.evaluate.metrics[0]!r}, but {instead} anyway; leave it out")
 
 
 def count_label_metrics(names: Sequence[str], logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Count what multi-label metrics need beside `multilabel_counts`, from (N, C) logits and labels."""
+    """Return the counts for multi-label metrics that `multilabel_counts` lacks, from logits and labels (N, C)."""
     counted: dict[str, Tensor] = {}
     if "accuracy" in names:
         known = (labels >= 0).all(1)
@@ -76,7 +76,7 @@ def count_label_metrics(names: Sequence[str], logits: Tensor, labels: Tensor) ->
 def label_metrics(
     names: Sequence[str], totals: Mapping[str, NDArray[Any]], averages: Mapping[str, float]
 ) -> dict[str, float]:
-    """Compute multi-label metrics: accuracy of whole samples, the mean of the labels' AUROC, and averages (`f1` is macro)."""
+    """Return multi-label metrics: exact-match accuracy, mean AUROC of the labels, and averages (`f1` is macro)."""
     found: dict[str, float] = {}
     for name in names:
         if name == "accuracy":
@@ -90,12 +90,12 @@ def label_metrics(
 
 
 def baseline_scores(texts: LabelledTexts) -> dict[str, float]:
-    """Return two scores of each baseline on the evaluation texts, those by which classifiers are mostly judged.
+    """Return the two most common scores of each baseline on the evaluation texts.
 
-    `majority` (or `mean`) always gives the same answer: the most frequent class, the labels that most texts have, or the mean.
-    `bag_of_words` and `tfidf` are linear models on words: logistic regression, one for each label, or ridge regression.
-    The first is scikit-learn's with all defaults, on counts of words. The second is made strong: rare words weigh more,
-    1 + log(count) for counts, and C = 10. A pair is counted as one text.
+    `majority` (or `mean`) always gives the same answer: the most frequent class, the labels that most texts have, or
+    the mean. `bag_of_words` and `tfidf` are linear models of words: logistic regression, one per label, or ridge
+    regression. `bag_of_words` uses scikit-learn's defaults on word counts. `tfidf` is stronger: rare words weigh more,
+    counts enter as 1 + log(count), and C = 10. A pair counts as one text.
     """
     from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 
@@ -129,7 +129,7 @@ def _constant_answer(texts: LabelledTexts) -> NDArray[Any]:
 
 
 def _linear_answer(texts: LabelledTexts, vectorizer: Any, c: float) -> NDArray[Any] | None:
-    """Fit a linear model and answer for the evaluation texts; None where there is nothing to learn from."""
+    """Fit a linear model and return its answers for the evaluation texts, or None if the texts cannot be fitted."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.multiclass import OneVsRestClassifier
@@ -148,7 +148,8 @@ def _linear_answer(texts: LabelledTexts, vectorizer: Any, c: float) -> NDArray[A
         try:
             words = make_pipeline(vectorizer, model)
             words.fit(joined(texts.train[index] for index in chosen), texts.train_labels[chosen])
-        except ValueError:  # not one word of two letters in all texts, or one class only
+        # The texts have no word of two letters, or only one class.
+        except ValueError:
             return None
         answer: NDArray[Any] = words.predict(joined(texts.eval))
     return answer

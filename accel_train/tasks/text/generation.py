@@ -1,4 +1,4 @@
-"""Texts that a sequence-to-sequence model generates in evaluations and predictions, as rows of token ids."""
+"""Text generation by sequence-to-sequence models in evaluations and predictions, as rows of token ids."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -14,23 +14,24 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from accel_train.recipe.evaluate import Generation
 
 NO_TOKEN = -1
-"""Fills rows behind the end of a text, and rows for which none was generated."""
+"""Fills rows after the end of a text, and rows without a generated text."""
 
 
 class TextGenerator:
-    """Generates texts of at most `max_new_tokens` tokens as `evaluate.generation` says, by greedy or beam search.
+    """Generates texts of at most `max_new_tokens` tokens by greedy or beam search, as `evaluate.generation` sets.
 
-    `num_tokens` are those of the tokenizer: rows of the vocabulary beyond them are never generated.
+    `num_tokens` is the number of the tokenizer's tokens. Vocabulary rows beyond it are never generated.
     """
 
     def __init__(self, section: Generation, max_new_tokens: int, num_tokens: int) -> None:
         self.section, self.max_new_tokens, self.num_tokens = section, max_new_tokens, num_tokens
 
-    @torch.compiler.disable  # where all of the model is compiled, this is called within it
+    # Under a fully compiled model, this method is called inside the compiled code.
+    @torch.compiler.disable
     def generate(self, model: nn.Module, inputs: Mapping[str, Tensor], wanted: Tensor | None = None) -> Tensor:
-        """Return the ids of a text for each source, (N, max_new_tokens) int64, for the `wanted` (N,) bool alone; else -1.
+        """Return the ids (N, max_new_tokens) int64 of a text per source, or -1 in rows that are not `wanted` (N,) bool.
 
-        Where the model is sharded all processes call it together, and generate as long as any of them has something to generate.
+        All processes of a sharded model call this together. They generate until every process is done.
         """
         assert isinstance(model, PreTrainedModel)
         sources = inputs["input_ids"]
@@ -41,19 +42,21 @@ class TextGenerator:
         if is_sharded and _on_any(len(chosen) > 0, sources.device):
             asked = chosen if len(chosen) else torch.zeros(1, dtype=torch.long, device=sources.device)
         if len(asked):
-            with torch.compiler.set_stance("force_eager"):  # each token more would be another shape to compile
+            # Each further token has a new shape, so compiling would happen at every token.
+            with torch.compiler.set_stance("force_eager"):
                 found = model.generate(
                     **{name: tensor[asked] for name, tensor in inputs.items()},
                     generation_config=self.config(model),
                     synced_gpus=is_sharded,
                 )
             if len(chosen):
-                found = found[:, 1:]  # less the decoder's start token
+                # Drop the decoder's start token.
+                found = found[:, 1:]
                 rows[chosen, : found.shape[1]] = found
         return rows
 
     def config(self, model: PreTrainedModel) -> GenerationConfig:
-        """Return the model's generation config with these settings."""
+        """Return a copy of the model's generation config with the recipe's settings."""
         config, section = deepcopy(model.generation_config), self.section
         rows = model.get_output_embeddings().weight.shape[0]
         config.max_length, config.max_new_tokens, config.do_sample = None, self.max_new_tokens, False
@@ -71,11 +74,11 @@ def _on_any(here: bool, device: torch.device) -> bool:
 
 
 def decoded(rows: NDArray[Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the texts of rows of ids, without special tokens; an empty one where there is no token."""
+    """Return the texts of rows of ids without special tokens. A row without tokens gives an empty text."""
     return [str(tokenizer.decode(row[row >= 0].tolist(), skip_special_tokens=True)).strip() for row in rows]
 
 
 def spaced(count: int, total: int) -> Sequence[int]:
-    """Return `count` numbers below `total`, evenly spaced; all of them where there are no more."""
+    """Return `count` evenly spaced numbers below `total`, or all of them if `total` is smaller."""
     count = min(count, total)
     return [number * total // count for number in range(count)]

@@ -1,4 +1,4 @@
-"""Models that read a text: any of transformers with a head for sequences, tokens, answers or choices; their model card."""
+"""Models that read text, with a head for sequences, tokens, answers, or choices, and their model cards."""
 
 import inspect
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm import fields_with_vocabulary, padded_vocab_size
 from accel_train.tasks.classification import listed, with_labels
 
-DEFAULT_MAX_LENGTH = 512  # tokens of a sample at most, where neither recipe nor model says less
+# Maximum tokens per sample, unless the recipe or the model sets fewer.
+DEFAULT_MAX_LENGTH = 512
 _PROBLEM_TYPES = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -41,14 +42,14 @@ _PROBLEM_TYPES = {
 
 
 class Head(NamedTuple):
-    """The output of a model of transformers for a text."""
+    """A kind of output head of the text models of transformers."""
 
     purpose: str
-    """In words, for messages."""
+    """Name of the head in messages."""
     factory: Any
-    """The Auto class that builds it."""
+    """Auto class that builds the model."""
     mapping: Any
-    """The model classes by configuration class."""
+    """Mapping of configuration classes to model classes."""
 
 
 SEQUENCES = Head(
@@ -60,12 +61,12 @@ ANSWERS = Head("question answering", AutoModelForQuestionAnswering, MODEL_FOR_QU
 
 
 def check_model(recipe: Recipe, head: Head = SEQUENCES) -> None:
-    """Refuse, before any data is read, a model that transformers does not know or that has no such head.
+    """Check, before any data is read, that transformers has a model of the recipe's type with this head.
 
     Raises:
-        ValueError: an unknown model_type or field of `model.config`, or no model with the head.
+        ValueError: the model_type or a field of `model.config` is unknown, or no model of this type has the head.
     """
-    # The length that counts here is data.max_length, which is compared with the positions once the tokenizer is there.
+    # data.max_length is the length that counts here. It is compared with the positions once the tokenizer is loaded.
     pretrained.check_model_config(
         recipe.model_copy(update={"data": recipe.data.model_copy(update={"sequence_length": 2})})
     )
@@ -82,10 +83,11 @@ def check_model(recipe: Recipe, head: Head = SEQUENCES) -> None:
 
 
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, head: Head) -> PreTrainedConfig:
-    """Return the configuration of the recipe's model, with the tokenizer's special tokens in it.
+    """Return the configuration of the recipe's model with the tokenizer's special tokens.
 
     Raises:
-        ValueError: it cannot be loaded, has no such head, or has too few rows for the tokenizer.
+        ValueError: the configuration cannot be loaded, has no model with this head, or has too few rows for the
+            tokenizer.
     """
     section = recipe.model
     if section.pretrained is not None:
@@ -110,7 +112,7 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, head: Head)
 def classifier_config(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, scheme: LabelScheme, head: Head = SEQUENCES
 ) -> PreTrainedConfig:
-    """Return `model_config` with the labels in it."""
+    """Return `model_config` with the label names and the problem type."""
     config = model_config(recipe, tokenizer, head)
     if head is SEQUENCES:
         config.problem_type = _PROBLEM_TYPES[scheme.problem_type]
@@ -118,7 +120,7 @@ def classifier_config(
 
 
 def known_names(recipe: Recipe) -> tuple[str, ...] | None:
-    """Return the classes in the order of a pretrained classifier's outputs; None without one."""
+    """Return the class names in the order of a pretrained classifier's outputs, or None for a new model."""
     if recipe.model.pretrained is None:
         return None
     id2label = pretrained.pretrained_config(recipe).id2label
@@ -126,10 +128,10 @@ def known_names(recipe: Recipe) -> tuple[str, ...] | None:
 
 
 def num_positions(config: PreTrainedConfig, head: Head = SEQUENCES) -> int | None:
-    """Return the most tokens that a model of this configuration can read; None where nothing limits it.
+    """Return the maximum number of tokens that a model of this configuration can read, or None without a limit.
 
-    Counted in the position embeddings: RoBERTa and similar models count from pad_token_id + 1, and so can read fewer than
-    their configuration has.
+    The count comes from the position embeddings. RoBERTa and similar models count from pad_token_id + 1, so they read
+    fewer tokens than their configuration has positions.
     """
     configured: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if type(config) not in head.mapping:
@@ -147,60 +149,66 @@ def num_positions(config: PreTrainedConfig, head: Head = SEQUENCES) -> int | Non
 def resolve_max_length(
     asked: int | None, positions: int | None, tokenizer: PreTrainedTokenizerBase, *, is_pair: bool
 ) -> int:
-    """Return the most tokens of a sample: `data.max_length`, else what model and tokenizer take, 512 at most.
+    """Return the maximum tokens per sample: `data.max_length`, or the limit of model and tokenizer, at most 512.
 
     Raises:
-        ValueError: it is more than the model has positions, or leaves no room for text.
+        ValueError: `data.max_length` exceeds the model's positions, or leaves no room for text.
     """
     if asked is None:
         return min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length, positions or DEFAULT_MAX_LENGTH)
     if positions is not None and asked > positions:
         raise ValueError(
-            f"data.max_length={asked} is longer than the {positions} positions of the model; lower it to {positions}, or raise "
-            "max_position_embeddings (n_positions) in model.config"
+            f"data.max_length={asked} is longer than the {positions} positions of the model; lower it to {positions}, "
+            "or raise max_position_embeddings (n_positions) in model.config"
         )
     least = tokenizer.num_special_tokens_to_add(pair=is_pair) + 1 + is_pair
     if asked < least:
         raise ValueError(
-            f"data.max_length={asked} leaves no token for {'two texts' if is_pair else 'the text'}; give at least {least}"
+            f"data.max_length={asked} leaves no token for {'two texts' if is_pair else 'the text'}; "
+            f"give at least {least}"
         )
     return asked
 
 
 def check_offsets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that does not say which characters a token stands for.
+    """Check that the tokenizer can map tokens to characters.
 
     Raises:
-        ValueError: names it.
+        ValueError: the tokenizer cannot.
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"tokenizer: that of {recipe.tokenizer_in_use} does not say which characters a token stands for, which {recipe.task} needs; "
-            "use one that does (a `fast` one of transformers, bytes or train_bpe)"
+            f"tokenizer: that of {recipe.tokenizer_in_use} does not say which characters a token stands for, "
+            f"which {recipe.task} needs; use one that does (a `fast` one of transformers, bytes or train_bpe)"
         )
 
 
 def with_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, head: Head = SEQUENCES) -> bool:
-    """Return whether the model takes the text of a pair that a token belongs to; the tokenizer then gives it by default, also once saved."""
+    """Return whether the model takes `token_type_ids`, the marks of the two texts of a pair.
+
+    If so, the tokenizer is changed in place to return them by default, even after it is saved and loaded.
+    """
     if type(config) not in head.mapping:
         return False
     forward = inspect.signature(head.mapping[type(config)].forward)
     takes = "token_type_ids" in forward.parameters and getattr(config, "type_vocab_size", 0) > 1
     if takes and "token_type_ids" not in tokenizer.model_input_names:
         tokenizer.model_input_names = [*tokenizer.model_input_names, "token_type_ids"]
-        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # only what is there is saved
+        # Only `init_kwargs` is saved.
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
     return takes
 
 
 def build_model(
     recipe: Recipe, config: PreTrainedConfig, num_tokens: int, head: Head = SEQUENCES
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Build the model in fp32 on the CPU (or without weights, on the meta device), with notes on its new weights.
+    """Build the model in fp32 on the CPU (or on the meta device), and return it with notes about its new weights.
 
     Raises:
-        ValueError: the weights cannot be loaded, or are no safetensors.
+        ValueError: the weights cannot be loaded, or are not in the safetensors format.
     """
-    config = deepcopy(config)  # growing the embedding writes into it
+    # Growing the embedding changes the configuration, so a copy is used.
+    config = deepcopy(config)
     model, loaded = pretrained.transformers_model(
         head.factory, recipe, config, pretrained.chosen_attention(recipe), takes_new_head=True
     )
@@ -225,7 +233,8 @@ def model_card(facts: Mapping[str, Any], model_type: str) -> str:
     """Return the model card of a text classifier."""
     names = facts["label_names"]
     is_regression = facts["problem_type"].startswith("regression")
-    consent = ", trust_remote_code=True" if model_type == "ngrams" else ""  # its code is the file beside it
+    # The code of an ngrams model is saved in the folder of its weights.
+    consent = ", trust_remote_code=True" if model_type == "ngrams" else ""
     labels = f"{len(names)} labels: {listed(names, 40, ' (config.json has all)')}"
     return card(
         facts,
@@ -237,7 +246,10 @@ def model_card(facts: Mapping[str, Any], model_type: str) -> str:
             f"Gives: {f'a number ({names[0]})' if is_regression else labels}",
             f"Reads: up to {facts['max_length']} tokens; longer texts are cut",
         ],
-        example=f'classify = pipeline("text-classification", model="path/of/this/folder"{consent})\nclassify("a text", truncation=True)',
+        example=(
+            f'classify = pipeline("text-classification", model="path/of/this/folder"{consent})\n'
+            'classify("a text", truncation=True)'
+        ),
     )
 
 
@@ -254,7 +266,8 @@ def card(
 ) -> str:
     """Return a model card in Markdown, with the metadata block that the hub reads.
 
-    `example` is Python after it has `imported` something from transformers; `unit` is what the facts' `num_train` and `num_eval` count.
+    `example` is Python code that follows the import of `imported` from transformers. `unit` names the samples that the
+    facts `num_train` and `num_eval` count.
     """
     described = "\n".join(f"- {line}" for line in [*lines, f"Data: {facts['sources']}"])
     how = f"\n```python\nfrom transformers import {imported}\n\n{example}\n```\n" if example else ""
@@ -265,7 +278,8 @@ pipeline_tag: {pipeline_tag}
 
 # {title}
 
-A `{model_type}` model, trained with accel_train on {facts["num_train"]:,} {unit}, evaluated on {facts["num_eval"]:,} others.
+A `{model_type}` model, trained with accel_train on {facts["num_train"]:,} {unit}, \
+evaluated on {facts["num_eval"]:,} others.
 
 {described}
 
@@ -274,7 +288,7 @@ The scores are in `summary.json` and `report.html` of the run folder.
 
 
 def save_tokenizer_and_card(tokenizer: PreTrainedTokenizerBase, max_length: int, text: str, folder: Path) -> None:
-    """Write the tokenizer, which then says how much the model reads, and a model card beside the model's configuration."""
+    """Write the tokenizer, with `max_length` as its limit, and the model card `text` to the model's folder."""
     tokenizer.model_max_length = max_length
     tokenizer.save_pretrained(str(folder))
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Prove that training's forward computes what transformers' own forward computes, on the recipe's model at toy size.
+"""Prove that training's forward pass equals transformers' own forward pass, on the recipe's model at toy size.
 
-Training changes a forward: documents share a row, the loss comes in chunks, blocks are checkpointed, and attention and
-activations have other kernels. Whether that is exact depends on the model's layers. A probe compares it with
-transformers' own forward of each document alone, on a CPU in fp32, before any data is read.
+Training changes a forward pass: documents share a row, the loss comes in chunks, blocks are checkpointed, and attention
+and activations use other kernels. Whether the result stays exact depends on the model's layers. Before any data is
+read, a probe compares it with transformers' own forward pass of each document alone, on a CPU in fp32.
 """
 
 import hashlib
@@ -40,13 +40,13 @@ from accel_train.tasks.text.sft import can_keep_rows_apart
 SAME = 1e-5
 """Largest difference that counts as rounding, as a share of the largest logit, loss, or gradient."""
 LONGEST = 256
-"""Tokens of a probe's windows, at most. From this length on, a CPU attends to each document alone."""
+"""Maximum tokens of a probe's windows. From this length on, a CPU attends to each document separately."""
 MOST_ROUNDING = 1e-4
-"""Largest difference that counts as rounding where a model's own forward rounds a lot; leaks are 1e-1 and larger."""
+"""Upper limit for the rounding of a model whose own forward pass rounds a lot. Leaks are 1e-1 and larger."""
 SMALL = 2_000_000
-"""Models with at most this number of parameters are probed as they are."""
+"""Parameters up to which a model is probed at its own size."""
 LARGEST = 40_000_000
-"""Parameters of a toy model, at most: about a second for a forward on one core."""
+"""Maximum parameters of a toy model. Its forward pass takes about a second on one core."""
 VOCABULARY = 128
 DOCUMENTS, ROWS, FORWARD, CHUNKED, CHECKPOINTING = CHECKS = (
     "packed documents", "packed rows", "forward", "chunked loss", "checkpointing"
@@ -56,7 +56,7 @@ Batch = Mapping[str, Any]
 
 
 class Forward(NamedTuple):
-    """The functions that training computes with; the task provides them."""
+    """The functions that training computes with, provided by the task."""
 
     attention_arguments: Callable[[Recipe, PreTrainedConfig], dict[str, str]]
     logits: Callable[[nn.Module, Batch, bool], Tensor]
@@ -66,33 +66,33 @@ class Forward(NamedTuple):
 
 @dataclass(frozen=True)
 class Proof:
-    """Measurements of a probe, by check."""
+    """The measurements of a probe, by check."""
 
     model: str
-    """The class, and the number of parameters that it was probed with."""
+    """Class of the model, and the number of parameters with which it was probed."""
     differences: Mapping[str, float]
-    """Largest difference by check, as a share of the largest value; without what this model is not trained with."""
+    """Largest difference by check, as a share of the largest value. Omits checks that training does not use."""
     refused: Mapping[str, str]
-    """Why a check could not be computed, by check."""
+    """Reason by check, for checks that could not be computed."""
     layer: str | None = None
-    """Type of the layer through which a document reaches the next one."""
+    """Type of the layer that carries values from one document to the next. None if unknown or if nothing leaks."""
     rounding: float = SAME
     """Largest difference that counts as rounding in this model."""
     looks_ahead: bool = False
-    """A later token changes the logits before it, in transformers' own forward."""
+    """Whether a later token changes the logits before it in transformers' own forward pass."""
 
     def holds(self, check: str) -> bool:
-        """Return whether the check was computed and found equal."""
+        """Return whether the check was computed and its difference is within rounding."""
         return self.differences.get(check, np.inf) <= self.rounding
 
     @property
     def has_passed(self) -> bool:
-        """Every check holds."""
+        """Return whether every check was computed and holds."""
         return not self.refused and all(map(self.holds, self.differences))
 
 
 def checks_of(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
-    """Return what a run of this recipe changes in a forward; empty where tests hold all of it for the model type."""
+    """Return the checks that a run of this recipe needs. Empty if tests already cover them for the model type."""
     is_text, text = recipe.data.format == "text", config.get_text_config()
     positions = recipe.data.sequence_length * (recipe.batch.global_batch_size or 1)
     is_large = positions * (getattr(text, "vocab_size", None) or 0) > chunked_loss.LOGITS_AT_ONCE
@@ -109,15 +109,16 @@ def checks_of(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
 
 
 def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[str, Choice[Any]]:
-    """Return what was proved of the recipe's forward, for the start; nothing where tests hold all of it.
+    """Return the result of the probe for the run log, or nothing if no check is needed.
 
     Raises:
-        ValueError: names the setting whose result differs from transformers' own model, and the fix.
+        ValueError: training's result differs from transformers' own. The message names the setting and the fix.
     """
     checks = checks_of(recipe, config)
     if not checks:
         return {}
-    forward.attention_arguments(recipe, config)  # refuses by configuration alone
+    # This raises for errors that the configuration alone shows.
+    forward.attention_arguments(recipe, config)
     proof = _remembered(recipe, config, checks, forward)
     if not proof.has_passed:
         problem = _problem(recipe, config, proof)
@@ -129,7 +130,7 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
 
 
 def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | None:
-    """Return the message for the first check that fails; None where none of them could be computed."""
+    """Return the message for the first check that fails, or None if no check could be computed."""
     kind = proof.model.partition(",")[0]
 
     def how(check: str) -> str:
@@ -165,12 +166,12 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | No
 
 
 def examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: Sequence[str]) -> Proof:
-    """Compute the checks on the model of this configuration, at toy size; leaves the random state as it was."""
+    """Compute the checks on a toy-size model of this configuration. The random state is restored afterwards."""
     with isolated(nn.Module(), torch.device("cpu")), _quiet(), torch.device("cpu"), torch.enable_grad():
         proof = _examine(recipe, config, forward, checks, seed=0)
         if proof.has_passed or not proof.differences:
             return proof
-        # Rounding can send a token to another expert, and then other weights pass; what leaks does so with all weights.
+        # Rounding can route a token to another expert. The check then passes with other weights, but a leak never does.
         second = _examine(recipe, config, forward, checks, seed=1)
         return second if second.has_passed else proof
 
@@ -196,13 +197,14 @@ def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks:
 
 
 class _Probe:
-    """A toy model as transformers and as training build it, with the same weights, and documents for both."""
+    """A toy model as transformers builds it and as training builds it, with equal weights, and documents for both."""
 
     def __init__(
         self, recipe: Recipe, forward: Forward, stock: PreTrainedModel, trained: PreTrainedModel, seed: int
     ) -> None:
         self.recipe, self.forward, self.stock, self.trained = recipe, forward, stock, trained
-        self.is_masked = False  # the checks after packed documents are of packed documents, too
+        # Whether the checks after `packed documents` also use packed documents.
+        self.is_masked = False
         self.compiled = recipe.precision.compile is not False
         positions = getattr(stock.config.get_text_config(), "max_position_embeddings", None) or LONGEST
         length = self.length = min(recipe.data.sequence_length, LONGEST, positions)
@@ -210,13 +212,14 @@ class _Probe:
         cuts = ((0, length // 2, length // 2 + length // 3, length), (0, length // 4, length))
         tokens = np.random.default_rng(seed).integers(2, vocabulary, (len(cuts), length + 1))
         for row, ends in enumerate(cuts):
-            tokens[row, list(ends[:-1])] = 1  # the separator
+            # Token 1 is the separator.
+            tokens[row, list(ends[:-1])] = 1
         self.tokens = tokens
         self.parts = [(row, *part) for row, ends in enumerate(cuts) for part in pairwise(ends)]
         self.parts = [part for part in self.parts if part[2] > part[1]]
 
     def measure(self, proof: Proof, checks: Sequence[str]) -> Proof:
-        """Return the proof with a difference for each check, or why the check could not be computed."""
+        """Return `proof` with a difference per check, or the reason why a check could not be computed."""
         try:
             with torch.no_grad():
                 alone = [self._own_logits(self.tokens[row : row + 1, begin:end]) for row, begin, end in self.parts]
@@ -247,7 +250,7 @@ class _Probe:
         return replace(proof, layer=self._leaking_layer() if leaks else None)
 
     def _own_logits(self, tokens: Any) -> Tensor:
-        """Return the logits of transformers' own forward, (B, T, vocabulary)."""
+        """Return the logits (B, T, vocabulary) of transformers' own forward pass."""
         logits: Tensor = self.stock(input_ids=torch.as_tensor(tokens), use_cache=False).logits
         return logits
 
@@ -257,12 +260,12 @@ class _Probe:
 
     @property
     def packed(self) -> Batch:
-        """Documents that share rows, as `data.mask_documents` makes them."""
+        """Batch with several documents per row, masked as `data.mask_documents` does."""
         return collate_windows(self.tokens, separator_id=1, mask_documents=True)
 
     @property
     def plain(self) -> Batch:
-        """The same rows without a mask."""
+        """Batch with the same rows, without a document mask."""
         return collate_windows(self.tokens, separator_id=1, mask_documents=False)
 
     def _documents(self, alone: Sequence[Tensor]) -> float:
@@ -280,8 +283,9 @@ class _Probe:
     def _rows(self, alone: Sequence[Tensor]) -> float:
         rows = self._token_rows()
         if not can_keep_rows_apart(self.recipe, self.stock.config).value:
-            return self._padded(alone)  # each row is a sample of its own
-        # A position more than the rows fill: the padding is a document, too.
+            # Attention cannot keep rows apart, so each row is a separate sample.
+            return self._padded(alone)
+        # One position more than the rows fill, because the padding is a document too.
         windows = pack(rows.lengths, self.length + 1)
         packed = PackedRows(rows, windows, sequence_length=self.length + 1, padding_id=1)
         logits = self._logits(collate_packed([packed[index] for index in range(len(packed))]))
@@ -303,7 +307,7 @@ class _Probe:
         return _largest_difference([logits[row : row + 1, : own.shape[1]] for row, own in enumerate(alone)], alone)
 
     def _rounding(self, alone: Sequence[Tensor]) -> float:
-        """Return by how much transformers' own forward in fp32 differs from its forward in fp64; 0 without one."""
+        """Return the difference of transformers' own forward pass between fp32 and fp64, or 0 if fp64 fails."""
         with suppress(Exception), torch.no_grad():
             wide = deepcopy(self.stock).double()
             rows = [torch.as_tensor(self.tokens[row : row + 1, begin:end]) for row, begin, end in self.parts]
@@ -311,7 +315,7 @@ class _Probe:
         return 0.0
 
     def _effect_of_later_tokens(self, alone: Sequence[Tensor]) -> float:
-        """Return by how much later tokens change the logits before them, in transformers' own forward."""
+        """Return how much later tokens change earlier logits in transformers' own forward pass."""
         with torch.no_grad():
             first = [(number, row) for number, (row, begin, _) in enumerate(self.parts) if begin == 0]
             whole = self._own_logits(self.tokens[:, :-1])
@@ -320,7 +324,8 @@ class _Probe:
 
     def _chunked(self) -> float | None:
         if chunked_loss.why_whole(self.trained) is not None:
-            return None  # training makes the logits whole
+            # Training uses whole logits.
+            return None
         batch, head = self.plain, self.trained.get_output_embeddings()
         labels, smoothing = batch["labels"], self.recipe.loss.label_smoothing
 
@@ -347,7 +352,7 @@ class _Probe:
         return _difference_of_losses(self.trained, loss_of(self.trained), saves, loss_of(saves))
 
     def _leaking_layer(self) -> str | None:
-        """Return the type of the first part of a block whose output of a document depends on the document before it."""
+        """Return the type of the first part of a block whose output depends on the previous document."""
         _, begin, end = next(part for part in self.parts if part[1] > 0)
         outputs: list[tuple[str, Tensor]] = []
 
@@ -363,7 +368,8 @@ class _Probe:
         hooks = [module.register_forward_hook(keep(name)) for name, module in named.items()]
         batch = dict(self.packed)
         other = batch["input_ids"].clone()
-        other[0, 1:begin] = other[0, 1:begin].flip(0).roll(1)  # another document before the same one
+        # Shuffle only the previous document.
+        other[0, 1:begin] = other[0, 1:begin].flip(0).roll(1)
         try:
             with suppress(Exception):
                 self._logits(batch)
@@ -380,14 +386,14 @@ class _Probe:
 
 
 def _part_of_block(named: Mapping[str, nn.Module], name: str) -> str:
-    """Return the class of the module that lies directly in a numbered block, and holds (or is) the named one."""
+    """Return the class of the module directly inside a numbered block that contains (or is) the named module."""
     parts = name.split(".")
     block = next((depth for depth, part in enumerate(parts) if part.isdigit()), len(parts))
     return type(named[".".join(parts[: block + 2])]).__name__
 
 
 def _largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return the largest difference as a share of the largest value of `theirs`; infinite unless all are finite."""
+    """Return the largest difference as a share of the largest value of `theirs`, or infinity unless all are finite."""
     scale = max(float(each.abs().max()) for each in theirs)
     found = max(float((one - two).abs().max()) for one, two in zip(ours, theirs, strict=True)) / scale
     return found if np.isfinite(found) else np.inf
@@ -396,7 +402,7 @@ def _largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> flo
 def _difference_of_losses(
     one: nn.Module, loss_of_one: Callable[[], Tensor], two: nn.Module, loss_of_two: Callable[[], Tensor]
 ) -> float:
-    """Return the larger difference of two losses and of their gradients, in training mode from one random state."""
+    """Return the larger of the differences of two losses and of their gradients, in training mode with equal seeds."""
     found = []
     for model, loss_of in ((one, loss_of_one), (two, loss_of_two)):
         model.train()
@@ -430,12 +436,12 @@ _TOKEN_ID = re.compile(r"token_(id|index)$")
 
 
 def toy_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return a model with the same kinds of modules and layers as the configuration's, as small as that allows.
+    """Return the smallest model with the same kinds of modules and layers as the configuration's model.
 
-    Its weights are larger than at the start of a training, so that what leaks from one document to the next shows.
+    Its weights are larger than initial weights, so that leaks from one document to the next are visible.
 
     Raises:
-        ValueError: no smaller configuration has the same kinds of modules, and the model is large.
+        ValueError: the model is large, and no smaller configuration has the same kinds of modules.
     """
 
     def build(of: PreTrainedConfig, device: str) -> PreTrainedModel:
@@ -461,7 +467,7 @@ def toy_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> P
         "none is small",
     )
     counts = [count for count in (2, 3, 4, 6, 8, 12, 16, 24) if count < num_layers] + [num_layers]
-    # Fractions of a head and groups of heads ask for more than the least.
+    # Fractions of a head and groups of heads need more than the minimum.
     sizes = ((4, 16), (8, 16), (4, 32), (16, 16), (1024, 32), (4, 1024), (1024, 1024))
     for layers, (heads, head_size) in product(counts, sizes):
         try:
@@ -484,7 +490,7 @@ def _numel(model: nn.Module) -> int:
 
 
 def _kinds(model: PreTrainedModel) -> set[str]:
-    """Return the names of all classes of modules, and of all types in the configuration's lists of layers."""
+    """Return the names of all module classes, and of all types in the configuration's lists of layers."""
     text = model.config.get_text_config()
     listed = {
         each for name, of in text.to_dict().items() if "layer" in name and isinstance(of, list) for each in map(str, of)
@@ -493,7 +499,7 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def _shrunk(config: PreTrainedConfig, layers: int, heads: int, head_size: int) -> PreTrainedConfig:
-    """Return a copy with `layers`, and with at least `heads` of at least `head_size` elements; ratios are kept."""
+    """Return a copy with `layers` layers and at least `heads` heads of `head_size` elements. Ratios are kept."""
     small = type(config).from_dict(_shrunk_fields(config.to_dict(), layers, heads, head_size))
     small._name_or_path = config._name_or_path
     return small
@@ -549,7 +555,7 @@ def _ints(value: Any) -> list[int]:
 
 
 def _common_divisor(numbers: Sequence[int], least: int) -> int:
-    """Return the largest power of two that divides all numbers, and leaves the largest of them at least `least`."""
+    """Return the largest power of two that divides all numbers and leaves their maximum at `least` or above."""
     divisor = 1
     while numbers and max(numbers) // (2 * divisor) >= least and all(each % (2 * divisor) == 0 for each in numbers):
         divisor *= 2
@@ -561,7 +567,7 @@ def _divided(value: int, by: int, least: int = 8) -> int:
 
 
 def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Scale random matrices to a gain of about 1 in place, and move vectors from their constants; returns the model."""
+    """Scale random matrices to a gain of about 1 and shift vectors, in place, and return the model."""
     with torch.no_grad():
         for each in model.parameters():
             if each.ndim < 2:
@@ -580,15 +586,16 @@ def _in_words(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no warning of transformers or torch inside: they are about the toy model."""
+    """Hide warnings of transformers and torch in the block, because they concern the toy model."""
     with quiet_bars(reports=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str], forward: Forward) -> Proof:
-    """Return the proof of an earlier start of this model with these settings and versions, else find it and keep it."""
-    if recipe.model.trust_remote_code:  # its code may change, and the configuration stay
+    """Return the cached proof for this model, these settings, and these versions, or compute and cache it."""
+    # The remote code may change while the configuration stays the same.
+    if recipe.model.trust_remote_code:
         return examine(recipe, config, forward, checks)
     own = [inspect.getmodule(each) for each in (*forward, collate_packed, collate_windows, can_keep_rows_apart)]
     settings = {
@@ -612,7 +619,8 @@ def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str],
         if known is not None:
             return Proof(**known)
     proof = examine(recipe, config, forward, checks)
-    with suppress(OSError):  # without a cache each start probes again
+    # Without a cache, each start probes again.
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(proof)).encode())
     return proof

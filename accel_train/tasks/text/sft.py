@@ -1,4 +1,4 @@
-"""Fine-tuning rows for a causal LM: packed into windows where its attention can keep them apart, else each alone."""
+"""Fine-tuning rows for a causal LM: packed into windows if attention can keep them apart, otherwise one per sample."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,10 @@ from accel_train.task import TaskData
 
 
 def rows_as_samples(recipe: Recipe, corpus: RowCorpus, config: PreTrainedConfig) -> TaskData:
-    """Return the data of a run on tokenised rows; `facts["positions_per_target"]` says how much is computed for each target."""
+    """Return the data of a run on tokenized rows, packed or one row per sample.
+
+    `facts["positions_per_target"]` is the number of computed positions per label.
+    """
     packed = can_keep_rows_apart(recipe, config)
     length = recipe.data.sequence_length
 
@@ -29,8 +32,8 @@ def rows_as_samples(recipe: Recipe, corpus: RowCorpus, config: PreTrainedConfig)
     note = f"each row is a sample of its own, padded: {packed.reason}"
     if packed.value:
         note = (
-            f"{len(train.rows):,} rows are packed into {len(train):,} windows of {length} tokens, {train.fill:.1%} full; "
-            "attention and positions stay within a row"
+            f"{len(train.rows):,} rows are packed into {len(train):,} windows of {length} tokens, "
+            f"{train.fill:.1%} full; attention and positions stay within a row"
         )
     facts: dict[str, Any] = {
         "num_train": len(train),
@@ -52,13 +55,13 @@ def rows_as_samples(recipe: Recipe, corpus: RowCorpus, config: PreTrainedConfig)
 
 
 def shares_windows(recipe: Recipe, config: PreTrainedConfig) -> bool:
-    """Return whether documents, or rows to fine-tune on, share a window in which they are kept apart."""
+    """Return whether documents or fine-tuning rows share windows and are masked from each other."""
     is_text = recipe.data.format == "text"
     return recipe.data.mask_documents if is_text else can_keep_rows_apart(recipe, config).value
 
 
 def can_keep_rows_apart(recipe: Recipe, config: PreTrainedConfig) -> Choice[bool]:
-    """Return whether rows may share a window: only where a mask and positions are known to keep them apart exactly."""
+    """Return whether rows may share a window. This requires attention and positions known to separate them exactly."""
     implementation = recipe.model.attn_implementation
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return Choice(False, f"{config.model_type} is not among the models checked for packing")

@@ -1,3 +1,3 @@
-"""Helpers of the image tasks: models, baselines, test-time augmentation, maps of segments.
+"""Helpers of the image tasks: models, baselines, test-time augmentation, and segmentation maps.
 
-The tasks themselves are one folder up."""
+The tasks are in `accel_train/tasks`."""

@@ -1,4 +1,4 @@
-"""Vision models of transformers: built from a configuration or pretrained weights, with our classes in their head, and saved."""
+"""Vision models of transformers, built from a configuration or pretrained weights for the data's classes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,24 +27,24 @@ from accel_train.tasks.vision.views import Windows, image_views, window_logits
 
 
 class VisionTask(Task):
-    """Base of the image tasks: their models, and what is saved beside the weights; a subclass adds data, loss and scores."""
+    """Base of the image tasks: builds and saves their models. A subclass adds data, loss, and scores."""
 
     factory: Any
-    """Auto class of transformers that makes the models."""
+    """Auto class of transformers that builds the models."""
     models: Mapping[Any, Any]
-    """Model classes of transformers by their configuration's class."""
+    """Mapping of configuration classes to model classes of transformers."""
     purpose: str
     predicts_pixels: bool
-    """Trained on crops, the model predicts a class for each pixel; else one for each image."""
+    """Whether the model is trained on crops and predicts a class per pixel. False: one class per image."""
     card: tuple[str, str, str]
-    """Model card: the pipeline's tag, what the model gives (`{classes}`), and the code that uses `model(**inputs)`."""
+    """Model card: pipeline tag, description with `{classes}`, and code that uses `model(**inputs)`."""
 
     def read_images(
         self, recipe: Recipe, read: Callable[[Data, tuple[str, ...] | None], ImageSets]
     ) -> tuple[ImageSource, list[str]]:
-        """Return the recipe's images with the model's preprocessing, and notes; prepare test-time augmentation.
+        """Read the recipe's images, prepare test-time augmentation, and return the images with notes.
 
-        `read` is given the names of the classes of a pretrained model.
+        `read` receives the class names of a pretrained model, or None.
         """
         config, notes = self.model_config(recipe)
         preprocessing, further_notes = model_preprocessing(recipe, config)
@@ -63,9 +63,9 @@ class VisionTask(Task):
         steps = height_width(stride)
         if any(step > edge for step, edge in zip(steps, window)) or all(w >= e for w, e in zip(window, whole)):
             raise ValueError(
-                f"evaluate.window_stride={stride}: windows of data.crop_size, here {list(window)}, move over images of data.image_size, "
-                f"here {list(whole)}, by a stride of at most the window; set data.crop_size to what the model is trained on, and "
-                "data.image_size to more"
+                f"evaluate.window_stride={stride}: windows of data.crop_size, here {list(window)}, "
+                f"move over images of data.image_size, here {list(whole)}, by a stride of at most the window; "
+                "set data.crop_size to what the model is trained on, and data.image_size to more"
             )
         return Windows(window, steps)
 
@@ -81,29 +81,30 @@ class VisionTask(Task):
             reason = None if scale == 1 else self.refusal_of_size(config, len(preprocessing.mean), size)
             if self.predicts_pixels and reason is not None:
                 raise ValueError(
-                    f"evaluate.test_time_augmentation.scales: {scale:g} makes images of {size[1]} x {size[0]} pixels, which "
-                    f"{config.model_type!r} does not take ({reason}); leave it out"
+                    f"evaluate.test_time_augmentation.scales: {scale:g} makes images of {size[1]} x {size[0]} pixels, "
+                    f"which {config.model_type!r} does not take ({reason}); leave it out"
                 )
             self.takes_any_size &= reason is None
         small = [scale for scale in self.test_time.scales if scale < 1]
         if small and not self.takes_any_size:
             raise ValueError(
-                f"evaluate.test_time_augmentation.scales: {small[0]} is below 1, and the model takes images of one size only, "
-                "so there is nothing to fill the rim with; give scales of 1 and above"
+                f"evaluate.test_time_augmentation.scales: {small[0]} is below 1, "
+                "and the model takes images of one size only, so there is nothing to fill the rim with; "
+                "give scales of 1 and above"
             )
         if not self.test_time.scales:
             raise ValueError("evaluate.test_time_augmentation.scales is empty; write [1.0] for the image as it is")
 
     def whole_logits(self, model: nn.Module, pixel_values: Tensor) -> Tensor:
-        """Return the logits of whole images, seen at once or, where `evaluate.window_stride` says so, by windows."""
+        """Return the logits of whole images, computed in one pass or in windows (`evaluate.window_stride`)."""
         if self.windows is None:
             return image_logits(model, pixel_values)
         return window_logits(partial(image_logits, model), pixel_values, self.windows)
 
     def views(self, model: nn.Module, pixel_values: Tensor, logits: Tensor) -> list[Tensor]:
-        """Return the logits of all views that are averaged over, those of pixels (N, C, h, w) flipped back.
+        """Return the logits of all views to average. Pixel logits (N, C, h, w) of mirrored views are flipped back.
 
-        `logits` are those of the images as they are.
+        `logits` belong to the unaugmented images.
         """
         if self.test_time is None:
             return [logits]
@@ -114,18 +115,19 @@ class VisionTask(Task):
         return found
 
     def model_config(self, recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
-        """Return the configuration of the recipe's model before it knows our classes, and notes on it.
+        """Return the configuration of the recipe's model, before the data's classes are set, and notes about it.
 
-        Auxiliary heads of segmentation models (UPerNet, BEiT, DPT) are left out: transformers returns no logits of theirs, so
-        nothing would train them, and processes would wait for their gradients.
+        Auxiliary heads of segmentation models (UPerNet, BEiT, DPT) are left out. Transformers does not return their
+        logits, so they would not be trained, and processes would wait for their gradients.
 
         Raises:
-            ValueError: it cannot be loaded, or transformers has no such model for this task.
+            ValueError: the configuration cannot be loaded, or transformers has no model of its type for this task.
         """
         section = recipe.model
         if section.config is not None:
             fields = dict(section.config)
-            fields.pop("num_labels", None)  # the data says
+            # The data determines the number of labels.
+            fields.pop("num_labels", None)
             config = AutoConfig.for_model(**fields)
             if getattr(config, "image_size", None) is not None and "image_size" not in fields:
                 by_windows = recipe.evaluate.window_stride is not None
@@ -143,15 +145,16 @@ class VisionTask(Task):
         return config, ["the model's auxiliary head is left out: the loss is that of its last logits"]
 
     def train_size(self, recipe: Recipe) -> Size:
-        """Return the size of the images, or crops, that the model is trained on."""
+        """Return the size of the training images or, for pixel tasks, of the training crops."""
         data = recipe.data
         return (data.crop_size if self.predicts_pixels else None) or data.image_size
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's model in fp32 with a head for the data's classes; new weights are added to the data's notes.
+        """Build the recipe's model in fp32 for the data's classes, and add new weights to the notes of `data`.
 
         Raises:
-            ValueError: it cannot be loaded, is for another task, or does not take data.image_size or data.crop_size.
+            ValueError: the model cannot be loaded, is for another task, or does not take data.image_size or
+                data.crop_size.
         """
         config = with_labels(self.model_config(recipe)[0], data.source.label_names)
         seen_whole = set() if self.windows is not None else {recipe.data.image_size}
@@ -173,9 +176,9 @@ class VisionTask(Task):
         return model
 
     def refusal_of_size(self, config: PreTrainedConfig, channels: int, size: Size) -> str | None:
-        """Return why a model of this configuration cannot take images of a size; None if it can, or if that is not known.
+        """Return why the model cannot take images of this size, or None if it can or if this is unknown.
 
-        Tried on a copy without weights; models that look at the values of their input cannot run there.
+        The check runs on a meta copy without values. Models that read the values of their input cannot run there.
         """
         try:
             forward_flops(self.factory, config, pixel_values=(1, channels, *height_width(size)))
@@ -185,18 +188,19 @@ class VisionTask(Task):
         return None
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the convolutions and matrix products of a forward pass, of an image or for each pixel of a crop."""
+        """Return 3 x the FLOPs of a forward pass, per image or per pixel of a crop."""
         assert isinstance(model, PreTrainedModel)
         (height, width), channels = height_width(self.train_size(recipe)), getattr(model.config, "num_channels", 3)
         flops = training_flops(self.factory, model.config, pixel_values=(1, channels, height, width))
         return flops / (height * width) if flops is not None and self.predicts_pixels else flops
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write configuration and image processor in transformers' own layout, and a short model card."""
+        """Write the configuration and image processor in the layout of transformers, and a short model card."""
         super().save_description(model, data, folder)
         preprocessing, config = data.source.preprocessing, getattr(model, "config", None)
         if self.windows is not None and self.refusal_of_size(config, len(preprocessing.mean), preprocessing.image_size):
-            preprocessing = replace(preprocessing, image_size=self.windows.size)  # transformers has no windows
+            # Transformers has no windows, so the image processor uses the window size.
+            preprocessing = replace(preprocessing, image_size=self.windows.size)
         preprocessing.save(folder, crops=not self.predicts_pixels)
         (folder / "README.md").write_text(self._model_card(model, data), encoding="utf-8")
 
@@ -214,7 +218,8 @@ tags: [{self.purpose.replace(" ", "-")}, accel_train]
 # {type(model).__name__}
 
 {gives.format(classes=classes)}
-It takes images of {width} x {height} pixels; `preprocessor_config.json` says how they are made.{only if preprocessing.mode == "L" else ""}
+It takes images of {width} x {height} pixels; `preprocessor_config.json` says how they are made.\
+{only if preprocessing.mode == "L" else ""}
 
 Trained with accel_train on {facts["num_train"]:,} images ({facts["sources"]}), and evaluated on {facts["num_eval"]:,}.
 
@@ -232,6 +237,6 @@ inputs = processor(image, return_tensors="pt")
 
 
 def image_logits(model: nn.Module, pixel_values: Tensor) -> Tensor:
-    """Return the model's logits, in the precision it has."""
+    """Return the model's logits in the model's precision."""
     logits: Tensor = model(pixel_values=pixel_values).logits
     return logits

@@ -1,4 +1,4 @@
-"""Test-time augmentation, windows over large images, and logits of segmentation models at the size of the labels.
+"""Test-time augmentation, windows over large images, and segmentation logits at the size of the labels.
 
 Test-time augmentation averages a model's predictions over mirror images and scales.
 """
@@ -16,23 +16,23 @@ from accel_train.recipe.evaluate import TestTimeAugmentation
 
 @dataclass(frozen=True)
 class View:
-    """A batch of images as one of several that are averaged over."""
+    """A batch of images, as one of the views that test-time augmentation averages."""
 
     pixel_values: Tensor
-    """(N, C, H, W); H and W are `scale` times the original's, unless the model has one size only."""
+    """(N, C, H, W). H and W are `scale` times the original size, or the original size for a model with a fixed size."""
     scale: float
     is_flipped: bool
 
     @property
     def is_original(self) -> bool:
-        """Return whether nothing was done to the images."""
+        """Return whether the images are unchanged."""
         return self.scale == 1 and not self.is_flipped
 
 
 def image_views(pixel_values: Tensor, settings: TestTimeAugmentation, *, takes_any_size: bool) -> Iterator[View]:
-    """Yield the images (N, C, H, W) at each scale, and mirrored where the settings say so.
+    """Yield the images (N, C, H, W) at each scale, and mirrored if the settings ask for it.
 
-    A model with one size sees, in place of an image at a larger scale, the part of it that is then in its window.
+    For a model with a fixed size, a larger scale yields the enlarged center of the images.
     """
     for scale in settings.scales:
         scaled = rescale(pixel_values, scale, takes_any_size=takes_any_size)
@@ -42,7 +42,7 @@ def image_views(pixel_values: Tensor, settings: TestTimeAugmentation, *, takes_a
 
 
 def rescale(pixel_values: Tensor, scale: float, *, takes_any_size: bool) -> Tensor:
-    """Return images (N, C, H, W) at a scale, bilinear; or, for a model with one size, their centre enlarged to H x W."""
+    """Return bilinearly scaled images (N, C, H, W). For a model with a fixed size, enlarge their center to H x W."""
     if scale == 1:
         return pixel_values
     height, width = pixel_values.shape[-2:]
@@ -56,20 +56,20 @@ def rescale(pixel_values: Tensor, scale: float, *, takes_any_size: bool) -> Tens
 
 
 class Windows(NamedTuple):
-    """Windows over an image, each as (height, width) in pixels."""
+    """Windows over an image, as (height, width) in pixels."""
 
     size: tuple[int, int]
     stride: tuple[int, int]
-    """From one to the next; the last one ends with the image."""
+    """Distance between the starts of neighboring windows. The last window ends with the image."""
 
 
 def window_logits(forward: Callable[[Tensor], Tensor], pixel_values: Tensor, windows: Windows) -> Tensor:
-    """Return logits (N, C, h, w) fp32 of images (N, 3, H, W), the mean over windows where they overlap.
+    """Return fp32 logits (N, C, h, w) of images (N, 3, H, W), averaged where windows overlap.
 
-    All images are seen in one window after the other, so memory is that of N windows, beside logits as large as those of the whole
-    images. After the sliding inference of mmsegmentation (`EncoderDecoder.slide_inference`), which averages at the images' size;
-    here it is the logits' own. Strides that are no multiple of the logits' pixels are rounded to them. An image no larger than a
-    window is one window, and what `forward` says of it.
+    Windows are computed one after the other for the whole batch. Memory holds N windows and the logits of the
+    whole images. Follows the sliding inference of mmsegmentation (`EncoderDecoder.slide_inference`), but averages at
+    the size of the logits instead of the images. Strides are rounded to pixels of the logits. An image that fits in a
+    window is computed in one pass.
     """
     edges = pixel_values.shape[-2:]
     high, wide = (min(cut, edge) for cut, edge in zip(windows.size, edges))
@@ -88,12 +88,12 @@ def window_logits(forward: Callable[[Tensor], Tensor], pixel_values: Tensor, win
 
 
 def _starts(edge: int, window: int, stride: int) -> list[int]:
-    """Return where windows begin along an edge: `stride` apart, and the last one where the edge ends."""
+    """Return the starts of windows along an edge: `stride` apart, but the last window ends at the edge."""
     return [*range(0, edge - window, stride), edge - window]
 
 
 def mean_pixel_probabilities(views: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean of the class probabilities over `VisionTask.views`: (N, C, H, W) fp32, at the labels' size."""
+    """Return mean class probabilities (N, C, H, W) over `VisionTask.views`, in fp32 at the size of the labels."""
     total = at_label_size(views[0], batch).softmax(1)
     for logits in views[1:]:
         total += at_label_size(logits, batch).softmax(1)
@@ -101,16 +101,17 @@ def mean_pixel_probabilities(views: Sequence[Tensor], batch: Mapping[str, Tensor
 
 
 def at_label_size(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return logits (N, C, h, w) of whole images as those of their labels' pixels: (N, C, H, W) fp32, bilinear.
+    """Return logits (N, C, h, w) of whole images, resized bilinearly to their labels: fp32 (N, C, H, W).
 
-    Labels of different sizes lie in the corner of (H, W); `label_sizes` says how far each reaches, and is read on the device.
+    Labels of different sizes lie in the top left corner of (H, W). `label_sizes` has their sizes, and stays on the
+    device.
     """
     logits = logits.float()
     height, width = batch["labels"].shape[-2:]
     if "label_sizes" not in batch:
         return interpolate(logits, (height, width), mode="bilinear", align_corners=False)
     sizes = batch["label_sizes"]
-    # The centre of pixel i of H lies at (2 i + 1) / H - 1 of the image's -1 to 1: what interpolate computes, image by image.
+    # The center of pixel i of H lies at (2 i + 1) / H - 1 in [-1, 1], as in interpolate. Each image has its own H.
     down = (2 * torch.arange(height, device=logits.device) + 1) / sizes[:, :1] - 1
     right = (2 * torch.arange(width, device=logits.device) + 1) / sizes[:, 1:] - 1
     grid = torch.stack((right[:, None, :].expand(-1, height, -1), down[:, :, None].expand(-1, -1, width)), dim=-1)
@@ -118,7 +119,10 @@ def at_label_size(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def one_at_a_time(batch: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """Yield each image of a batch, as a slice, with its labels: at their size, logits take many times the model's own memory."""
+    """Yield each image of a batch as a slice with its labels.
+
+    Logits at the size of the labels take many times the model's own memory, so they are made one image at a time.
+    """
     for index in range(len(batch["labels"])):
         own = slice(index, index + 1)
         yield own, {name: batch[name][own] for name in ("labels", "label_sizes") if name in batch}

@@ -268,16 +268,6 @@ def test_a_flipped_bit_in_shards_is_found_and_they_are_built_again(
     assert prepare_text(recipe, progress=False).facts["reused"]
 
 
-def test_shards_of_before_digests_are_still_read_and_it_is_noted(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
-    first = prepare_text(recipe, progress=False)
-    description = Path(first.facts["cache_folder"], "meta.json")
-    description.write_text(json.dumps({k: v for k, v in json.loads(description.read_text()).items() if k != "sha256"}))
-    second = prepare_text(recipe, progress=False)
-    assert second.facts["reused"]
-    assert "have no digests" in second.facts["notes"][-1]
-
-
 @pytest.mark.parametrize("when", ["in the first epoch", "at its end"])
 def test_damage_in_a_large_shard_stops_the_run_before_its_first_epoch_ends(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str

@@ -53,7 +53,7 @@ def write(path: Path, *, content: bytes) -> None:
 
 def files(step: int, mark: str = "") -> dict[str, Callable[[Path], None]]:
     """Files like a run's, which differ from step to step."""
-    trainer = {"state": {"step": step, "rollbacks": []}, "identity": {}, "mark": mark}
+    trainer = {"state": {"step": step, "rollbacks": []}, "identity": {}, "settings": {}, "origins": {}, "mark": mark}
     content = {
         "model.safetensors": f"weights {step}{mark}".encode() * 5000,
         "optimizer.safetensors": f"moments {step}{mark}".encode() * 9000,
