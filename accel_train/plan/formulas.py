@@ -1,17 +1,16 @@
 """The memory of a process and the traffic of a step, by the formulas of its strategy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from accel_train.model.memory_estimate import MemoryPart
 from accel_train.model.weights import FP32_BYTES, ModelWeights
-from accel_train.plan import ddp, fsdp2, zero
+from accel_train.plan import fsdp2, zero
 from accel_train.plan.place import Layout
-from accel_train.plan.traffic import Collective
+from accel_train.plan.traffic import Collective, Ring, backward_order
 
-MEMORY = {"ddp": ddp.memory, "fsdp2": fsdp2.memory, "deepspeed": zero.memory}
-"""By the name of the strategy (`parallel.strategies`): parts of a process, from those of one that holds all."""
-COLLECTIVES = {"ddp": ddp.collectives, "fsdp2": fsdp2.collectives, "deepspeed": zero.collectives}
+BUCKET_BYTES = 25 * 2**20
+"""DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
 FRAGMENTATION = 0.05
 """Fraction of what comes and goes in a step that is lost between the allocator's blocks: assumed."""
 NCCL_BUFFER_BYTES = 24 * 2 * 4 * 2**20
@@ -21,6 +20,36 @@ PROCESS_BYTES = 430 * 2**20
 5.23 on Linux, at the end of ten steps of a model of 6 MiB: 428 MiB alone, 432 as one of two processes."""
 COMES_AND_GOES = frozenset({"activations", "logits", "exchange", "gathered weights", "whole gradients", "collectives"})
 UNCHANGED = ("activations", "logits", "exchange", "CUDA context")
+
+
+def _ddp_memory(
+    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
+) -> Iterator[MemoryPart]:
+    """Yield the parts of a process under DDP, which holds the `whole` model."""
+    yield from (whole[name] for name in ("parameters", "gradients", "optimizer", "averaged weights") if name in whole)
+    if layout.world_size > 1:
+        how = "the gradients lie in DDP's buckets (gradient_as_bucket_view): no others"
+        yield MemoryPart("DDP buckets", 0, "arithmetic", how)
+
+
+def _ddp_collectives(
+    layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
+) -> Iterator[Collective]:
+    """Yield a reduction per bucket of DDP: the last block's gradients come first; nothing overlaps the last bucket."""
+    ring = Ring(layout.world_size, 1, layout.gpus_per_node)
+    sizes = [0]
+    for weight in backward_order(weights):
+        if sizes[-1] >= BUCKET_BYTES:
+            sizes.append(0)
+        sizes[-1] += reduce_bytes * weight.numel
+    for number, size in enumerate(sizes):
+        if size and layout.world_size > 1:
+            yield Collective("all-reduce", size, ring, "backward", True, number < len(sizes) - 1, "gradients, fp32")
+
+
+MEMORY = {"ddp": _ddp_memory, "fsdp2": fsdp2.memory, "deepspeed": zero.memory}
+"""By the name of the strategy (`parallel.strategies`): parts of a process, from those of one that holds all."""
+COLLECTIVES = {"ddp": _ddp_collectives, "fsdp2": fsdp2.collectives, "deepspeed": zero.collectives}
 
 
 def collectives(

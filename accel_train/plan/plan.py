@@ -2,14 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
+from accel_train.data.text.tokenizers import pretrained_tokenizer
+from accel_train.data.text.tokens import collate_windows
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
 from accel_train.model.kernels.frozen import NF4_BYTES, bytes_saved_by_nf4, choose_frozen_dtype, keep_frozen
 from accel_train.model.memory_estimate import (
@@ -32,9 +37,8 @@ from accel_train.plan.place import Hardware, Place, choose_place, count_processe
 from accel_train.plan.step_time import Scale, estimate_scale
 from accel_train.plan.traffic import Collective
 from accel_train.plan.traffic_model_parallel import neighbour_collectives, with_exchange
-from accel_train.plan.without_data import without_data
 from accel_train.recipe.optimizer import optimizer_kind
-from accel_train.recipe.schema import Recipe
+from accel_train.recipe.schema import Recipe, TrainedTokenizer
 from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.task import TARGET_UNITS, Task, TaskData, prove_forward, read_data
 
@@ -273,3 +277,37 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
     found = checkpoint_folders(Path(recipe.output_dir) / "checkpoints")
     if found and recipe.checkpoint.resume in ("auto", "unchanged"):
         yield f"{recipe.output_dir} holds {found[-1].name}: if it is valid and of this run, the run resumes there"
+
+
+def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskData]:
+    """Return the recipe for a plan that reads no data, and stand-in data: full windows, as many as the run reads.
+
+    If only `schedule.num_epochs` says how long the run is, its steps are not known without the data. Then the recipe
+    has one step more than its warmup, for what a plan says of one step, and profiles none.
+
+    Raises:
+        ValueError: the task needs its data for more than their length, or the tokenizer cannot be loaded.
+    """
+    if recipe.task != "causal-lm":
+        raise ValueError(
+            f"--no-data: only causal-lm can be planned without data; task={recipe.task} takes its labels or sizes "
+            "from them"
+        )
+    choice, schedule, length = recipe.tokenizer_in_use, recipe.schedule, recipe.data.sequence_length
+    if isinstance(choice, TrainedTokenizer):
+        tokenizer: Any = SimpleNamespace(vocab_size=choice.train_bpe.vocab_size, separator_id=0)
+    else:
+        tokenizer = pretrained_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
+    max_steps = schedule.max_steps or (schedule.warmup_steps or 0) + 1
+    windows: Any = np.broadcast_to(np.int64(0), (max_steps * global_batch_size, length + 1))  # takes no memory
+    mask = recipe.data.mask_documents
+    collate = partial(collate_windows, separator_id=tokenizer.separator_id, mask_documents=mask)
+    facts = {
+        "sources": f"not read (--no-data): each sample counts as data.sequence_length={length} tokens with a label"
+    }
+    has_eval = recipe.data.eval is not None or recipe.data.eval_fraction > 0
+    data = TaskData(windows, windows if has_eval else None, collate, "", facts, source=tokenizer)
+    steps = schedule.model_copy(update={"max_steps": max_steps, "num_epochs": None})
+    section = recipe.data.model_copy(update={"group_by_length": False})
+    log = recipe.log if schedule.max_steps else recipe.log.model_copy(update={"profile_steps": None})
+    return recipe.model_copy(update={"schedule": steps, "data": section, "log": log}), data

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from accel_train.core.hardware import GB, LINK_EFFICIENCY, Gpu, Interconnect
+from accel_train.model.weights import ModelWeights, Weight
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Phase = Literal["forward", "backward"]
@@ -127,3 +128,9 @@ def traffic_of(found: Sequence[Collective], num_micro_batches: int) -> tuple[Tra
         Traffic(kind, purpose, round(times), round(payload), sent)
         for (kind, purpose), (times, payload, sent) in sums.items()
     )
+
+
+def backward_order(weights: ModelWeights) -> list[Weight]:
+    """Return the trainable weights in the order in which a backward pass makes their gradients."""
+    groups = (*reversed(weights.blocks), weights.root)
+    return [each for group in groups for each in reversed(group.weights) if each.trainable]

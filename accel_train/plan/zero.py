@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from accel_train.model.memory_estimate import MemoryPart
 from accel_train.model.weights import ModelWeights
 from accel_train.parallel.zero import BUCKET_ELEMENTS
-from accel_train.plan.ddp import backward_order
 from accel_train.plan.place import Layout
-from accel_train.plan.traffic import Collective, Phase, Ring
+from accel_train.plan.traffic import Collective, Phase, Ring, backward_order
 
 MAX_LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters: weights that stay gathered from their forward to their backward."""
