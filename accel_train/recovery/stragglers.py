@@ -99,9 +99,8 @@ class StragglerWatch:
         accelerator = self.run.accelerator
         seconds = torch.zeros(accelerator.num_processes, len(work), device=accelerator.device)
         for place, value in enumerate(work):
-            seconds[accelerator.process_index, place] = (
-                value  # passed as a kernel argument, so the host does not wait for a copy
-            )
+            # `value` is passed as a kernel argument, so the host does not wait for a copy.
+            seconds[accelerator.process_index, place] = value
         dist.all_reduce(seconds)
         return seconds.to("cpu", non_blocking=True)
 
