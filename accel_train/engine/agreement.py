@@ -17,10 +17,13 @@ from accel_train.parallel.dims import parallel_dims
 
 
 class Wire(NamedTuple):
-    """Step statistics of one process, or their sums over all processes."""
+    """Step statistics of one process, or their sums over all processes.
+
+    `stop` says that a process was asked to stop. `save_failed` says that it could not write a checkpoint.
+    """
 
     num_targets: float
-    """Label tokens (or other targets) in this step."""
+    """Number of targets (labels) in this step."""
     stop: float = False
     save_failed: float = False
     ran_out_of_memory: float = False
@@ -35,7 +38,8 @@ class Wire(NamedTuple):
     """Loss scale. Not sent, like the two fields below: the scale and the router loss are equal on all processes."""
     router_loss: float = 0.0
     gradient_sum: float = 0.0
-    """Sum of this process's gradients before they are reduced."""
+    """Sum of this process's gradients before they are reduced. The gradient norm for a single process; 0 if not
+    measured."""
 
     def pack(self, device: torch.device, dtype: torch.dtype, last: "StepOutcome | None") -> Tensor:
         """Return the statistics to send, on the device, including the numbers of the `last` step.

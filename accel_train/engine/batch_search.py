@@ -196,7 +196,7 @@ def fit_micro_batch(
     )
     own = known_size(trials, sizes, cache, device_bytes, is_empty=is_empty)
     everywhere = gather(0 if own is None else own.value, accelerator)
-    if 0 in everywhere:  # all processes search if one has to, even those that remember their size
+    if 0 in everywhere:  # if one process has to search, all do, even if they remember a size
         own, everywhere = searched_size(trials, device_bytes, cache, None if can_search else own)
     assert own is not None, "known or searched"
     choice = agree(own, everywhere)

@@ -111,8 +111,8 @@ def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
     """Return the model in training mode with checkpointed blocks, adapters, and frozen parameters, and the choices.
 
     Raises:
-        ValueError: a pattern of the recipe matches nothing, the task did not build a module or rejects the model,
-            or the model's blocks cannot be checkpointed.
+        ValueError: a pattern of the recipe matches nothing, or the task did not build a module or rejects the
+            model. Also raised if the model's blocks cannot be checkpointed.
     """
     if not isinstance(model, nn.Module):
         kind = "None" if model is None else f"a {type(model).__name__}"

@@ -76,7 +76,7 @@ def _weight(share: Tensor, loss: Tensor) -> Tensor:
     # If the host has the number, launch no operators.
     if type(loss) is Tensor and loss.device.type == "cpu" and math.isfinite(number_on_host(loss)):
         return share
-    return share + (loss - loss)  # x - x is 0, or NaN where x is not finite
+    return share + (loss - loss)  # x - x is 0, or NaN if x is not finite
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

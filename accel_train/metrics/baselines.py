@@ -96,7 +96,7 @@ def likely_causes(
     parameters: int,
     samples: int,
 ) -> list[str]:
-    """Return three likely causes for losing to a baseline and what to try, the likeliest first.
+    """Return three likely causes for losing to a baseline, each with a remedy, the likeliest first.
 
     Args:
         best_step: step with the best evaluation; None if unknown.

@@ -79,7 +79,7 @@ class Recomputation:
         self.share = torch.tensor(share, dtype=torch.float32, device=device) * self.scale
 
     def compute(self, micro_batch: MicroBatch, watch: ModuleWatch | None = None) -> Outcome:
-        """Compute what `step.forward_backward` computes for this micro-batch. DDP's hooks are not called."""
+        """Compute the same as `step.forward_backward` for this micro-batch. DDP's hooks are not called."""
         batch, num_targets = micro_batch
         with torch.enable_grad():
             loss = self.inner(batch)
@@ -159,8 +159,7 @@ class Finding:
     """Origin of the first number that is not finite: `weights`, `batch`, `module`, `loss`, or `gradient`."""
     micro_batch: int | None = None  # first bad micro-batch, from 0
     samples: list[int] = field(default_factory=list)
-    """First `MAX_LISTED` samples that are bad alone, as indices in the data set, or as rows if the data set has no
-    indices."""
+    """First `MAX_LISTED` samples that are bad alone: indices in the data set, or rows if it has no indices."""
     num_samples: int = 0  # number of samples that are bad alone
     suspects: list[int] = field(default_factory=list)
     """All samples of the bad micro-batch, or of the whole step if the problem does not recur."""
@@ -208,7 +207,7 @@ def not_examined(request: DiagnosisRequest, device: torch.device) -> Finding:
 
 
 def origins_of(finding: Finding, data: TaskData) -> list[str]:
-    """Return where the named samples come from (`7: train.jsonl, row 7`), if the data set knows."""
+    """Return the origins of the named samples (`7: train.jsonl, row 7`), if the data set knows them."""
     if data.where is None or data.step_batches is not None:
         return []
     named = finding.samples or [int(each["sample"]) for each in finding.heaviest]

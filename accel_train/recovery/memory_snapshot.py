@@ -20,9 +20,8 @@ NUM_SIZES = 20
 def write_memory_snapshot(run: RunContext) -> None:
     """Write `profile/rank-R-memory-step-N.json.gz` and a table of the same name in `.txt`; on a CPU do nothing.
 
-    Call it while the error is alive: the error keeps the step's activations, and they are what did not fit. The JSON is
-    the result of `torch.cuda.memory_snapshot()`. Nothing is recorded before memory runs out, so a normal run has no
-    cost.
+    Call it while the error is alive: the error keeps the step's activations, and these did not fit. The JSON is the
+    result of `torch.cuda.memory_snapshot()`. Nothing is recorded before memory runs out, so a normal run has no cost.
     """
     if run.accelerator.device.type != "cuda":
         return

@@ -1,10 +1,10 @@
 """Find the process that keeps the others waiting, and its slow part of a step.
 
-A step takes equally long on every process, so the step time does not reveal the slow process. Compared are the times in
-which a process does not wait for others, by the host's clock: waiting for data and, on a CPU, the forward. On a GPU the
-device computes while the host continues, so only data is compared. A backward is not timed: it waits for the gradients
-of the others, and it is slow if the forward is slow. The averages of a window of steps travel in one small collective.
-They are read one window later, so the host does not wait for the device.
+A step takes equally long on every process, so the step time does not reveal the slow process. The watch compares the
+time in which a process does not wait for others, by the host's clock: waiting for data and, on a CPU, the forward. On a
+GPU the device computes while the host continues, so only data is compared. A backward is not timed: it waits for the
+gradients of the others, and it is slow if the forward is slow. The averages of a window of steps travel in one small
+collective. They are read one window later, so the host does not wait for the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ class StragglerWatch:
         if not self.is_on or step % self.section.straggler_window_steps:
             return
         arrived, self._sent = self._sent, self._send(self.take())
-        if arrived is not None:  # its copy to the host was queued in a step that is over
+        if arrived is not None:  # its copy to the host was queued at least two steps ago, so it has arrived
             self._name_straggler([Work(*seconds) for seconds in arrived.tolist()], step)
 
     def take(self) -> Work:
