@@ -1,3 +1,4 @@
-"""A prepared run and its step: batches, forward and backward, agreement, evaluation, saving.
+"""The parts of a training step: batches, forward and backward, step sync, evaluation, and saving.
 
-The order in which they happen is in `training`, what happens when one fails in `recovery`."""
+`training` holds the order of these parts. `recovery` handles their failures.
+"""

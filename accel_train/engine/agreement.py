@@ -1,4 +1,4 @@
-"""The one collective of a step: what all processes have to know before they update."""
+"""The one collective of a step: it shares step statistics among all processes before they update."""
 
 import math
 from time import perf_counter
@@ -17,25 +17,35 @@ from accel_train.parallel.dims import parallel_dims
 
 
 class Wire(NamedTuple):
-    """Numbers of a process when a step begins, or their sums over all processes."""
+    """Step statistics of one process, or their sums over all processes.
+
+    `stop` says that a process was asked to stop. `save_failed` says that it could not write a checkpoint.
+    """
 
     num_targets: float
-    """Targets in this step, and whether this process was asked to stop, or could not write a checkpoint."""
+    """Number of targets (labels) in this step."""
     stop: float = False
     save_failed: float = False
     ran_out_of_memory: float = False
-    """In the step before, as all that follow: this process had no gradients, and contributed NaN."""
+    """Whether this process ran out of memory in the previous step and contributed NaN instead of gradients.
+
+    This field and the fields below describe the previous step.
+    """
     loss_sum: float = 0.0
     grad_norm: float = 0.0
     skipped: float = 0.0
     loss_scale: float = 0.0
-    """This and the next two are not sent: all processes have the same scale and router loss."""
+    """Loss scale. Not sent, like the two fields below: the scale and the router loss are equal on all processes."""
     router_loss: float = 0.0
     gradient_sum: float = 0.0
-    """Of this process's own gradients."""
+    """Sum of this process's gradients before they are reduced. The gradient norm for a single process; 0 if not
+    measured."""
 
     def pack(self, device: torch.device, dtype: torch.dtype, last: "StepOutcome | None") -> Tensor:
-        """Return what is sent, on the device, with the last step's numbers, which the host does not know yet."""
+        """Return the statistics to send, on the device, including the numbers of the `last` step.
+
+        The host does not know the last step's numbers yet, so they are copied on the device.
+        """
         sent = self._replace(ran_out_of_memory=last is not None and last.ran_out_of_memory)[:_SENT]
         packed = torch.tensor(sent, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         if last is not None:
@@ -45,26 +55,26 @@ class Wire(NamedTuple):
 
 
 _SIGNALS, _SENT = Wire._fields.index("loss_sum"), Wire._fields.index("loss_scale")
-"""How many fields the host knows when a step begins, and how many are sent."""
+"""Number of fields that the host knows when a step begins, and number of fields that are sent."""
 
 
 class StepOutcome(NamedTuple):
-    """The outcome of a step that the host has not read yet."""
+    """Outcome of a step that the host has not read yet."""
 
     step: int
     learning_rate: float
     numbers: Tensor | list[float]
-    """Wire from `loss_sum` on, on the device; on the host if one process trains on a CPU."""
+    """Values of `Wire` from `loss_sum` on: a list if one process trains on a CPU, otherwise a tensor on the device."""
     began_with: Tensor | Wire
-    """Sums of its collective, packed on the device; known to the host of a single process."""
+    """Sums of the step's collective: packed on the device, or a `Wire` on the host for a single process."""
     has_loss_scale: bool
     max_grad_norm: float
     ended: float
-    """When its update was queued, by `time.perf_counter`."""
+    """Time at which the step's update was queued, by `time.perf_counter`, in seconds."""
     ran_out_of_memory: bool
 
     def unpack(self) -> tuple[Wire, Wire, Wire]:
-        """Return the step's numbers on this process, their sums over all processes, and the sums that it began with."""
+        """Return this process's numbers, their sums over all processes, and the sums that the step began with."""
         values = self.numbers.tolist() if isinstance(self.numbers, Tensor) else self.numbers
         num_own = len(Wire._fields) - _SIGNALS
         here, sums = Wire(0, False, False, False, *values[:num_own]), values[num_own:]
@@ -74,20 +84,21 @@ class StepOutcome(NamedTuple):
 
 
 class Agreement:
-    """The one collective of a step: every process sends a packed `Wire`, every process gets the sum.
+    """The one collective of a step: every process sends a packed `Wire` and receives the sum.
 
-    It carries the signals of each process, and the loss and the gradient norm of the step before. So it needs no second
-    round trip, runs while the first forward does, and lets the host read a step's outcome while the next one computes.
-    A single process sends nothing.
+    The collective carries each process's signals and the loss and gradient norm of the previous step. So a step needs
+    only one round trip. The collective runs during the first forward. The host reads a step's outcome while the next
+    step computes. A single process sends nothing.
     """
 
     def __init__(self, accelerator: Accelerator, router_loss: RouterLoss | None = None) -> None:
         self.world_size, self.tp_size = accelerator.num_processes, parallel_dims(accelerator).tp_size
         self.device, self.router_loss = accelerator.device, router_loss
-        # fp64 holds every count and sum exactly enough to be the same for any world size; MPS has none.
+        # fp64 makes counts and sums equal for any world size. MPS does not support fp64.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self._here = Wire(0)
-        self._share: tuple[float, Tensor] = (-1, torch.empty(0))  # of this many targets, on a single process
+        # Number of targets and the share of one target. Used by a single process only.
+        self._share: tuple[float, Tensor] = (-1, torch.empty(0))
         self._share_of_all: Tensor | None = None
         self._sums: Tensor | None = None
         self._work: Any = None
@@ -95,7 +106,7 @@ class Agreement:
         self._unread: tuple[StepOutcome, torch.cuda.Event | None] | None = None
 
     def begin(self, here: Wire, last: StepOutcome | None) -> None:
-        """Send this process's signals, and its part of the last step's outcome."""
+        """Send this process's signals `here` and its part of the `last` step's outcome."""
         self._here, self._last = here, last
         if self.world_size == 1:
             return
@@ -104,15 +115,16 @@ class Agreement:
         self._work = dist.all_reduce(self._sums, async_op=True)
 
     def share_of_a_target(self) -> Tensor:
-        """Return 1 / targets of the global batch, 0-dim fp32: the weight of each target's loss in the gradient.
+        """Return the weight of each target's loss in the gradient, 0-dim fp32.
 
-        Times the world size, because DDP averages gradients over processes and we want their sum. (Processes that
-        compute the same targets have each counted them: averages are over as many fewer.) NaN without a target: such a
-        step has nothing to teach, and its update (weight decay, old momentum) is not applied.
+        The weight is the world size divided by the number of targets of the global batch. The world size cancels DDP's
+        average over processes, because the gradient is a sum. Processes that compute the same targets each count them,
+        and the average divides by the same factor. The weight is NaN if the batch has no targets. Then the update is
+        not applied, not even its weight decay or momentum.
         """
         self._receive()
         if self._sums is None:
-            if self._here.num_targets != self._share[0]:  # most steps have as many targets as the one before
+            if self._here.num_targets != self._share[0]:  # most steps have as many targets as the previous step
                 count = self._here.num_targets
                 self._share = (count, torch.full((), 1 / (count or math.nan), device=self.device))
             return self._share[1]
@@ -121,14 +133,14 @@ class Agreement:
         return self._share_of_all
 
     def _receive(self) -> None:
-        """Let the device, not the host, wait for the sums, and send the last step's outcome to the host."""
+        """Let the device, not the host, wait for the sums, and copy the last step's outcome to the host."""
         if self._work is not None:
             self._work.wait()
             self._work = None
         last, self._last = self._last, None
         if last is None:
             return
-        # Queued ahead of this step's backward, so it has arrived when the host reads it, a step of launches later.
+        # The copy is queued before this step's backward, so it has arrived when the host reads it one step later.
         numbers, event = last.numbers, None
         if isinstance(numbers, Tensor) and isinstance(last.began_with, Tensor):
             assert self._sums is not None, "sums come from a collective"
@@ -150,11 +162,12 @@ class Agreement:
         *,
         ran_out_of_memory: bool = False,
     ) -> StepOutcome:
-        """Return the outcome of the step that began with `begin`, for the next `begin`.
+        """Return the outcome of the step that began with `begin`. Pass it to the next `begin`.
 
         Args:
-            gradient_sum: of this process's own gradients, 0-dim on the device; None where they were not seen.
-            ran_out_of_memory: this process has no gradients, and has contributed NaN.
+            gradient_sum: sum of this process's gradients before they are reduced, 0-dim on the device; None if not
+                measured.
+            ran_out_of_memory: whether this process has no gradients and contributed NaN.
         """
         grad_norm, skipped, loss_scale = update
         if gradient_sum is None:
@@ -164,8 +177,9 @@ class Agreement:
         parts = (
             loss_sum, grad_norm, skipped, skipped if loss_scale is None else loss_scale, router_loss, gradient_sum
         )  # fmt: skip
-        if self.world_size == 1 and self.device.type == "cpu":  # the host has them: no tensor to make and to read
-            known = {part: number_on_host(part) for part in set(parts)}  # some are the same tensor
+        # The host has the numbers on a CPU, so a stacked tensor would only cost time.
+        if self.world_size == 1 and self.device.type == "cpu":
+            known = {part: number_on_host(part) for part in set(parts)}  # some parts are the same tensor
             numbers: Tensor | list[float] = [known[part] for part in parts]
         else:  # an offloaded optimizer's numbers come from the host
             numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])
@@ -174,7 +188,10 @@ class Agreement:
         return StepOutcome(step, learning_rate, numbers, began_with, has_scale, limits.clip, ended, ran_out_of_memory)
 
     def read_last(self) -> StepResult | None:
-        """Return the outcome of the step before the one that runs: its device work is over, so this rarely waits."""
+        """Return the outcome of the previous step, or None if it was read already.
+
+        The previous step's device work is finished, so this call rarely waits.
+        """
         if self._unread is None:
             return None
         (last, event), self._unread = self._unread, None
@@ -201,7 +218,10 @@ class Agreement:
         )
 
     def settle(self, here: Wire, last: StepOutcome) -> StepResult:
-        """Return the outcome of the last step now, which waits: before a checkpoint, an evaluation, and the end."""
+        """Return the outcome of the `last` step now, and wait for it.
+
+        Call it before a checkpoint, before an evaluation, and at the end.
+        """
         self.begin(here, last)
         self._receive()
         result = self.read_last()

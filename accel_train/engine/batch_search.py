@@ -1,9 +1,11 @@
-"""Find the largest micro-batch that fits before the first step; all processes take the same, and it is remembered for the next start.
+"""Find the largest micro-batch that fits, before the first step, and remember it for the next start.
 
-It is searched for only where the recipe leaves both per_device_batch_size and gradient_accumulation_steps open: the global batch
-stays, and accumulation follows. Each process tries sizes from the largest down, as `accelerate.utils.find_executable_batch_size` does, with
-a real forward and backward of each. Processes communicate before and after, and not in between, so one that runs out of memory
-keeps nobody waiting. A run that has run out of memory remembers a smaller size as well, also where the recipe fixes it.
+The search runs only if the recipe sets neither per_device_batch_size nor gradient_accumulation_steps. The global batch
+stays the same, and the accumulation steps follow. Each process tries sizes from the largest down, as
+`accelerate.utils.find_executable_batch_size` does, with a real forward and backward of each size. Processes communicate
+before and after the search, never during it. So a process that runs out of memory does not block the others. All
+processes then use the smallest result. A run that runs out of memory later remembers a smaller size, even if the recipe
+sets the size.
 """
 
 import json
@@ -39,14 +41,17 @@ SETTING = "batch.per_device_batch_size"
 
 
 class BatchCache:
-    """The micro-batch size for one model, input and device: CACHE/micro_batches/DIGEST.json, which holds the key as well."""
+    """File that stores the micro-batch size for one model, input, and device: CACHE/micro_batches/DIGEST.json.
+
+    The file also contains the key, and `read` compares it.
+    """
 
     def __init__(self, folder: Path, key: Mapping[str, Any], share: int) -> None:
         self.key, self.share = json.loads(json.dumps(key)), share
         self.path = folder / f"{json_digest(self.key)[:32]}.json"
 
     def read(self) -> tuple[int, str] | None:
-        """Return samples of a micro-batch, and a sentence on where that comes from; None where nothing usable is remembered."""
+        """Return the remembered micro-batch size and a sentence about its origin, or None if the file is not usable."""
         try:
             kept = json.loads(self.path.read_text(encoding="utf-8"))
             size, reason, found = kept["per_device_batch_size"], str(kept["said"]), str(kept["found"])
@@ -57,7 +62,7 @@ class BatchCache:
         return size, f"found {found[:10]}, {reason}; remembered in {self.path}"
 
     def write(self, size: int, reason: str) -> str:
-        """Replace what is remembered; return a sentence on whether that worked."""
+        """Store `size` and its `reason`; return a sentence that says whether the file was written."""
         found = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             make_folders(self.path.parent)
@@ -81,7 +86,8 @@ def open_batch_cache(
 ) -> BatchCache:
     """Return the cache of this model on this device.
 
-    `inputs` are a micro-batch of the longest sample, where a search is to read one; else the fingerprint of the data.
+    Args:
+        inputs: a micro-batch of the longest sample if a search reads it; otherwise the fingerprint of the data.
     """
     share = sizes.global_batch_size // sizes.world_size
     parameters = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in inner.named_parameters()]
@@ -110,7 +116,7 @@ def open_batch_cache(
 
 @dataclass(frozen=True)
 class Trials:
-    """Trial steps on a training module that was just built: on its device, in training mode, neither wrapped nor compiled."""
+    """Trial steps on a new training module: on its device, in training mode, not wrapped, and not compiled."""
 
     recipe: Recipe
     data: TaskData
@@ -118,13 +124,13 @@ class Trials:
     accelerator: Accelerator
 
     def collated(self, count: int) -> dict[str, Any]:
-        """Return the micro-batch of so many samples that takes the most memory."""
+        """Return the micro-batch of `count` samples that takes the most memory."""
         batch = self.data.collate(largest_samples(self.data, self.recipe.seed, count))
         batch.pop("num_targets")
         return batch
 
     def fits(self, count: int) -> bool:
-        """Return whether memory is enough for a forward and backward of so many samples."""
+        """Return whether a forward and backward of `count` samples fits in memory."""
         device = self.accelerator.device
         try:
             batch = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in self.collated(count).items()}
@@ -141,10 +147,10 @@ class Trials:
 
     @contextmanager
     def as_in_a_step(self, headroom_bytes: int) -> Iterator[None]:
-        """Hold in memory what a step holds besides activations, and the head-room; put gradients, buffers and random numbers back.
+        """Hold the memory of a real step, except its activations, plus the headroom; then restore the module.
 
-        A step holds gradients, the optimizer's moments and averaged weights. DDP's buckets are the gradients
-        (gradient_as_bucket_view).
+        A step holds gradients, the optimizer's moments, and averaged weights. DDP's buckets are the gradients
+        (gradient_as_bucket_view). Gradients, buffers, and random numbers are restored on exit.
         """
         trained, section = [p for p in self.inner.parameters() if p.requires_grad], self.recipe.optimizer
         gradients, weight_bytes = [p.grad for p in trained], sum(p.numel() * p.element_size() for p in trained)
@@ -166,11 +172,11 @@ class Trials:
 def fit_micro_batch(
     trials: Trials, sizes: BatchSizes, *, is_empty: bool
 ) -> tuple[BatchSizes, dict[str, Choice[Any]], BatchCache | None]:
-    """Return sizes with a micro-batch that fits on every process, the choice if one was made, and the cache if it is used.
+    """Return batch sizes whose micro-batch fits on every process, any choice made, and the cache if used.
 
-    The micro-batch is remembered, fixed by the recipe, or the largest that a search finds. Nothing is searched if every
-    process knows its size, or if the module `is_empty` until it is sharded. No process tries a size again that another
-    remembers to have run out of memory with.
+    The micro-batch is remembered, set by the recipe, or the largest that a search finds. The search is skipped if every
+    process knows its size, or if the module `is_empty` until it is sharded. All processes use the smallest size that
+    any process found or remembers. So no process retries a size that failed on another process.
     """
     recipe, accelerator = trials.recipe, trials.accelerator
     share, is_chosen = sizes.global_batch_size // sizes.world_size, is_open(recipe.batch)
@@ -190,7 +196,7 @@ def fit_micro_batch(
     )
     own = known_size(trials, sizes, cache, device_bytes, is_empty=is_empty)
     everywhere = gather(0 if own is None else own.value, accelerator)
-    if 0 in everywhere:  # a process that remembers its size measures again where another has to measure
+    if 0 in everywhere:  # if one process has to search, all do, even if they remember a size
         own, everywhere = searched_size(trials, device_bytes, cache, None if can_search else own)
     assert own is not None, "known or searched"
     choice = agree(own, everywhere)
@@ -200,7 +206,7 @@ def fit_micro_batch(
         section = recipe.parallel
         sizes = resolve_batch(batch, sizes.world_size * section.num_sharing, section.num_sharing, section.shared_by)
     elif not is_chosen:
-        return sizes, {}, cache  # there is nothing to announce
+        return sizes, {}, cache  # the recipe set the size
     accelerator.gradient_accumulation_steps = sizes.gradient_accumulation_steps
     return sizes, {SETTING: choice}, cache
 
@@ -208,7 +214,7 @@ def fit_micro_batch(
 def known_size(
     trials: Trials, sizes: BatchSizes, cache: BatchCache, device_bytes: int, *, is_empty: bool
 ) -> Choice[int] | None:
-    """Return the size that needs no search, at most the remembered one; None if it has to be searched for."""
+    """Return the size that needs no search, at most the remembered size; None if a search is needed."""
     kind, known, why = trials.accelerator.device.type, None, ""
     if not is_open(trials.recipe.batch):
         known = Choice(sizes.per_device_batch_size, "as set")
@@ -225,7 +231,10 @@ def known_size(
 def searched_size(
     trials: Trials, device_bytes: int, cache: BatchCache, known: Choice[int] | None
 ) -> tuple[Choice[int], list[int]]:
-    """Return the size that a search finds here, or the known one, with all processes' sizes; remember the smallest."""
+    """Return this process's size, searched or `known`, and the sizes of all processes.
+
+    A search also remembers the smallest size.
+    """
     own = known or search(trials, cache.share, device_bytes)
     everywhere = gather(own.value, trials.accelerator)
     if known is None:
@@ -242,15 +251,16 @@ def agree(own: Choice[int], everywhere: Sequence[int]) -> Choice[int]:
 
 
 def gather(number: int, accelerator: Accelerator) -> list[int]:
-    """Return the number of each process, on all of them: one small collective."""
+    """Return `number` of every process, on every process. It takes one small collective."""
     numbers: list[int] = accelerator.gather(torch.tensor([number], device=accelerator.device)).tolist()
     return numbers
 
 
 def memory_limit(device: torch.device) -> int:
-    """Return the bytes of memory beyond which an allocation on this device fails; 0 where there is no such limit.
+    """Return the device's memory limit in bytes, beyond which an allocation fails; 0 without a limit.
 
-    On a CPU it is the limit on the address space (RLIMIT_AS, `ulimit -v`). A container's limit is none: the kernel kills.
+    On a CPU this is the limit on the address space (RLIMIT_AS, `ulimit -v`). A container's limit does not count,
+    because the kernel kills the process instead of failing the allocation.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
@@ -259,15 +269,15 @@ def memory_limit(device: torch.device) -> int:
 
 
 def search(trials: Trials, share: int, device_bytes: int) -> Choice[int]:
-    """Return the largest divisor of a process's `share` of a step that fits besides the head-room.
+    """Return the largest divisor of a process's `share` of a step that fits together with the headroom.
 
-    A single sample is not tried: batch norm refuses it, and there is nothing smaller to take.
+    A single sample is not tried: batch norm rejects it, and a smaller size does not exist.
     """
     headroom, sizes, size = trials.recipe.batch.memory_headroom, divisors(share), 1
     try:
         with trials.as_in_a_step(math.ceil(headroom * device_bytes)):
             size = next((count for count in reversed(sizes[1:]) if trials.fits(count)), 1)
-    except (RuntimeError, MemoryError) as error:  # not even gradients, optimizer and head-room fit
+    except (RuntimeError, MemoryError) as error:  # even gradients, optimizer, and headroom do not fit
         if not is_out_of_memory(error):
             raise
     rest = "they leave" if size == share else f"{sizes[sizes.index(size) + 1]} would leave less than"

@@ -1,4 +1,4 @@
-"""The micro-batches of each step, from the data order to the device."""
+"""Yield the micro-batches of each step, from the data order to the device."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from accel_train.engine.step import MicroBatch
 from accel_train.guard.guard import is_skipped_by_rollback
 
 Steps = Iterator[tuple[int, list[MicroBatch]]]
-"""0-based steps with their micro-batches on the device."""
+"""Iterator of 0-based steps with their micro-batches on the device."""
 
 
 def training_batches(run: RunContext, first_step: int) -> Steps:
-    """Yield each step from `first_step` to the end, less those that a rollback skips, with this process's micro-batches.
+    """Yield this process's micro-batches of each step from `first_step` on, without the steps that a rollback skips.
 
     Raises:
-        DataError: a large file differs from its digest, or a batch brings no count of targets.
+        DataError: a large file differs from its digest, or a batch has no count of targets.
     """
     if run.state.stopped_early:
         return run.observer.reading(iter(()))
@@ -41,11 +41,11 @@ def _read_stream(run: RunContext, first_step: int) -> Steps:
 
 
 def _read_order(run: RunContext, first_step: int) -> Steps:
-    """Read only this process's slice of each global batch, and nothing of skipped steps.
+    """Yield steps that contain only this process's slice of each global batch. Skipped steps are not read.
 
-    Where a short step leaves a process without samples it forwards one of another's, which counts as no target: the processes
-    meet in the backward pass. Where the model is sharded they meet in each forward as well, so each forwards as many
-    micro-batches as any of them.
+    A process without samples in a short step forwards a sample of another process and counts no targets. It does so
+    because processes meet in the backward pass. With a sharded model, processes also meet in each forward, so every
+    process forwards the same number of micro-batches.
     """
     data, order, sizes = run.plan.data, run.plan.order, run.sizes
     is_drawn, all_forward_alike = data.draw is not None or data.seeds_reading, not run.strategy.is_replicated
@@ -55,7 +55,7 @@ def _read_order(run: RunContext, first_step: int) -> Steps:
     elif data.seeds_reading:
         dataset = SeededReads(dataset, order.seed, order.num_samples)
     step_samples = order.step_draws if is_drawn else order.step_samples
-    # Micro-batches, and those that only fill up, of the steps that readers have been given: they run ahead.
+    # Number of micro-batches and of fillers, for each step that the readers have started. Readers run ahead.
     counts: deque[tuple[int, int]] = deque()
 
     def steps() -> Iterator[int]:
@@ -78,14 +78,14 @@ def _read_order(run: RunContext, first_step: int) -> Steps:
 
     micro_batches = read_batches(dataset, data.collate, index_lists(), run.accelerator.device, run.plan.reading)
     for step in steps():
-        first = next(micro_batches)  # readers put the counts there before they read
+        first = next(micro_batches)  # readers append to `counts` before they read
         count, fillers = counts.popleft()
         share = [first, *(next(micro_batches) for _ in range(count + fillers - 1))]
         yield step, [*share[:count], *((batch, 0) for batch, _ in share[count:])]
 
 
 def _checked(run: RunContext, check: DigestCheck, batches: Steps, first_step: int) -> Steps:
-    """Compare large files with their digests while batches are read: at the latest the epoch's end waits for that."""
+    """Compare large files with their digests while batches are read. The end of the epoch waits for the comparison."""
     check.start()
     epoch_at = run.plan.order.epoch_at
     next_epoch = int(epoch_at(first_step)) + 1

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once over all processes, weighted by targets; what adds up is summed on the device."""
+"""Evaluate each sample once over all processes, weighted by targets; sums stay on the device."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,46 +21,47 @@ from accel_train.runtime.memory import is_out_of_memory
 from accel_train.task import TaskData
 
 ROWS = "rows_"
-"""Begins the names of what `Task.evaluate_batch` returns for each sample; everything else is summed."""
+"""Prefix of the values that `Task.evaluate_batch` returns per sample. All other values are summed."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation, the same on all processes."""
+    """Result of an evaluation, equal on all processes."""
 
     loss: float
-    """Mean over all targets."""
+    """Mean loss over all targets."""
     num_targets: int
     num_samples: int
     totals: dict[str, NDArray[Any]]
-    """Sums of what the task counts, and `rows_*` in the order of the samples."""
+    """Sums of the task's counts, and `rows_*` arrays in the order of the samples."""
     chunk_size: int
-    """Samples that this process forwarded at once: fewer than the batch size where memory did not hold them."""
+    """Samples per forward on this process. Smaller than the batch size if memory ran out."""
 
 
 class EvaluationLeft(Exception):
-    """Raised when an evaluation ends early, on all processes, because the run was asked to stop."""
+    """Raised on all processes when an evaluation ends early because the run was asked to stop."""
 
 
 @dataclass(frozen=True)
 class EvaluationReader:
-    """Reads this process's share of the evaluation data."""
+    """Reader of this process's share of the evaluation data."""
 
     accelerator: Accelerator
     data: TaskData
     batch_size: int
-    """Samples of a batch of one process."""
+    """Samples per batch on one process."""
     reading: Reading = field(default_factory=Reading)
     max_samples: int | None = None
-    """Read that many samples, evenly spaced; None: all."""
+    """Number of samples to read, evenly spaced. None reads all."""
     forwards_alike: bool = False
-    """All processes forward as many batches as any of them: a forward waits for the others (FSDP2 gathers weights in each)."""
+    """Whether all processes forward the same number of batches. FSDP2 gathers weights in each forward and needs
+    this."""
     counted: Callable[[Iterator[MicroBatch], int], Iterator[MicroBatch]] | None = None
-    """Gets this process's batches and their number, and yields them: a bar. None: they are read in silence."""
+    """Wrapper of this process's batches, called with their number, such as a progress bar. None for no wrapper."""
 
     @property
     def num_samples(self) -> int:
-        """Samples over all processes."""
+        """Number of samples over all processes."""
         total = len(self.data.eval)  # type: ignore[arg-type]
         return total if self.max_samples is None else min(self.max_samples, total)
 
@@ -76,7 +77,7 @@ class EvaluationReader:
         return self.counted(batches, -(-count // (chunk * dims.size))) if self.counted else batches
 
     def batches_for_all(self) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield the batches, and then as many that do not count (False) as the process with the most batches has more."""
+        """Yield each batch with True, then fillers with False, so that all processes get equally many."""
         missing = -(-self.num_samples // (self.batch_size * parallel_dims(self.accelerator).size))
         for batch in self.batches():
             missing -= 1
@@ -91,7 +92,7 @@ class EvaluationReader:
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Run without dropout and gradients inside; each submodule gets back the mode it had."""
+    """Disable dropout and gradients; restore the mode of each submodule on exit."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
@@ -109,16 +110,21 @@ def evaluate(
     chunk_size: int | None = None,
     is_over: Callable[[], bool] | None = None,
 ) -> Evaluation:
-    """Return the loss and the counts on the evaluation data: the same for any batch size and number of processes, up to rounding.
+    """Return the loss and counts on the evaluation data.
 
-    `module` is the training module inside its wrapper: the wrapper would synchronise processes, and they need not have the same
-    number of batches. Sums are kept on the device and read once, so memory does not grow with the data; rows cost the host what
-    they hold. A batch is forwarded in chunks of `chunk_size` (None: whole); where memory runs out, this process begins again with
-    chunks half as large, unless the processes forward alike. `is_over` is called before each batch.
+    The result is equal up to rounding for any batch size and number of processes. The sums stay on the device and are
+    read once, so their memory does not grow with the data. Rows are moved to the host and use host memory there.
+
+    Args:
+        module: the unwrapped training module. The wrapper would synchronize processes with different numbers of
+            batches.
+        chunk_size: samples per forward; None for whole batches. If memory runs out, this process starts over with
+            chunks half as large, unless all processes must forward alike.
+        is_over: called before each batch; True ends the evaluation.
 
     Raises:
-        EvaluationLeft: `is_over` returned True on some process before its last batch; raised on all.
-        DataError: no sample has a target; raised on all.
+        EvaluationLeft: on all processes, if `is_over` returned True on some process before its last batch.
+        DataError: on all processes, if no sample has a target.
     """
     accelerator = reader.accelerator
     chunk = reader.batch_size if reader.forwards_alike else chunk_size or reader.batch_size
@@ -130,7 +136,7 @@ def evaluate(
         except (RuntimeError, MemoryError) as error:
             if chunk == 1 or reader.forwards_alike or not is_out_of_memory(error):
                 raise
-        if counts is None:  # outside the handler, where the error keeps nothing alive
+        if counts is None:  # outside the handler: inside it, the error keeps tensors alive
             chunk //= 2
             if accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -141,15 +147,15 @@ def evaluate(
     targets = int(totals.pop("num_targets"))
     if targets == 0:
         raise DataError(
-            f"none of the {reader.num_samples} evaluation samples has a target, so there is no loss to report; check the labels (or "
-            "masks) of the evaluation data, and which label is ignored"
+            f"none of the {reader.num_samples} evaluation samples has a target, so there is no loss to report; check "
+            "the labels (or masks) of the evaluation data, and which label is ignored"
         )
     loss = float(totals["loss_sum"]) / targets
     return Evaluation(loss, targets, reader.num_samples, totals | rows_in_order(accelerator, rows), chunk)
 
 
 class _Counts(NamedTuple):
-    """One process's counts of its batches."""
+    """Counts of one process's batches."""
 
     sums: dict[str, Tensor]  # on the device
     rows: dict[str, list[Tensor]]  # on the host, batch by batch
@@ -182,22 +188,28 @@ def _count(reader: EvaluationReader, module: nn.Module, chunk_size: int, is_over
 
 
 def _on_any(reader: EvaluationReader, here: bool) -> bool:
-    """Return whether something is true on some process; all processes call it."""
+    """Return whether `here` is true on any process. All processes must call it."""
     return bool(reader.accelerator.reduce(torch.tensor(int(here), device=reader.accelerator.device)))
 
 
 def _sum_dtype(value: Tensor) -> torch.dtype:
-    """Return int64 for integers, which stay exact; else fp64, so that the order of a sum is not seen in what is printed. MPS has none."""
+    """Return the dtype for a sum: int64 for integers, otherwise fp64. MPS uses fp32, because it does not support fp64.
+
+    Integer sums are exact. In fp64, the order of the summands does not show in printed digits.
+    """
     if not value.dtype.is_floating_point:
         return torch.int64
     return torch.float32 if value.device.type == "mps" else torch.float64
 
 
 def _sum_over_processes(accelerator: Accelerator, here: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """Return sums over all processes that read different samples; one that had no batch learns the names from the others."""
+    """Return sums over all processes that read different samples.
+
+    A process without batches learns the names and shapes from the others.
+    """
     described = gather_object([{name: (value.shape, value.dtype) for name, value in here.items()}])
     shapes = {name: shape for each in described for name, shape in each.items()}
-    if not parallel_dims(accelerator).is_first_in_group:  # others of its group have counted the same
+    if not parallel_dims(accelerator).is_first_in_group:  # the first process of the group counts for the group
         here = {}
     totals = {}
     for name, (shape, dtype) in sorted(shapes.items()):
@@ -207,9 +219,9 @@ def _sum_over_processes(accelerator: Accelerator, here: dict[str, Tensor]) -> di
 
 
 def rows_in_order(accelerator: Accelerator, rows: Mapping[str, list[Tensor]]) -> dict[str, NDArray[Any]]:
-    """Return the rows that each process kept, batch by batch, as one array a name in the order of the samples, on every process.
+    """Return one array per name with the rows of all processes, in the order of the samples, on every process.
 
-    Processes took batches in turn (`data.order.evaluation_batches`), so rows are joined in turn.
+    Processes take batches in turn (`data.order.evaluation_batches`), so their rows are joined in turn.
     """
     gathered = gather_object([dict(rows)])[:: parallel_dims(accelerator).num_sharing]
     result = {}

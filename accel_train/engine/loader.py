@@ -1,4 +1,4 @@
-"""Read batches: which processes read, how far ahead, and how a batch gets to the device."""
+"""Read batches: choose the reader processes, read ahead, and copy each batch to the device."""
 
 import multiprocessing
 import operator
@@ -35,15 +35,15 @@ class Reading:
     """Settings for reading samples."""
 
     num_workers: int = 0
-    """Processes that read ahead; 0: the training process reads."""
+    """Number of processes that read ahead. 0: the training process reads."""
     pin_memory: bool = False
-    """Host buffers are page-locked, so that copies to the device overlap with work."""
+    """Whether host buffers are page-locked, so that copies to the device overlap with other work."""
     timeout_seconds: float = 0
-    """How long a worker may take for a batch; 0: any time."""
+    """Time limit for a worker's batch, in seconds. 0: no limit."""
     prefetch_factor: int = 4
     """Micro-batches that each worker reads ahead."""
     multiprocessing_context: Any = None
-    """How workers are started (fork, spawn, forkserver); None: as the platform does."""
+    """Start method of workers (fork, spawn, forkserver). None: the platform's default."""
 
 
 def choose_reading(section: Data, data: TaskData, accelerator: Accelerator) -> tuple[Reading, dict[str, Choice[Any]]]:
@@ -57,7 +57,7 @@ def choose_reading(section: Data, data: TaskData, accelerator: Accelerator) -> t
 
 
 def choose_num_workers(requested: int | str, data: TaskData, world_size: int) -> Choice[int]:
-    """Return how many processes read ahead for each training process: those of one machine share its cores."""
+    """Return the number of reader processes per training process. Training processes on one machine share its cores."""
     if isinstance(requested, int):
         return Choice(requested, "as set")
     if data.reading_is_free:
@@ -71,19 +71,20 @@ def choose_num_workers(requested: int | str, data: TaskData, world_size: int) ->
 
 
 def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Choice[int]:
-    """Return how many CPU cores this process may use, and what says so: its affinity, or a smaller CPU quota of its container.
+    """Return the number of CPU cores this process may use, and its source: the CPU affinity or the container's quota.
 
-    The quota is cgroup v2's `cpu.max`, "MICROSECONDS PERIOD" or "max PERIOD", of the process's group or of one above it
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html). Part of a core counts as none, but one is left.
+    The quota is cgroup v2's `cpu.max` ("MICROSECONDS PERIOD" or "max PERIOD") of the process's group or of a parent
+    group (https://docs.kernel.org/admin-guide/cgroup-v2.html). The smaller limit counts. A quota rounds down to whole
+    cores, but to at least one.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     reason = "in this process's affinity" if cores < (os.cpu_count() or 1) else "of this machine"
-    with suppress(OSError):  # no Linux
+    with suppress(OSError):  # not Linux
         groups = [line.removeprefix("0::/") for line in cgroup.read_text().splitlines() if line.startswith("0::/")]
         for group in [Path(name) for name in groups[:1]]:
             for folder in (group, *group.parents):
-                with suppress(OSError, ValueError):  # the root group has no such file, and "max" is no limit
+                with suppress(OSError, ValueError):  # the root group has no cpu.max file, and "max" means no limit
                     quota, period = map(int, (root / folder / "cpu.max").read_text().split())
                     if quota // period < cores:
                         cores, reason = max(1, quota // period), "by the CPU quota of its container (cpu.max)"
@@ -93,10 +94,10 @@ def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 def read_batches(
     dataset: "Dataset[Any]", collate: Collate, index_lists: Iterator[list[int]], device: torch.device, reading: Reading
 ) -> Iterator[MicroBatch]:
-    """Yield samples by lists of indices, as micro-batches on the device.
+    """Yield the samples of each list of indices as a micro-batch on the device.
 
     Raises:
-        RuntimeError: a worker has died, or gave no batch for `reading.timeout_seconds`.
+        RuntimeError: a worker died, or returned no batch within `reading.timeout_seconds`.
     """
     if reading.num_workers == 0:
         batches: Iterator[dict[str, Any]] = (collate(fetch(dataset, indices)) for indices in index_lists)
@@ -112,7 +113,7 @@ def read_batches(
             multiprocessing_context=reading.multiprocessing_context,
             timeout=reading.timeout_seconds,
             worker_init_fn=partial(_ignore_stop_signals, stays=stays),
-            # Of its own, because creating the iterator draws from it, and the global one belongs to the model.
+            # Creating the iterator draws from the generator, and the global generator belongs to the model.
             generator=torch.Generator(),
         )
         batches = _from_workers(loader)
@@ -122,10 +123,10 @@ def read_batches(
 
 
 def checked_count(num_targets: Any) -> int:
-    """Return the number of targets that a batch brings, as an int.
+    """Return a batch's number of targets as an int.
 
     Raises:
-        DataError: it is no count: a negative one would reverse every gradient of its step.
+        DataError: the value is not a whole number of at least 0. A negative count would reverse the step's gradients.
     """
     try:
         count = operator.index(num_targets)
@@ -134,8 +135,8 @@ def checked_count(num_targets: Any) -> int:
     if count < 0:
         shown = "nothing" if num_targets is None else f"{type(num_targets).__name__} {num_targets!r}"
         raise DataError(
-            f"num_targets of a batch is {shown}, and must be a whole number of at least 0; let `collate` of the task's data "
-            "count the targets of its batch"
+            f"num_targets of a batch is {shown}, and must be a whole number of at least 0; let `collate` of the "
+            "task's data count the targets of its batch"
         )
     return count
 
@@ -155,17 +156,18 @@ def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
     except ExitedEarly as error:  # torch has put the worker's traceback before it
         raise ExitedEarly(str(error).strip().splitlines()[-1].partition(": ")[2]) from error
     except (OSError, EOFError) as error:
-        if str(error).startswith("Caught "):  # by a worker, in reading: torch raises it here again
+        if str(error).startswith("Caught "):  # torch raises the error of a worker's read here again
             raise
         raise RuntimeError(f"DataLoader worker is gone, with a batch half sent ({error!r})") from error
 
 
 def _ignore_stop_signals(worker: int, *, stays: bool) -> None:
-    """Ignore in a worker what asks the job to stop (Ctrl-C, a closed terminal, a scheduler's signal to all its processes).
+    """Ignore signals in a worker that ask the job to stop.
 
-    The training needs its workers for the step that it ends with, and ends them itself. A worker that hangs in a read would
-    outlive a training that was killed, with the memory and the connections of both. So it dies with its parent, if the thread
-    that began it `stays` until then.
+    The signals come from Ctrl-C, a closed terminal, or a scheduler that signals all processes of the job. The training
+    process needs its workers for its last step, and ends them afterwards. A worker that hangs in a read would outlive a
+    killed training process and keep the memory and connections of both. So the worker dies with its parent. This is
+    safe only if the thread that starts the worker `stays` alive until then.
     """
     if stays:
         stop_with_parent()
@@ -178,7 +180,7 @@ def _ignore_stop_signals(worker: int, *, stays: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent's SIGTERM; a scheduler's comes from elsewhere, and is for the training to handle."""
+    """Wait for SIGTERM from the parent, then exit. The training process handles SIGTERM from a scheduler."""
     parent = multiprocessing.parent_process()  # os.getppid() may be a server that only forks
     assert parent is not None
     while True:
@@ -187,7 +189,10 @@ def _end_with_parent() -> None:
 
 
 class _InWorker(Dataset[Any]):
-    """Reads and collates in a worker, where `sys.exit()` would end the worker alone, without a message."""
+    """Data set that reads and collates in a worker and turns `sys.exit()` into an error.
+
+    Without it, `sys.exit()` would silently end only the worker.
+    """
 
     def __init__(self, dataset: "Dataset[Any]", collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate

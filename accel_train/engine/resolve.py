@@ -1,4 +1,4 @@
-"""Check a recipe, and find steps and data order before anything is built: the same for a run and for its plan."""
+"""Check a recipe and resolve its steps and data order before the model is built, for a run and for its plan."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,20 +25,20 @@ from accel_train.recipe.writer import who_set
 from accel_train.task import TARGET_UNITS, TASKS, Task, TaskData, load_task
 
 MOST_READS_PER_STEP = 100
-"""A step may take several passes over very few samples; far more is a slip, and the memory for their order alone runs out."""
+"""Limit of passes over the data per step. More is a mistake, and the order alone would fill the memory."""
 
 
 def check_recipe(recipe: Recipe) -> Task:
-    """Return the recipe's task, after checking what can be wrong with a recipe before its data is read.
+    """Return the recipe's task after checking everything that can be checked before the data is read.
 
     Raises:
-        ValueError: no such task, a field that its model does not know, a package that is not installed.
+        ValueError: the task does not exist, its model does not know a field, or a package is not installed.
     """
     task = load_task(recipe.task)
     if recipe.task in TASKS:
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
-            pretrained_config(recipe)  # that it can be loaded, before the data is read
+            pretrained_config(recipe)  # fails before the data is read if it cannot be loaded
     if TARGET_UNITS.get(recipe.task, "pixels") not in ("images", "pixels"):
         check_tokenizer(recipe)
     column = LABEL_COLUMNS.get(recipe.task, "label_column")
@@ -67,18 +67,19 @@ def check_recipe(recipe: Recipe) -> Task:
 def resolve_run(
     recipe: Recipe, data: TaskData, sizes: BatchSizes, epoch_order: Callable[[int], NDArray[np.int64]] | None = None
 ) -> tuple[StepPlan, DataOrder]:
-    """Return how long a run on this data is, and in which order it reads; `epoch_order` takes the place of our own order.
+    """Return the step plan of a run on this data, and its data order. `epoch_order` replaces the built-in order.
 
     Raises:
-        ValueError: there is nothing to train on, the warmup or `log.profile_steps` goes beyond the run, or samples have no
-            lengths to group by.
+        ValueError: there is nothing to train on, the warmup or `log.profile_steps` exceeds the run, or samples have
+            no lengths to group by.
     """
     num_samples = len(data.train)  # type: ignore[arg-type]
     section = recipe.data
     if sizes.global_batch_size > MOST_READS_PER_STEP * num_samples > 0:
         raise ValueError(
-            f"batch.global_batch_size={sizes.global_batch_size} is more than {MOST_READS_PER_STEP} times the {num_samples} training "
-            f"samples, and a step would read each of them so often; lower it to at most {num_samples}"
+            f"batch.global_batch_size={sizes.global_batch_size} is more than {MOST_READS_PER_STEP} times the "
+            f"{num_samples} training samples, and a step would read each of them so often; lower it to at most "
+            f"{num_samples}"
         )
     steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size, section.last_batch)
     if section.group_by_length and data.lengths is None:
@@ -86,8 +87,8 @@ def resolve_run(
     profiled = recipe.log.profile_steps
     if profiled is not None and profiled[1] > steps.max_steps:
         raise ValueError(
-            f"log.profile_steps={list(profiled)} ({who_set(recipe, 'log.profile_steps')}) ends after step {steps.max_steps}, the last "
-            "of the run; give earlier steps"
+            f"log.profile_steps={list(profiled)} ({who_set(recipe, 'log.profile_steps')}) ends after step "
+            f"{steps.max_steps}, the last of the run; give earlier steps"
         )
     lengths = data.lengths if section.group_by_length else None
     order = DataOrder(
@@ -97,27 +98,27 @@ def resolve_run(
 
 
 class Changed(NamedTuple):
-    """A model as the recipe changes it."""
+    """A model after the recipe's changes."""
 
     model: nn.Module
     choices: dict[str, Choice[Any]]
     frozen: frozenset[str]
-    """Names of the weights that the recipe freezes; those that the task freezes by itself, it may also change by itself."""
+    """Names of the weights that the recipe freezes. Weights that the task freezes are not included: the task may change
+    them."""
 
 
 def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
-    """Return the model in training mode, with checkpointed blocks, adapters and frozen parameters as set, and the
-    choices made.
+    """Return the model in training mode with checkpointed blocks, adapters, and frozen parameters, and the choices.
 
     Raises:
-        ValueError: a pattern of the recipe matches nothing, the task built something else or refuses the model, or its blocks
-            cannot be checkpointed.
+        ValueError: a pattern of the recipe matches nothing, or the task did not build a module or rejects the
+            model. Also raised if the model's blocks cannot be checkpointed.
     """
     if not isinstance(model, nn.Module):
         kind = "None" if model is None else f"a {type(model).__name__}"
         raise ValueError(f"build_model of task={recipe.task!r} returned {kind}; return a torch.nn.Module on the CPU")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    model.train()  # `from_pretrained` hands models over in evaluation mode, without dropout
+    model.train()  # `from_pretrained` returns models in evaluation mode, without dropout
     checkpoint_activations(model, recipe.precision)
     choices = describe_kernels(recipe, model)
     if recipe.model.lora is not None:

@@ -1,4 +1,4 @@
-"""A run that is alive: what changes while it trains, and what is closed at its end."""
+"""State and resources of an active run."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,24 +35,24 @@ class ModelFacts:
     """Facts that are known once the model is built."""
 
     description: dict[str, bytes]
-    """Files that go into each checkpoint, so that `from_pretrained` can read it; on the main process."""
+    """Files added to each checkpoint so that `from_pretrained` can read it; on the main process."""
     flops_per_target: float | None
     peak_flops: float | None
-    """FLOP/s of one device in the run's precision; None where they are not known."""
+    """Peak FLOP/s of one device in the run's precision. None if not known."""
     settings: Settings
-    """Settings that the training depends on, and that a resume may change."""
+    """Settings that affect training and that a resume may change."""
     base: Mapping[str, str]
-    """Digests of the frozen weights that checkpoints leave out, by name; on the main process."""
+    """Digests, by name, of the frozen base weights that checkpoints leave out; on the main process."""
 
 
 @dataclass
 class EvaluationProgress:
-    """Progress of the evaluation that runs, and results of the one before."""
+    """Progress of the current evaluation, and results of the previous one."""
 
     chunk_size: int | None = None
-    """Samples that this process can evaluate at once, where memory did not hold all that the recipe wants."""
+    """Samples per forward that fit on this process. None unless memory ran out."""
     num_batches: int = 0
-    """Forwarded since the start: the watchdog sees by it that the process does not hang."""
+    """Number of batches forwarded since the start. The watchdog reads it to detect a hang."""
     scores: dict[str, Any] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
     """Contents of evaluation.json: step, metrics, and the task's details."""
@@ -60,44 +60,44 @@ class EvaluationProgress:
 
 @dataclass
 class RunContext:
-    """A run that is alive: its plan, its model, and whatever changes while it trains."""
+    """An active run: its plan, its model, and the state that changes while it trains."""
 
     plan: RunPlan
     facts: ModelFacts
     strategy: Strategy
-    """Spreads the model over processes; it has the module, the optimizer and the average of the weights."""
+    """Parallel strategy, with the module, the optimizer, and the averaged weights."""
     schedule: Callable[[int], float | Sequence[float]]
-    """The learning rate of a 0-based step, for all parameter groups or for each of them."""
+    """Learning rate of a 0-based step: one for all parameter groups, or one for each group."""
     statistics: RunningStatistics
     state: TrainState
     sizes: BatchSizes
-    """Batch sizes of now: micro-batches get smaller where memory runs out."""
+    """Current batch sizes. Micro-batches shrink if memory runs out."""
     guard: Guard
     calendar: Calendar
     saver: Saver
-    """Writes checkpoints, on the main process."""
+    """Writer of checkpoints, on the main process."""
     health: Health
-    """Tells which checkpoints a rollback may use, on the main process."""
+    """Record of the known-good checkpoints that a rollback may use, on the main process."""
     memory: PeakMemory
     requests: Requests
     stop: StopRequest
-    """Set by signals that ask this process to stop."""
+    """Flag that is set by signals that ask this process to stop."""
     watchdog: Watchdog | None
-    """Ends this process where it would wait for ever; None for a process that is alone, and not there for this run alone."""
+    """Kills this process if it hangs. None for a single process that does not own its interpreter (a notebook)."""
     batch_cache: BatchCache | None
-    """Keeps the micro-batch size that fits for the next start; None where there is one size only."""
+    """Cache of the micro-batch size that fits, for the next start. None if only one size is possible."""
     observer: Observer = field(default_factory=Observer)
     resources: ExitStack = field(default_factory=ExitStack)
-    """Closed at the end, however it comes: folder, trackers, progress bar."""
+    """Resources closed at the end, also after an error: run folder, trackers, progress bar."""
     evaluation: EvaluationProgress = field(default_factory=EvaluationProgress)
     digest_check: DigestCheck | None = None
-    """Compares large files with their digests while the run trains; on the first process of each machine."""
+    """Comparison of large files with their digests during training; on the first process of each machine."""
     graphs: GraphCount = field(default_factory=GraphCount)
-    """Counts what torch.compile makes in this process."""
+    """Counter of the graphs that torch.compile makes in this process."""
     finished: Mapping[str, Any] | None = None
-    """The contents of summary.json where the same run has finished before: nothing is trained, evaluated or written."""
+    """Contents of summary.json if the same run has already finished. Then nothing is trained, evaluated, or written."""
     out_of_memory: str = ""
-    """The allocator's error, where this process ran out of memory in the last step and the others do not know it yet (DDP)."""
+    """Allocator's error if this process ran out of memory in the last step (DDP) and the others do not know it yet."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -107,26 +107,26 @@ class RunContext:
     def set_learning_rate(self, step: int) -> float:
         """Set the learning rate of a 0-based step on all parameter groups, and return it."""
         rate = self.schedule(step)
-        if isinstance(rate, float):  # rates for each group are a program's own, and rollbacks leave them alone
+        if isinstance(rate, float):  # rollbacks do not change the rates of a program's own schedule
             rate *= learning_rate_factor(step + 1, self.state.rollbacks)
         return set_learning_rate(self.strategy.optimizer, rate)
 
     def signals(self, micro_batches: Sequence[MicroBatch] = ()) -> Wire:
-        """Return what this process tells the others when a step begins."""
+        """Return the signals that this process sends when a step begins."""
         num_targets = sum(num_targets for _, num_targets in micro_batches)
         return Wire(num_targets, self.stop.requested, self.saver.failed)
 
     def undo_forward(self) -> None:
-        """Put running statistics back to before a forward whose step is done again."""
+        """Restore the running statistics from before a forward whose step is repeated."""
         self.statistics.put_back(torch.ones((), device=self.accelerator.device))
 
     def leaves_evaluation(self) -> bool:
-        """Count a batch of an evaluation; return whether the evaluation ends here, because the run was asked to stop."""
+        """Count a batch of an evaluation; return whether the evaluation must end because the run was asked to stop."""
         self.evaluation.num_batches += 1
         return self.stop.requested
 
     def watch_for_hangs(self) -> None:
-        """Let the watchdog expect steps from now on."""
+        """Start the watchdog's check for finished steps."""
         if self.watchdog is not None:
             self.watchdog.watch_steps(
                 lambda: (self.state.step, self.evaluation.num_batches), lambda: self.memory.current_phase
@@ -134,7 +134,7 @@ class RunContext:
 
 
 def make_guard(plan: RunPlan, state: TrainState) -> Guard:
-    """Return the guard of a run, with the memory that is in its counters."""
+    """Return the guard of a run. `state` holds the guard's counters."""
     return Guard(
         plan.recipe.guard,
         state,

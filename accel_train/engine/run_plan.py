@@ -23,33 +23,39 @@ from accel_train.task import Task, TaskData
 
 @dataclass(frozen=True)
 class Extensions:
-    """Parts of a run that a program brings along and no recipe can say; the Trainer in `hf` is built of these."""
+    """Parts of a run that a program supplies and a recipe cannot express. The Trainer in `hf` is built on them."""
 
     observers: tuple[Observer, ...] = ()
-    """Called after the run's own observer, on every process."""
+    """Observers called after the run's own observer, on every process."""
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
-    """In place of the recipe's; called with the model on its device. Its groups get `param_names` if they lack them."""
+    """Function that replaces the recipe's optimizer, called with the model on its device.
+
+    Groups without `param_names` get them.
+    """
     group_learning_rates: Callable[[int], Sequence[float]] | None = None
-    """The learning rate of each parameter group at a 0-based step, in place of the recipe's schedule."""
+    """Function that returns each parameter group's learning rate at a 0-based step. Replaces the recipe's schedule."""
     epoch_order: Callable[[int], NDArray[np.int64]] | None = None
-    """The samples of an epoch (0-based) in order, in place of ours."""
+    """Function that returns the samples of a 0-based epoch in order. Replaces the built-in order."""
     evaluate: Callable[[], Mapping[str, float]] | None = None
-    """In place of the task's evaluation: the metrics by name, the same on all processes."""
+    """Function that replaces the task's evaluation. Returns metrics by name, equal on all processes."""
     find_unused_parameters: bool = False
-    """Let DDP look for parameters that took no part in a step, which costs a walk through the graph; else it fails there."""
+    """Whether DDP looks for parameters without a gradient. It costs a walk through the graph. Without it, DDP fails
+    there."""
     owns_process: bool = False
-    """This process is there for the run alone, and may be ended where it hangs; of several processes each is."""
+    """Whether this process exists for the run only and may be killed if it hangs. Always true with several
+    processes."""
     requests: Requests | None = None
-    """Requests of observers to the loop. With it the host waits for every step, so that they see a step before the next begins."""
+    """Requests of observers to the loop. If set, the host waits for each step, so observers see it before the next
+    begins."""
     reading: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Reading` that no recipe has."""
+    """Fields of `Reading` that a recipe cannot set."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of DistributedDataParallel, by the names that Accelerate has for them."""
+    """Additional arguments of DistributedDataParallel, by Accelerate's names."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run before its model is built; what must be the same on a resume follows from it."""
+    """A run before its model is built, including everything that must stay the same on a resume."""
 
     recipe: Recipe
     task: Task
@@ -57,12 +63,12 @@ class RunPlan:
     order: DataOrder
     steps: StepPlan
     sizes: BatchSizes
-    """Batch sizes at the start; `RunContext.sizes` has those of now."""
+    """Batch sizes at the start. `RunContext.sizes` holds the current sizes."""
     reading: Reading
     identity: dict[str, Any]
-    """The run's fingerprint: a checkpoint is resumed only where it is equal."""
+    """Run fingerprint. A checkpoint is resumed only if its fingerprint is equal."""
     choices: Mapping[str, Choice[Any]]
-    """Decisions made for the user, by setting, with the reasons that are printed."""
+    """Settings resolved for the user, by name, with the printed reasons."""
     extensions: Extensions
     resume_point: ResumePoint
 
@@ -73,35 +79,35 @@ class RunPlan:
 
     @property
     def max_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.steps.max_steps
 
     @property
     def can_evaluate(self) -> bool:
-        """There is something to evaluate on."""
+        """Whether the run has evaluation data or an evaluation function."""
         return self.data.eval is not None or self.extensions.evaluate is not None
 
     @property
     def evaluates_part(self) -> bool:
-        """Evaluations during the training see a part of the samples."""
+        """Whether evaluations during training read only part of the samples."""
         if self.extensions.evaluate is not None or self.data.eval is None:
             return False
         most = self.recipe.evaluate.max_samples
         return most is not None and most < len(self.data.eval)  # type: ignore[arg-type]
 
     def with_choices(self, choices: Mapping[str, Choice[Any]]) -> "RunPlan":
-        """Return the same plan with further choices."""
+        """Return the same plan with additional choices."""
         return replace(self, choices={**self.choices, **choices})
 
     @property
     def how_to_resume(self) -> str:
-        """Tells a user what to do to resume the run."""
+        """Instruction for the user to resume the run."""
         auto = self.recipe.checkpoint.resume in BY_ITSELF
         return "run the same command again" if auto else "set checkpoint.resume to auto"
 
 
 class Calendar:
-    """Says what is due after a step; steps count from 1."""
+    """Step schedule: the work that is due after each step. Steps count from 1."""
 
     def __init__(self, plan: RunPlan, *, compares_weights: bool) -> None:
         recipe = plan.recipe
@@ -111,7 +117,8 @@ class Calendar:
         self._pauses_always = plan.extensions.requests is not None
 
     def evaluation_due(self, step: int) -> bool:
-        """Return whether to evaluate after this step; the end has an evaluation of its own."""
+        """Return whether to evaluate after this step. False for the last step, because the run ends with an
+        evaluation."""
         if not self._can_evaluate or step >= self._max_steps:
             return False
         every_epochs = self._evaluate.every_epochs
@@ -123,16 +130,16 @@ class Calendar:
         return now > before
 
     def checkpoint_due(self, step: int) -> bool:
-        """Return whether to save after this step; the last step always is saved."""
+        """Return whether to save after this step. The last step is always saved."""
         return step == self._max_steps or _is_multiple(step, self._checkpoint_steps)
 
     def drift_check_due(self, step: int, *, stopping: bool = False) -> bool:
-        """Return whether to compare the weights of the processes after this step: always before an evaluation or a save."""
+        """Return whether to compare the processes' weights after this step: always before an evaluation or a save."""
         is_due = stopping or _is_multiple(step, self._drift_steps)
         return self._drift_steps > 0 and (is_due or self.evaluation_due(step) or self.checkpoint_due(step))
 
     def pause_due(self, step: int) -> bool:
-        """Return whether something other than the next step comes after this one."""
+        """Return whether anything is due between this step and the next."""
         is_due = self.evaluation_due(step) or self.checkpoint_due(step) or self.drift_check_due(step)
         return is_due or self._pauses_always
 

@@ -1,4 +1,4 @@
-"""Save a run, refuse to save broken weights, and report saves that failed on all processes."""
+"""Save a run, refuse to save broken weights, and report failed saves on all processes."""
 
 import math
 from collections.abc import Iterator
@@ -25,20 +25,21 @@ from accel_train.recipe.schema import Recipe
 from accel_train.runtime.process_group import on_main
 
 SLOW_SECONDS = 1.0
-"""A longer wait for the checkpoint before is an event."""
+"""Wait for the previous checkpoint, in seconds, above which an event is reported."""
 ALIKE = {"adam", "adamw"}
 """Optimizers that keep the same state."""
 LAST_WAIT_SECONDS = 5.0
-"""A run that fails waits that long for the checkpoint being written."""
+"""Time a failing run waits for the checkpoint being written, in seconds."""
 
 
 def save_run(run: RunContext, *, wait: bool = False) -> None:
-    """Save a checkpoint of this step, and remove older ones; with `wait` it is published when this returns.
+    """Save a checkpoint of this step and remove older checkpoints; with `wait`, return once it is published.
 
-    Else training continues while a thread writes a copy. One save that fails is an event; the second in a row ends the run.
+    Without `wait`, a thread writes a copy while training continues. One failed save is an event. A second failure in a
+    row ends the run.
 
     Raises:
-        CheckpointError: on all processes: with `wait`, it could not be written; or not for the second time in a row. Older
+        CheckpointError: on all processes, if a save with `wait` failed, or if two saves in a row failed. Older
             checkpoints are untouched.
     """
     run.state.train_seconds = run.observer.train_seconds
@@ -52,13 +53,13 @@ def save_run(run: RunContext, *, wait: bool = False) -> None:
 
 
 def _start_save(run: RunContext, wait: bool) -> CheckpointError | None:
-    """Start a save on each process that writes; return why nothing is saved, if so."""
+    """Start a save on each process that writes; return the error if nothing is saved, otherwise None."""
     state, saver = run.state, run.saver
     if problem := weights_problem(run):
         message = f"step {state.step} is not saved: {problem}"
         run.observer.on_event("checkpoint_refused", state.step, message)
         return CheckpointError(f"{message}; the checkpoints before it are good")
-    seconds = saver.wait()  # before anything is copied: there are never two copies
+    seconds = saver.wait()  # before the snapshot, so that memory never holds two copies
     report_saves(run)
     if seconds > SLOW_SECONDS:
         message = f"training waited {seconds:.1f} s for the checkpoint before, which was still being written"
@@ -77,7 +78,7 @@ def _start_save(run: RunContext, wait: bool) -> CheckpointError | None:
 
 
 def _trainer(run: RunContext) -> dict[str, Any]:
-    """Return what `trainer.json` holds: counters, loss scale, and what makes it the same run."""
+    """Return the contents of `trainer.json`: counters, loss scale, and the run fingerprint with its settings."""
     scaler, plan, settings = run.accelerator.scaler, run.plan, run.facts.settings
     return {
         "state": asdict(run.state),
@@ -92,13 +93,13 @@ def _trainer(run: RunContext) -> dict[str, Any]:
 
 
 def restore(strategy: Strategy, folder: Path, optimizer_name: str) -> TrainState:
-    """Read a verified checkpoint into the model, the optimizer and the loss scale; return the counters.
+    """Read a verified checkpoint into the model, the optimizer, and the loss scale; return the counters.
 
-    The state of another optimizer (by a change that the user has accepted) is of no use: this one's stays as it is.
+    If the user has accepted a change of optimizer, the stored optimizer state is ignored.
 
     Raises:
-        ValueError: it was made for another model.
-        CheckpointError: it holds something else than this version writes.
+        ValueError: the checkpoint belongs to another model.
+        CheckpointError: the checkpoint's contents are not what this version writes.
     """
     state, trainer = read_state(folder), read_trainer(folder)
     scaler, stored_name = trainer["scaler"], trainer["identity"].get("optimizer.name")
@@ -115,7 +116,7 @@ def rotate_run(root: Path, recipe: Recipe, best_step: int | None) -> list[Path]:
     """Remove checkpoints that are neither among the newest, nor the best, nor protected for a rollback.
 
     Returns:
-        Folders in which `store.remove` keeps files that are not of a checkpoint.
+        Folders in which `store.remove` keeps files that do not belong to a checkpoint.
     """
     kept: list[Path] = []
     protected = {best_step} if recipe.checkpoint.keep_best else set()
@@ -126,7 +127,7 @@ def rotate_run(root: Path, recipe: Recipe, best_step: int | None) -> list[Path]:
 
 
 def weights_problem(run: RunContext) -> str | None:
-    """Return why the present weights must not become a checkpoint: one is not finite; the same on all processes."""
+    """Return why the current weights must not be saved (a weight is not finite), or None; equal on all processes."""
     tensors = run.strategy.local_tensors()
     if run.strategy.average is not None:
         tensors |= {f"the average of {name}": tensor for name, tensor in run.strategy.average.tensors().items()}
@@ -136,10 +137,10 @@ def weights_problem(run: RunContext) -> str | None:
 
 
 def refuse_nonfinite_model(run: RunContext) -> None:
-    """Refuse to write `model/` from weights that are not finite, or whose last loss is not.
+    """Refuse to write `model/` if a weight or the last evaluation loss is not finite.
 
     Raises:
-        TrainingStopped: on all processes; the text names the tensor and what is kept.
+        TrainingStopped: on all processes. The text names the tensor and the checkpoints that are kept.
     """
     found = weights_problem(run)
     problem = on_main(lambda: found)
@@ -153,7 +154,7 @@ def refuse_nonfinite_model(run: RunContext) -> None:
 
 
 def kept_checkpoints(run: RunContext) -> str:
-    """Return a sentence on the checkpoints of a run that is stopped, once the save under way has ended."""
+    """Wait for the current save, and return a sentence about the checkpoints of a stopped run."""
     run.saver.wait()
     kept = checkpoint_folders(run.saver.root)
     if not kept:
@@ -162,7 +163,7 @@ def kept_checkpoints(run: RunContext) -> str:
 
 
 def report_saves(run: RunContext) -> None:
-    """Report to the observer how saves have ended since the last call."""
+    """Report to the observer the results of saves that ended since the last call."""
     for step, error, left_undone, kept, seconds in run.saver.take_ended():
         if error is not None:
             again = "" if run.saver.failed else "; the next one is tried all the same"
@@ -178,10 +179,10 @@ def report_saves(run: RunContext) -> None:
 
 
 def raise_save_error(run: RunContext, error: CheckpointError | None = None) -> None:
-    """Raise on all processes what keeps the main process from saving: `error`, or else two failures in a row.
+    """Raise on all processes the main process's save error: `error`, or two failed saves in a row.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: the main process cannot save.
     """
     error = on_main(lambda: error or (run.saver.last_error if run.saver.failed else None))
     if error is not None:
@@ -190,10 +191,10 @@ def raise_save_error(run: RunContext, error: CheckpointError | None = None) -> N
 
 @contextmanager
 def saves_finished(run: RunContext) -> Iterator[None]:
-    """Finish the save under way on leaving.
+    """Finish the current save on exit.
 
-    A run that is interrupted abandons it at once, and one that fails in a way nobody foresaw, after some seconds: what is on
-    the disk is good, and a launcher that waits for this process kills it before long.
+    An interrupted run abandons the save at once. A run that fails unexpectedly waits `LAST_WAIT_SECONDS` for it. The
+    checkpoints on disk stay valid, and a launcher that waits for this process would soon kill it.
     """
     try:
         yield

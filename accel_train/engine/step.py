@@ -1,4 +1,4 @@
-"""The forward and backward of a step, and its random numbers. Nothing here waits for the device."""
+"""Forward and backward of a step, and its random numbers. Nothing here waits for the device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from accel_train.optim.update import number_on_host
 from accel_train.parallel.strategy import Strategy
 
 MicroBatch = tuple[Mapping[str, Tensor], int]
-"""Tensors by name on the device, and how many targets they hold on this process."""
+"""Tensors by name on the device, and their number of targets on this process."""
 
 
 def forward_backward(
@@ -21,9 +21,9 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradient of (loss sum / targets of the global batch); return this process's loss sum, detached.
 
-    The division is done once, by the count over all processes and micro-batches, so the gradient does not depend on how
-    the global batch was cut. A loss that is not finite sends NaN backward: the gradient norm, which all processes share,
-    then shows it to all of them. Without `reduce` each process keeps its gradients, which are reduced later.
+    The loss is divided once, by the count over all processes and micro-batches. So the gradient does not depend on how
+    the global batch is split. A loss that is not finite sends NaN through the backward. All processes share the
+    gradient norm, so all of them see the NaN. Without `reduce`, each process keeps its gradients for a later reduction.
     """
     if agreement.router_loss is not None:
         with _over_the_global_batch(agreement.router_loss, strategy, micro_batches):
@@ -49,7 +49,7 @@ def _accumulate(strategy: Strategy, micro_batches: Sequence[MicroBatch], agreeme
     last = len(micro_batches) - 1
     strategy.fault = None
     for index, (batch, num_targets) in enumerate(micro_batches):
-        strategy.accelerator.sync_gradients = index == last  # for code of the user's to read
+        strategy.accelerator.sync_gradients = index == last  # read by user code
         with strategy.accumulating(reduce and index == last):
             loss_sum = strategy.module(batch)
             detached = loss_sum.detach()
@@ -57,7 +57,8 @@ def _accumulate(strategy: Strategy, micro_batches: Sequence[MicroBatch], agreeme
                 share = agreement.share_of_a_target()
                 if strategy.accelerator.scaler is not None:
                     share = strategy.accelerator.scaler.scale(share)
-            if num_targets == 0:  # there to keep the processes together, or without a label: it weighs nothing
+            # A filler that keeps processes together, or a batch without labels, has no weight.
+            if num_targets == 0:
                 loss_sum.backward(0 * share)
                 detached = torch.zeros_like(detached)
             else:
@@ -71,24 +72,24 @@ def _accumulate(strategy: Strategy, micro_batches: Sequence[MicroBatch], agreeme
 
 
 def _weight(share: Tensor, loss: Tensor) -> Tensor:
-    """Return the weight of a loss in the gradient: its share, or NaN where the loss is not finite."""
-    # No operators where the host has the number.
+    """Return the weight of a loss in the gradient: its share, or NaN if the loss is not finite."""
+    # If the host has the number, launch no operators.
     if type(loss) is Tensor and loss.device.type == "cpu" and math.isfinite(number_on_host(loss)):
         return share
-    return share + (loss - loss)  # x - x is 0, or NaN where x is not finite
+    return share + (loss - loss)  # x - x is 0, or NaN if x is not finite
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Make the random numbers of a step (dropout) a function of seed, step and process.
+    """Seed the random numbers of a step (dropout) from `seed`, `step`, and `rank`.
 
-    So a checkpoint needs no generator states, a resume repeats the same dropout, and an evaluation or a text sample in
-    between changes nothing. The mixing is splitmix64's (Steele, Lea & Flood 2014). The default generators are seeded
-    directly, because `torch.manual_seed` asks every backend there is.
+    So a checkpoint needs no generator states, and a resume repeats the same dropout. An evaluation or a text sample in
+    between changes nothing. The mixing function is splitmix64 (Steele, Lea & Flood 2014).
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     mixed ^= mixed >> 31
+    # `torch.manual_seed` would visit every backend, so the default generators are seeded directly.
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(mixed)

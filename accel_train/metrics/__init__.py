@@ -1,6 +1,7 @@
-"""Metrics: counted on the device during an evaluation, scored on the host, and as modules of Hugging Face's `evaluate`.
+"""Metrics: counted on the device during an evaluation, scored on the host, and usable as modules of `evaluate`.
 
-Nothing here knows a model or a data set."""
+This package does not depend on a model or a data set. `evaluate` is Hugging Face's package.
+"""
 
 from accel_train.metrics.registry import METRICS, load_metric
 

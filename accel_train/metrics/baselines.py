@@ -1,15 +1,15 @@
-"""The model beside what takes no training of its own: which baselines it does not beat."""
+"""Compare the model with baselines that need no training, and report the baselines that it does not beat."""
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
-"""Words in the name of a metric that make smaller better; every other metric is better when it is greater."""
+"""Words in a metric's name that make smaller values better. For all other metrics, greater values are better."""
 
 
 class Unbeaten(NamedTuple):
-    """A baseline that is as good as the model, or better."""
+    """A baseline that is as good as the model or better."""
 
     baseline: str
     metric: str
@@ -19,18 +19,21 @@ class Unbeaten(NamedTuple):
     def __str__(self) -> str:
         name = self.metric.replace("_", " ")
         return (
-            f"The model does not beat a baseline on held-out data: {name} {self.model_value:.4g}, and {self.baseline_value:.4g} by "
-            f"{self.baseline}"
+            f"The model does not beat a baseline on held-out data: {name} {self.model_value:.4g}, and "
+            f"{self.baseline_value:.4g} by {self.baseline}"
         )
 
 
 def is_lower_better(metric: str) -> bool:
-    """Return whether a smaller value of a metric is better, by its name."""
+    """Return whether smaller values of a metric are better, by its name."""
     return any(word in metric for word in LOWER_IS_BETTER)
 
 
 def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Group baselines: `majority_accuracy` is the accuracy of `majority`; a name that ends like no metric is left out."""
+    """Group baselines by name, then metric: `majority_accuracy` is the accuracy of `majority`.
+
+    Names that do not end with a metric are left out.
+    """
     known, by_name = tuple(metrics), dict[str, dict[str, Any]]()
     for key, value in baselines.items():
         fitting = [metric for metric in known if key.endswith(f"_{metric}")]
@@ -42,7 +45,7 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
 
 
 def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any], own: str = "this model") -> str:
-    """Return a table: a row for each metric, a column for the model and for each baseline."""
+    """Return a table with a row for each metric, and a column for the model and for each baseline."""
     columns: dict[str, Mapping[str, Any]] = {own: scores, **by_baseline(baselines, scores)}
     cells = [[_show(values.get(metric)) for values in columns.values()] for metric in scores]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
@@ -60,9 +63,10 @@ def _show(value: Any) -> str:
 
 
 def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> Unbeaten | None:
-    """Return the best baseline that the model does not beat; None where it beats all.
+    """Return the best baseline that the model does not beat; None if the model beats all.
 
-    Compared is the main metric where a baseline has it, else the first metric that it has. A perfect score of both is no defeat.
+    The comparison uses the main metric, or the baseline's first metric if it does not have the main metric. A perfect
+    score of both does not count as a defeat.
     """
     found = []
     for name, values in by_baseline(baselines, scores).items():
@@ -92,17 +96,18 @@ def likely_causes(
     parameters: int,
     samples: int,
 ) -> list[str]:
-    """Return three likely causes of such a defeat with what to try, the likeliest first.
+    """Return three likely causes for losing to a baseline, each with a remedy, the likeliest first.
 
-    `best_step`: the step whose evaluation was the best one, None where there is none. `loss_rose`: the held-out loss was higher at the
-    end than at that step.
+    Args:
+        best_step: step with the best evaluation; None if unknown.
+        loss_rose: whether the held-out loss was higher at the end than at `best_step`.
     """
     size = f"{parameters:,} parameters from scratch on {samples:,} samples"
     data = (
         "labels or columns that are not what they seem: look at data.columns and at a few samples"
         if pretrained
-        else f"labels or columns that are not what they seem, or too large a model for the data ({size}): begin with pretrained "
-        "weights (model.pretrained), or take a smaller model"
+        else f"labels or columns that are not what they seem, or too large a model for the data ({size}): begin with "
+        "pretrained weights (model.pretrained), or take a smaller model"
     )
     causes = [
         f"a learning rate too low or too high: accel-train find-lr {run_folder}/recipe.resolved.yaml suggests one",
@@ -114,8 +119,8 @@ def likely_causes(
     elif best_step is not None and loss_rose:
         remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
         causes[1] = (
-            f"overfitting: step {best_step:,} of {steps:,} evaluated best, and later steps fit the training data alone: "
-            f"more data, {remedy}, or fewer steps"
+            f"overfitting: step {best_step:,} of {steps:,} evaluated best, and later steps fit the training data "
+            f"alone: more data, {remedy}, or fewer steps"
         )
     elif best_step is not None:
         return [

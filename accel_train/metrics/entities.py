@@ -1,7 +1,7 @@
-"""Entities in sequences of tags (B-PER I-PER O): found and counted on the device, so that an evaluation keeps no single rows.
+"""Find and count entities in sequences of tags (B-PER I-PER O), on the device, so an evaluation keeps no rows.
 
-The definitions are those of seqeval and of CoNLL's `conlleval`: an entity counts as found where its first word, its last word
-and its type are right.
+The definitions follow seqeval and CoNLL's `conlleval`: an entity counts as found if its first word, its last word, and
+its type are right.
 """
 
 import re
@@ -16,22 +16,22 @@ _TAG = re.compile(r"([BIES])(?:-(.+))?", re.DOTALL)
 
 @dataclass(frozen=True)
 class EntityTags:
-    """The meaning of tags: the type of an entity, and its first and last word."""
+    """Meaning of tags: the type of an entity, and its first and last word."""
 
     types: tuple[str, ...]
     """Types of entities, sorted."""
     type_of: tuple[int, ...]
-    """Each tag's type by its place in `types`; -1 for O."""
+    """Index into `types` for each tag. -1 for O."""
     begins: tuple[bool, ...]
-    """Each tag: begins an entity whatever stands before it (B, S)."""
+    """Whether each tag begins an entity regardless of the previous tag (B, S)."""
     ends: tuple[bool, ...]
-    """Each tag: ends an entity whatever follows (E, S)."""
+    """Whether each tag ends an entity regardless of the next tag (E, S)."""
 
 
 def entity_tags(names: Sequence[str]) -> EntityTags | None:
-    """Return the meaning of IOB1, IOB2 and IOBES tags, by id; None where a name is neither O nor B-, I-, E- or S- with a type.
+    """Return the meaning of IOB1, IOB2, and IOBES tags by id, or None if any name is not such a tag.
 
-    Tags without a type (B, I, O) are of one type, `_`.
+    A tag is O, or B-, I-, E-, or S- with a type. Tags without a type (B, I) have the type `_`.
     """
     found = [_TAG.fullmatch(name) for name in names]
     prefixes = [match[1] if match else name for match, name in zip(found, names)]
@@ -48,10 +48,10 @@ def entity_tags(names: Sequence[str]) -> EntityTags | None:
 
 
 def entity_counts(tags: EntityTags, labels: Tensor, predictions: Tensor) -> Tensor:
-    """Return for each type of entity how many are found, predicted and true: (types, 3) int64.
+    """Return the number of found, predicted, and true entities of each type: (types, 3) int64.
 
-    `labels` and `predictions` are (N, W) tags of the W words of N sentences; a word with a negative label, as those have that
-    fill up, is outside of every entity, whatever is predicted for it.
+    `labels` and `predictions` are (N, W) tags of the W words of N sentences. A word with a negative label, such as
+    padding, is outside every entity, regardless of its prediction.
     """
     predictions = torch.where(labels < 0, -1, predictions)
     true_type, true_first, true_last = _spans(tags, labels)
@@ -62,8 +62,11 @@ def entity_counts(tags: EntityTags, labels: Tensor, predictions: Tensor) -> Tens
 
 
 def _spans(tags: EntityTags, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each word the type of its entity (-1: none), whether it is an entity's first, and the place of the last, all (N, W)."""
-    known = torch.where(ids < 0, len(tags.type_of), ids)  # one row more, for words that do not count
+    """Return, each (N, W): entity type of each word, whether it begins an entity, and place of the entity's last word.
+
+    The type is -1 for words outside of entities.
+    """
+    known = torch.where(ids < 0, len(tags.type_of), ids)  # one extra row for words that do not count
     types, begins, ends = (
         torch.tensor([*values, outside], device=ids.device)[known]
         for values, outside in ((tags.type_of, -1), (tags.begins, False), (tags.ends, False))

@@ -1,7 +1,7 @@
 """Metrics by name, as modules of Hugging Face's `evaluate`, with the arithmetic of scikit-learn and scipy.
 
-They need no network and no remote code. `add_batch` takes lists, numpy arrays or tensors; `compute` returns a
-dict, and None on processes other than the first. Loading a metric imports `evaluate`, which takes seconds.
+They need no network and no remote code. `add_batch` takes lists, numpy arrays, or tensors. `compute` returns a dict on
+the first process and None on the others. Loading a metric imports `evaluate`, and the import takes seconds.
 """
 
 import math
@@ -29,13 +29,14 @@ _AVERAGED, _AVERAGES = ("precision", "recall", "f1"), ("binary", "macro", "micro
 class _Definition(NamedTuple):
     usage: str
     score: Callable[..., Any]
-    """Takes the columns by position and the options of `compute` by name; returns a number, or a dict of several."""
+    """Function that takes the columns by position and the options of `compute` by name. Returns a number or a dict of
+    numbers."""
     schemas: tuple[dict[str, Any], ...] = (_LABELS,)
-    """Types of the columns by name; several where columns may have one of several types."""
+    """Types of the columns by name. Several schemas if columns may have several types."""
 
 
 def _score_labels(function: str, predictions: ArrayLike, references: ArrayLike, **options: Any) -> float:
-    """Return scikit-learn's score of labels, by the name of its function; NaN without a sample."""
+    """Return scikit-learn's score of labels, by the name of its function; NaN without samples."""
     from sklearn import metrics
 
     with warnings.catch_warnings():
@@ -113,18 +114,20 @@ _DEFINITIONS = {
 METRICS = {name: (name, None) for name in _DEFINITIONS} | {
     f"{name}_{average}": (name, average) for name in _AVERAGED for average in _AVERAGES
 }
-"""Names, each with its module and the average that the module is configured for."""
+"""Metrics by name, each with its module and the average that the module is configured for."""
 
 
 def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "EvaluationModule":
     """Return a metric with `add_batch` and `compute`, for use alone or in `evaluate.combine([...])`.
 
-    `name` is one of METRICS (`f1` is the macro average). With `allow_hub`, `evaluate` loads others from the hub or a
-    local script, and runs their code. `options` go to `evaluate`: `num_process`, `process_id`, `cache_dir`, `timeout`,
-    and a shared `experiment_id`. One process keeps values in memory; several exchange files in `cache_dir`.
+    Args:
+        name: a name in METRICS (`f1` is the macro average).
+        allow_hub: whether `evaluate` may load other metrics from the hub or a local script, and run their code.
+        options: passed to `evaluate`: `num_process`, `process_id`, `cache_dir`, `timeout`, and a shared
+            `experiment_id`. One process keeps values in memory. Several processes exchange files in `cache_dir`.
 
     Raises:
-        ValueError: there is no such metric; the message names the nearest.
+        ValueError: the metric does not exist. The message names the nearest metric.
     """
     options = {"keep_in_memory": options.get("num_process", 1) == 1, **options}
     if name in METRICS:
@@ -141,7 +144,7 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
 
     try:
         hub_module: EvaluationModule = loading.load(name, **options)
-    except (OSError, ImportError) as error:  # no such module, no network; a package that it needs
+    except (OSError, ImportError) as error:  # unknown module, no network, or a missing package
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             f"metric {name!r} is none of accel_train's and cannot be loaded from the hub: {reason[0]}; {hint}"
@@ -151,7 +154,7 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
 
 @cache
 def _module(name: str) -> "type[EvaluationModule]":
-    """Return a metric as a class of `evaluate`, which names a module after its class."""
+    """Return a metric as a class of `evaluate`. `evaluate` names a module after its class."""
     from datasets import Features, Value
     from evaluate import Metric, MetricInfo
 
@@ -167,7 +170,8 @@ def _module(name: str) -> "type[EvaluationModule]":
             citation="",
             inputs_description=usage,
             features=features if len(features) > 1 else features[0],
-            # Labels take a tenth of the memory as numpy arrays. Numbers would come back as fp32; nested columns cannot.
+            # Labels take a tenth of the memory as numpy arrays. Numbers would come back as fp32. Nested columns are not
+            # supported.
             format="numpy" if schemas == (_LABELS,) else None,
         )
 
@@ -185,7 +189,7 @@ def _module(name: str) -> "type[EvaluationModule]":
 
 
 def __getattr__(name: str) -> Any:
-    """Return a metric's class by its name, where `pickle` looks for it."""
+    """Return a metric's class by its name. `pickle` looks for the class here."""
     if name in _DEFINITIONS:
         return _module(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

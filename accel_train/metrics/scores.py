@@ -1,7 +1,7 @@
-"""Scores from counts, with the definitions (and, to rounding, the values) of scikit-learn and scipy.
+"""Compute scores from counts, with the definitions (and, up to rounding, the values) of scikit-learn and scipy.
 
-scikit-learn takes samples, or a matrix's cells as weights: the same values, but 2 s to import and 2 s more for 1,000 classes
-(here 0.05 s), and a classification report without the classes that do not occur.
+scikit-learn takes samples, or a matrix's cells as weights, and returns the same values. But it takes 2 s to import and
+2 s more for 1,000 classes (here 0.05 s). Its classification report leaves out the classes that do not occur.
 """
 
 import math
@@ -16,17 +16,18 @@ from accel_train.task import Scores
 
 Floats = NDArray[np.float64]
 _FIGURES = ("precision", "recall", "f1-score")
-SUMMARY_ROWS = ("accuracy", "micro avg", "macro avg", "weighted avg")  # rows of a report that are no classes
+SUMMARY_ROWS = ("accuracy", "micro avg", "macro avg", "weighted avg")  # rows of a report that are not classes
 
 Counts = NDArray[np.int64]  # (3, C): true positives, false positives and false negatives of each class
 
 
 def classification_scores(confusion: ArrayLike, label_names: Sequence[str]) -> Scores:
-    """Return accuracy, precision, recall, F1 (`_macro`, `_micro`, `_weighted`) and Matthews' correlation of counts.
+    """Return accuracy, precision, recall, F1, and Matthews' correlation from a confusion matrix.
 
-    `confusion` is (C, C), its rows are the truth. A class that occurs neither in the truth nor among the predictions is left out of
-    averages, as scikit-learn does; one that is never predicted has precision 0. Without a sample every score is NaN.
-    `details["classification"]` holds scikit-learn's `classification_report` as a dict and as text, and the matrix.
+    Precision, recall, and F1 come as `_macro`, `_micro`, and `_weighted`. `confusion` is (C, C), and its rows are the
+    truth. Averages leave out a class that occurs neither in the truth nor among the predictions, as in scikit-learn. A
+    class that is never predicted has precision 0. Without samples, every score is NaN. `details["classification"]`
+    holds scikit-learn's `classification_report` as a dict and as text, and the matrix.
     """
     matrix = np.asarray(confusion).astype(np.int64)
     right = np.diag(matrix)
@@ -39,10 +40,11 @@ def classification_scores(confusion: ArrayLike, label_names: Sequence[str]) -> S
 
 
 def multilabel_scores(counts: ArrayLike, label_names: Sequence[str]) -> Scores:
-    """Return precision, recall, F1 (`_macro`, `_micro`, `_weighted`) and Hamming loss of labels that may occur together.
+    """Return precision, recall, F1, and Hamming loss of labels that may occur together.
 
-    `counts` are (C, 4) true positives, false positives, false negatives, true negatives. All labels count in averages,
-    also those that never occur (with 0), as in scikit-learn. NaN without a single sample.
+    Precision, recall, and F1 come as `_macro`, `_micro`, and `_weighted`. `counts` are (C, 4) true positives, false
+    positives, false negatives, and true negatives. All labels count in averages, also labels that never occur (with 0),
+    as in scikit-learn. Without samples, every score is NaN.
     """
     table = np.asarray(counts).astype(np.int64).reshape(-1, 4)
     every = np.full(len(table), table.sum() > 0)
@@ -52,10 +54,11 @@ def multilabel_scores(counts: ArrayLike, label_names: Sequence[str]) -> Scores:
 
 
 def entity_scores(counts: ArrayLike, types: Sequence[str], num_right: int, num_words: int) -> Scores:
-    """Return precision, recall and F1 of entities (micro averages, as of seqeval and CoNLL), `f1_macro`, and the accuracy of words.
+    """Return precision, recall, F1, and `f1_macro` of entities, and the accuracy of words.
 
-    `counts` are (types, 3): entities that are found, predicted and true. A type that occurs neither in the truth nor among the
-    predictions is left out of averages. `details["classification"]` is the report by type.
+    Precision, recall, and F1 are micro averages, as in seqeval and CoNLL. `counts` are (types, 3): found, predicted,
+    and true entities. Averages leave out a type that occurs neither in the truth nor among the predictions.
+    `details["classification"]` is the report by type.
     """
     found, predicted, true = np.asarray(counts).astype(np.int64).reshape(-1, 3).T
     table = np.stack([found, predicted - found, true - found])
@@ -72,10 +75,10 @@ def _class_scores(
     rows: Sequence[str],
     accuracy: float | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return averages over the `known` classes, and the report on all classes, which shows the averages in `rows`.
+    """Return averages over the `known` classes, and the report on all classes. The report shows the averages in `rows`.
 
-    The report is `classification_report(output_dict=True)`: figures by class name, then `accuracy` and averages. A class that
-    is not known has None for its rates. One that is called like a row of averages is `... (class)` there.
+    The report is `classification_report(output_dict=True)`: figures by class name, then `accuracy` and averages. A
+    class that is not known has None for its rates. A class with the name of an average is shown as `NAME (class)`.
     """
     means = _averages(counts[:, known])
     report: dict[str, Any] = {}
@@ -94,14 +97,17 @@ def _class_scores(
 
 
 def _rates(counts: Counts) -> NDArray[np.float64]:
-    """Return precision, recall and F1 of each class, (3, C); 0 where there is nothing to divide by."""
+    """Return precision, recall, and F1 of each class, (3, C); 0 if the divisor is 0."""
     tp, fp, fn = counts
     wholes = np.stack([tp + fp, tp + fn, 2 * tp + fp + fn])
     return np.where(wholes > 0, np.stack([tp, tp, 2 * tp]) / np.maximum(wholes, 1), 0.0)
 
 
 def _averages(counts: Counts) -> dict[str, dict[str, float]]:
-    """Return `micro` figures over all samples, `macro` their mean, `weighted` by support; NaN without a class."""
+    """Return average figures: `micro` over all samples, `macro` over classes, and `weighted` by the support of classes.
+
+    Without classes, the figures are NaN.
+    """
     support = counts[0] + counts[2]
     total, each = int(support.sum()), _rates(counts)
     means = {
@@ -115,7 +121,7 @@ def _averages(counts: Counts) -> dict[str, dict[str, float]]:
 
 
 def _format_report(report: Mapping[str, Any]) -> str:
-    """Return the report as text, laid out as scikit-learn's; None is a dash."""
+    """Return the report as text in scikit-learn's layout. None is shown as a dash."""
     width = max(len(name) for name in (*report, "weighted avg"))
 
     def line(name: str, values: Sequence[float | None], support: int) -> str:
@@ -135,8 +141,8 @@ def _format_report(report: Mapping[str, Any]) -> str:
 def segmentation_scores(confusion: ArrayLike, label_names: Sequence[str]) -> Scores:
     """Return the mean intersection over union of the classes that occur, and the share of right pixels.
 
-    `confusion` is (C, C) pixel counts, rows are the truth. `details["segmentation"]["iou"]` has None for a class that
-    does not occur.
+    `confusion` is (C, C) pixel counts, and its rows are the truth. `details["segmentation"]["iou"]` has None for a
+    class that does not occur.
     """
     matrix = np.asarray(confusion).astype(np.int64)
     ious = intersection_over_union(matrix)
@@ -152,9 +158,9 @@ def segmentation_scores(confusion: ArrayLike, label_names: Sequence[str]) -> Sco
 
 
 def regression_scores(predictions: ArrayLike, targets: ArrayLike) -> Scores:
-    """Return mse, rmse, mae, r2, pearson and spearman of (N,) numbers; NaN without a sample.
+    """Return mse, rmse, mae, r2, pearson, and spearman of (N,) numbers; NaN without samples.
 
-    r2 of constant targets is 1 for a perfect prediction, 0 for any other, as in scikit-learn.
+    r2 of constant targets is 1 for a perfect prediction and 0 for any other, as in scikit-learn.
     """
     predicted, truth = _floats(predictions), _floats(targets)
     if not len(truth):
@@ -176,10 +182,13 @@ def regression_scores(predictions: ArrayLike, targets: ArrayLike) -> Scores:
 def auroc_from_histogram(histogram: ArrayLike, *, may_occur_together: bool = False) -> float:
     """Return the area under the ROC curve from the counts of `tally.score_histogram`: (C, 2, bins).
 
-    With two classes that of the second (scikit-learn's binary one), with more the mean of one-versus-rest over the
-    classes that have samples and are not alone; NaN where there is none. Samples of a class and of the rest that share
-    a bin count half, so it is wrong by half their share of all pairs at most. Labels that `may_occur_together` count
-    each for itself, also where there are two.
+    With two classes, it is the area of the second class, as in scikit-learn's binary case. With more classes, it is the
+    mean of one-versus-rest over the classes with both positive and negative samples. The result is NaN without such a
+    class. A pair of positive and negative samples in one bin counts half. So the error is at most half the share of
+    such pairs.
+
+    Args:
+        may_occur_together: whether labels may occur together. Then each label counts separately, even with two labels.
     """
     counts = _floats(histogram)
     chosen = counts[1:] if len(counts) == 2 and not may_occur_together else counts
@@ -187,9 +196,10 @@ def auroc_from_histogram(histogram: ArrayLike, *, may_occur_together: bool = Fal
 
 
 def auroc(scores: ArrayLike, labels: ArrayLike) -> float:
-    """Return the exact area under the ROC curve: of (N,) scores with labels 0 and 1, or one-versus-rest of (N, C) scores.
+    """Return the exact area under the ROC curve, from (N,) scores with labels 0 and 1, or from (N, C) scores.
 
-    Several columns are averaged as in `auroc_from_histogram`. NaN if a score is NaN, or no class can be judged.
+    Two columns are judged by the second. More columns are judged one-versus-rest and averaged as in
+    `auroc_from_histogram`. The result is NaN if a score is NaN, or if no class has both positive and negative samples.
     """
     values, truth = _floats(scores), np.asarray(labels)
     if values.ndim == 2 and values.shape[1] == 2:
@@ -200,9 +210,9 @@ def auroc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def matthews_correlation(confusion: ArrayLike) -> float:
-    """Return Matthews' correlation (Gorodkin 2004): 0 where truth or prediction has one class only, NaN if empty."""
+    """Return Matthews' correlation (Gorodkin 2004): 0 if truth or prediction has only one class, NaN if empty."""
     matrix = np.asarray(confusion).astype(np.int64)
-    # Products of pixel counts overflow 64 bits: Python's integers do not.
+    # Products of pixel counts overflow 64 bits. Python's integers do not.
     truth, predicted = matrix.sum(1).tolist(), matrix.sum(0).tolist()
     total, correct = sum(truth), int(np.trace(matrix))
     if total == 0:
@@ -213,19 +223,22 @@ def matthews_correlation(confusion: ArrayLike) -> float:
 
 
 def intersection_over_union(confusion: ArrayLike) -> Floats:
-    """Return the value of each class, (C,); NaN where it occurs neither in the truth nor in the prediction."""
+    """Return the intersection over union of each class, (C,); NaN if it occurs neither in truth nor prediction."""
     matrix = np.asarray(confusion).astype(np.int64)
     union = matrix.sum(0) + matrix.sum(1) - np.diag(matrix)
     return np.where(union > 0, np.diag(matrix) / np.maximum(union, 1), np.nan)
 
 
 def pearson_correlation(first: ArrayLike, second: ArrayLike) -> float:
-    """Return Pearson's correlation; NaN for fewer than two values, with NaN or infinity, and where one side is constant."""
+    """Return Pearson's correlation; NaN for fewer than two values, NaN or infinite values, or a constant side."""
     return _correlation("pearsonr", first, second)
 
 
 def spearman_correlation(first: ArrayLike, second: ArrayLike) -> float:
-    """Return Pearson's correlation of the ranks (equal values share their mean); NaN as there, but infinity has a rank."""
+    """Return Pearson's correlation of the ranks. Equal values share their mean rank.
+
+    The result is NaN as in `pearson_correlation`, but infinity has a rank.
+    """
     return _correlation("spearmanr", first, second)
 
 
@@ -236,31 +249,31 @@ def _correlation(name: str, first: ArrayLike, second: ArrayLike) -> float:
     if len(x) < 2:
         return math.nan
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of constant values and infinity, for which it returns NaN
+        warnings.simplefilter("ignore")  # scipy warns of constant and infinite values, and returns NaN
         return float(getattr(stats, name)(x, y).statistic)
 
 
 def perplexity(loss: float) -> float:
-    """Return exp of a mean loss in nats; infinity where that is too large for a float."""
+    """Return exp of a mean loss in nats; infinity if the result is too large for a float."""
     return math.exp(loss) if not loss > 709 else math.inf
 
 
 def mean_of_known(values: ArrayLike) -> float:
-    """Return the mean without NaN; NaN if nothing is left."""
+    """Return the mean without NaN values; NaN if nothing is left."""
     array = _floats(values)
     known = array[~np.isnan(array)]
     return float(known.mean()) if len(known) else math.nan
 
 
 def _area(positives: Floats, negatives: Floats) -> float:
-    """The share of pairs in which the positive has the higher score; pairs of one bin count half."""
+    """Return the share of pairs in which the positive has the higher score. Pairs in one bin count half."""
     pairs = positives.sum() * negatives.sum()
     below = np.cumsum(negatives) - negatives
     return float((positives * (below + negatives / 2)).sum() / pairs) if pairs else math.nan
 
 
 def _exact_area(scores: Floats, positive: NDArray[np.bool_]) -> float:
-    """Mann and Whitney's U of the positives over the number of pairs."""
+    """Return Mann and Whitney's U of the positives, divided by the number of pairs."""
     from scipy.stats import mannwhitneyu
 
     pairs = int(positive.sum()) * int((~positive).sum())

@@ -1,4 +1,7 @@
-"""Counts of an evaluation on the device: sums of fixed size, so that no batch waits for the host and memory stays flat."""
+"""Count on the device during an evaluation, in sums of fixed size.
+
+So batches do not wait for the host, and memory stays constant.
+"""
 
 import math
 
@@ -7,16 +10,17 @@ from torch import Tensor
 
 MAX_HISTOGRAM_CELLS = 2**21  # cells of one AUROC histogram: 16 MiB of int64
 MOST_BITS, FEWEST_BITS = 16, 8
-"""Bits of a score in an AUROC histogram: sign, 5 bits of exponent, and the rest for the mantissa."""
+"""Maximum and minimum bits of a score in an AUROC histogram: sign, 5 bits of exponent, and the rest for the
+mantissa."""
 
 _SMALLEST_EXPONENT, _MANTISSA_BITS = 127 - 15, 23
 
 
 def confusion_counts(labels: Tensor, predictions: Tensor, num_classes: int) -> Tensor:
-    """Return how often each class was predicted for each: (C, C) int64, rows are the truth.
+    """Return the confusion matrix: (C, C) int64, with the truth in rows and the predictions in columns.
 
-    `labels` and `predictions` are integers of one shape (any). A pair is counted only if both lie in 0..C-1, so that
-    ignored places (-100, 255) and padding rows count nowhere.
+    `labels` and `predictions` are integers of one shape (any). A pair counts only if both lie in 0..C-1. So ignored
+    places (-100, 255) and padding rows do not count.
     """
     labels, predictions = labels.reshape(-1).long(), predictions.reshape(-1).long()
     valid = (labels >= 0) & (labels < num_classes) & (predictions >= 0) & (predictions < num_classes)
@@ -25,9 +29,9 @@ def confusion_counts(labels: Tensor, predictions: Tensor, num_classes: int) -> T
 
 
 def multilabel_counts(labels: Tensor, predictions: Tensor) -> Tensor:
-    """Return true positives, false positives, false negatives and true negatives of each label: (C, 4) int64.
+    """Return true positives, false positives, false negatives, and true negatives of each label: (C, 4) int64.
 
-    Both are (N, C), bool or numbers: above 0 is set. A negative label is counted nowhere.
+    Both inputs are (N, C), bool or numbers. Values above 0 are set. A negative label does not count.
     """
     known, truth, predicted = labels >= 0, labels > 0, predictions > 0
     counted = (truth & predicted, ~truth & predicted & known, truth & ~predicted, ~truth & ~predicted & known)
@@ -35,14 +39,14 @@ def multilabel_counts(labels: Tensor, predictions: Tensor) -> Tensor:
 
 
 def one_vs_rest_log_odds(logits: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) of each class's softmax probability, less that of chance (p = 1/C): (N, C) fp32 to rank by.
+    """Return log(p / (1 - p)) of each class's softmax probability, minus its value at chance: (N, C) fp32 to rank by.
 
-    It orders samples as the probability does, but where that is 0.99999 or 1e-9 it still tells them apart. Around chance,
-    where an untrained model's are, it is 0, and `score_histogram` resolves best.
+    Chance is p = 1/C. The result orders samples like the probability, but still separates probabilities such as 0.99999
+    or 1e-9. It is 0 at chance, where an untrained model's probabilities lie and `score_histogram` has the finest bins.
     """
     logits = logits.float()
     log_probabilities = logits.log_softmax(dim=1)
-    # 1 - p of the likeliest class would be lost to rounding: it is the sum of the others.
+    # Rounding would lose 1 - p of the likeliest class, so it is computed as the sum of the other classes.
     top = logits.argmax(dim=1, keepdim=True)
     rest = logits.scatter(1, top, -torch.inf).logsumexp(dim=1, keepdim=True)
     others = log_probabilities - torch.log1p(-log_probabilities.exp())
@@ -52,12 +56,15 @@ def one_vs_rest_log_odds(logits: Tensor) -> Tensor:
 def score_histogram(scores: Tensor, labels: Tensor, num_classes: int) -> Tensor | None:
     """Return the distribution of each class's scores, over the rest and over the class itself: (C, 2, bins) int64.
 
-    `scores` (N, C) are real numbers, of which only the order matters; `one_vs_rest_log_odds` resolves best. They are cut to 10
-    bits of mantissa: bins 0.1 % apart and in numerical order, all below 2**-15 in one, all beyond 2**17 in one, NaN counts as
-    the lowest. Cutting never reverses two scores, it only ties them. Beyond 16 classes the mantissa is shortened to keep within
-    MAX_HISTOGRAM_CELLS (7 bits for 100 classes, 4 for 1,000); beyond 4,096, bins would be too coarse: None.
-    `labels` (N,) are integers, of which those outside 0..C-1 are not counted; or, of labels that may occur together, (N, C)
-    numbers: above 0 is set, and a negative one is counted nowhere.
+    Scores are cut to 10 bits of mantissa, so bins are 0.1 % apart and in numerical order. Magnitudes below 2**-15 share
+    one bin, and magnitudes beyond 2**17 share one bin per sign. NaN counts as the lowest score. Cutting can tie two
+    scores but never reverses them. Beyond 16 classes, the mantissa is shortened to stay within MAX_HISTOGRAM_CELLS (7
+    bits for 100 classes, 4 for 1,000). Beyond 4,096 classes, bins would be too coarse, and the result is None.
+
+    Args:
+        scores: (N, C) real numbers. Only their order matters. `one_vs_rest_log_odds` has the best resolution.
+        labels: (N,) integers. Values outside 0..C-1 do not count. For labels that may occur together, (N, C)
+            numbers: above 0 is set, and a negative number does not count.
     """
     bits = histogram_bits(num_classes)
     if bits is None:
@@ -75,25 +82,26 @@ def score_histogram(scores: Tensor, labels: Tensor, num_classes: int) -> Tensor 
 
 
 def histogram_bits(num_classes: int) -> int | None:
-    """Return the bits of a score that the histogram of so many classes resolves; None where it would be too coarse."""
+    """Return the bits of a score that the histogram of `num_classes` classes keeps; None if it would be too coarse."""
     choices = range(MOST_BITS, FEWEST_BITS - 1, -1)
     return next((bits for bits in choices if num_classes * 2 * 2**bits <= MAX_HISTOGRAM_CELLS), None)
 
 
 def _count(index: Tensor, cells: int) -> Tensor:
-    """Count how often each of 0..cells-1 occurs; `cells` itself is where what does not count goes.
-
-    `bincount` would ask the device for the greatest index, and wait for it.
-    """
+    """Count how often each of 0..cells-1 occurs in `index`. Entries equal to `cells` do not count."""
+    # `bincount` would read the greatest index from the device and wait for it.
     counts = torch.zeros(cells + 1, dtype=torch.int64, device=index.device)
     return counts.scatter_add_(0, index, torch.ones_like(index))[:cells]
 
 
 def _ordered_keys(scores: Tensor, bits: int) -> Tensor:
-    """0..2**bits - 1 in the order of the scores, by the leading bits of an fp32 number with a smaller exponent."""
+    """Return keys in 0..2**bits - 1 in the order of the scores.
+
+    A key is the leading bits of an fp32 number with a smaller exponent.
+    """
     scores = scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     half = 2 ** (bits - 1)
-    # Read as integers, positive floats keep their order. 5 of 8 bits of exponent: from 2**-15, whose bits become 0.
+    # Positive floats keep their order when read as integers. 5 of the 8 exponent bits are kept, from 2**-15 (key 0) on.
     magnitude = scores.abs().view(torch.int32) - (_SMALLEST_EXPONENT << _MANTISSA_BITS)
     magnitude = (magnitude >> (5 + _MANTISSA_BITS + 1 - bits)).clamp(0, half - 1).long()
     return torch.where(scores < 0, half - magnitude, half + magnitude)

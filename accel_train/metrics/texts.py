@@ -1,4 +1,4 @@
-"""Scores of generated texts (with sacrebleu and rouge-score), and of answers to questions, as SQuAD 1.1 and 2.0 do."""
+"""Score generated texts (with sacrebleu and rouge-score) and answers to questions (as SQuAD 1.1 and 2.0 do)."""
 
 import math
 import re
@@ -12,17 +12,17 @@ import numpy as np
 _PACKAGES = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 TEXT_SCORES = ("bleu", "chrf", *_ROUGE, "exact_match")
-"""Names of what `text_scores` returns."""
+"""Names of the scores that `text_scores` returns."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def require_packages() -> None:
-    """Refuse to score texts where a package for it is missing.
+    """Check that the packages for scoring texts are installed.
 
     Raises:
-        ValueError: names the package and the extra that installs it.
+        ValueError: a package is missing. The message names it and the extra that installs it.
     """
     missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
@@ -35,10 +35,10 @@ def require_packages() -> None:
 def text_scores(
     generated: Sequence[str], references: Sequence[str], *, bleu_tokenizer: str = "13a"
 ) -> dict[str, float]:
-    """Return corpus BLEU and chrF, 0 to 100, as sacrebleu does, and mean F1 of ROUGE and exact matches, 0 to 1.
+    """Return corpus BLEU and chrF (0 to 100), and mean ROUGE F1 and exact match (0 to 1); NaN without texts.
 
-    BLEU is over n-grams of up to 4 words, fewer if all texts are shorter. ROUGE is Google's (rouge-score, no stemming),
-    which reads only the letters a to z and digits. NaN without a text.
+    BLEU and chrF are sacrebleu's. BLEU uses n-grams of up to 4 words, or fewer if all texts are shorter. ROUGE is
+    Google's (rouge-score, no stemming) and reads only the letters a to z and digits.
     """
     if not generated:
         return dict.fromkeys(TEXT_SCORES, math.nan)
@@ -58,22 +58,28 @@ def text_scores(
 
 
 def normalized(answer: str) -> str:
-    """Return an answer in lower case, without punctuation and articles (a, an, the), with one blank between words."""
+    """Return an answer in lower case, without punctuation and articles (a, an, the), with single blanks."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_WITHOUT_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, wanted: Sequence[str]) -> float:
-    """Return 1.0 where an answer is one of those wanted, else 0.0; without any the empty answer is wanted."""
+    """Return 1.0 if the answer equals a wanted answer, otherwise 0.0.
+
+    Without wanted answers, the empty answer is right.
+    """
     return float(normalized(answer) in {normalized(each) for each in _counting(wanted)})
 
 
 def f1(answer: str, wanted: Sequence[str]) -> float:
-    """Return the best F1 of the words of an answer and of a wanted one; without any the empty answer is wanted."""
+    """Return the best F1 of the words of the answer and a wanted answer.
+
+    Without wanted answers, the empty answer is right.
+    """
     return max(_f1(normalized(answer).split(), normalized(each).split()) for each in _counting(wanted))
 
 
 def _counting(wanted: Sequence[str]) -> Sequence[str]:
-    """The answers that SQuAD 2 compares with: those of which something is left, else the empty one."""
+    """Return the answers that SQuAD 2 compares with: those not empty after normalization, or the empty answer."""
     return [each for each in wanted if normalized(each)] or [""]
 
 
@@ -87,10 +93,11 @@ def _f1(words: Sequence[str], wanted: Sequence[str]) -> float:
 def answer_scores(
     answers: Sequence[str], null_scores: Sequence[float], wanted: Sequence[Sequence[str]], threshold: float | None
 ) -> dict[str, float]:
-    """Return `exact_match` and `f1`, 0 to 1, means over questions; NaN without one.
+    """Return `exact_match` and `f1` (0 to 1), means over questions; NaN without questions.
 
-    With a threshold, the answer is empty if the null score (how much likelier no answer is than this one) is above it.
-    Then also return `has_answer_f1`, `no_answer_accuracy`, and the best `f1` of any threshold, with the threshold.
+    With a threshold, the answer is empty if the null score is above the threshold. The null score says how much
+    likelier no answer is than this answer. Then the result also has `has_answer_f1`, `no_answer_accuracy`, the best
+    `f1` of any threshold, and that threshold.
     """
     hits = np.array([[exact_match(answer, each), f1(answer, each)] for answer, each in zip(answers, wanted)])
     if not len(hits):
@@ -107,12 +114,15 @@ def answer_scores(
 
 
 def _best_threshold(scores: np.ndarray, hits: np.ndarray, without: np.ndarray) -> tuple[float, float]:
-    """Return the best mean over thresholds, each answering the questions with null scores not above it, and where."""
+    """Return the best mean over thresholds, and its threshold.
+
+    A threshold answers the questions whose null score is not above it.
+    """
     order = np.argsort(scores, kind="stable")
     gained = np.cumsum(hits[order] - without[order])
-    ends = np.append(scores[order][1:] != scores[order][:-1], True)  # questions of one score are answered together
+    ends = np.append(scores[order][1:] != scores[order][:-1], True)  # questions with equal scores are answered together
     totals = np.where(ends, gained, -np.inf)
     place = int(totals.argmax())
-    if totals[place] <= 0:  # no answer at all is as good
+    if totals[place] <= 0:  # answering no question is as good
         return float(without.mean()), float(scores.min()) - 1.0
     return float((without.sum() + totals[place]) / len(scores)), float(scores[order][place])

@@ -1,3 +1,4 @@
-"""Recovery after something went wrong: roll back, out of memory, slow or diverged processes, the diagnosis of a bad step.
+"""Recovery from failures: rollback, out of memory, slow or diverged processes, and the diagnosis of a bad step.
 
-Whether a step is bad is decided by `guard`."""
+`guard` decides whether a step is bad.
+"""

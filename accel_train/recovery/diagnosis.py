@@ -1,6 +1,6 @@
-"""Recompute one process's share of a bad step: does it happen again, with which samples, in which module.
+"""Recompute one process's share of a bad step, to find out if it recurs, with which samples, and in which module.
 
-It changes nothing of the run: pending gradients, buffers and random numbers stay as they are.
+The diagnosis does not change the run: pending gradients, buffers, and random numbers stay as they are.
 """
 
 import math
@@ -23,14 +23,14 @@ from accel_train.runtime.private import norms_of
 from accel_train.task import TaskData
 
 MAX_LISTED = 50
-"""Limit of samples, parameters and so on that are named; more are only counted."""
+"""Maximum number of samples, parameters, and so on that are named. Further ones are only counted."""
 MAX_ORIGINS = 10
 TOP = 10
 
 
 @dataclass(frozen=True)
 class DiagnosisRequest:
-    """A process's facts about a bad step, and the time limit of its diagnosis."""
+    """One process's facts about a bad step, and the time limit of its diagnosis."""
 
     step: int  # from 1
     seed: int
@@ -40,9 +40,9 @@ class DiagnosisRequest:
     num_targets: int  # of the global batch
     loss_scale: float | None
     is_spike: bool
-    """Loss and gradients were finite, but far too large."""
+    """Whether loss and gradients were finite but far too large."""
     samples: list[list[int]] | None = None
-    """Indices of each micro-batch in the data set; None where the data set has its own order."""
+    """Indices of each micro-batch in the data set. None if the data set defines its own order."""
     compiled: bool = False
     seconds: float = math.inf  # limit of the diagnosis
 
@@ -57,17 +57,17 @@ class Outcome:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether loss and norm are finite, as the step itself would judge."""
+        """Return whether loss and norm are finite, by the same rule as in the step."""
         return math.isfinite(self.loss) and math.isfinite(self.total)
 
     @property
     def not_finite(self) -> list[str]:
-        """Return the parameters whose gradient is not finite, or too large to have a norm."""
+        """Return the parameters whose gradient is not finite or too large to have a norm."""
         return [name for name, norm in self.norms.items() if not math.isfinite(norm)]
 
 
 class Recomputation:
-    """Forward and backward of the training module as in the step, on this process alone; no gradient is kept."""
+    """Forward and backward of the training module as in the step, on this process alone. Gradients are not kept."""
 
     def __init__(self, inner: TrainingModule, request: DiagnosisRequest, device: torch.device) -> None:
         self.inner, self.request, self.device = inner, request, device
@@ -79,7 +79,7 @@ class Recomputation:
         self.share = torch.tensor(share, dtype=torch.float32, device=device) * self.scale
 
     def compute(self, micro_batch: MicroBatch, watch: ModuleWatch | None = None) -> Outcome:
-        """Compute what `step.forward_backward` computes for this micro-batch; no hook of DDP is called."""
+        """Compute the same as `step.forward_backward` for this micro-batch. DDP's hooks are not called."""
         batch, num_targets = micro_batch
         with torch.enable_grad():
             loss = self.inner(batch)
@@ -90,7 +90,7 @@ class Recomputation:
             gradients = torch.autograd.grad(loss, list(self.parameters.values()), weight, allow_unused=True)
         by_name = {name: each for name, each in zip(self.parameters, gradients, strict=True) if each is not None}
         norms = torch.stack([norm.float() for norm in norms_of(list(by_name.values()))]) / self.scale
-        # The step ignores the loss of a micro-batch without targets, too.
+        # The step also ignores the loss of a micro-batch without targets.
         value = 0.0 if num_targets == 0 else float(detached)
         total = float(torch.linalg.vector_norm(norms))
         return Outcome(value, dict(zip(by_name, norms.tolist(), strict=True)), total)
@@ -98,7 +98,10 @@ class Recomputation:
     def recompute(
         self, part: MicroBatch, state: RandomState, watch: ModuleWatch | None = None, *, by_row: bool = False
     ) -> Outcome:
-        """Compute with the random numbers and buffers from before the micro-batch; `by_row`: no row depends on another."""
+        """Compute with the random numbers and buffers from before the micro-batch.
+
+        With `by_row`, batch statistics are off, so no row depends on another.
+        """
         state.put_back()
         self.buffers.put_back()
         with without_batch_statistics(self.inner) if by_row else nullcontext():
@@ -107,13 +110,13 @@ class Recomputation:
     def watched(
         self, part: MicroBatch, state: RandomState, on_not_finite: OnNotFinite | None = None, *, by_row: bool = False
     ) -> tuple[ModuleWatch, Outcome]:
-        """Recompute while every module is watched."""
+        """Recompute while watching every module; return the watch and the outcome."""
         with ModuleWatch(self.inner.model, on_not_finite) as watch:
             return watch, self.recompute(part, state, watch, by_row=by_row)
 
     @property
     def is_late(self) -> bool:
-        """Return whether the time for the diagnosis is over."""
+        """Return whether the time limit of the diagnosis is over."""
         return time.monotonic() > self._deadline
 
 
@@ -126,15 +129,15 @@ class SamplesOf:
         shapes = [value.shape for value in self.batch.values() if isinstance(value, Tensor) and value.dim()]
         sizes = [shape[0] for shape in shapes]
         self.num_rows = len(indices) if indices else max(set(sizes), key=sizes.count, default=0)
-        # Samples that are packed into one row, padded time first, or nodes of one graph cannot be separated.
+        # Samples packed into one row, padded time-first samples, and nodes of one graph cannot be separated.
         self.can_be_cut = self.num_targets > 0 and self.num_rows > 0 and set(sizes) == {self.num_rows}
-        # The program's own layout (`ModuleTask`) may be time first, with as many steps as samples.
+        # A program's layout (`ModuleTask`) may be time-first, with equally many time steps and samples.
         if (self.num_rows, 0) in shapes:
             self.can_be_cut &= not any(self.num_rows in shape[1:] for shape in shapes)
         self.indices = indices or list(range(self.num_rows))
 
     def part(self, rows: Sequence[int]) -> MicroBatch:
-        """Return these rows alone; a tensor of one number stays whole."""
+        """Return only these rows. A 0-dim tensor stays whole."""
         index = torch.as_tensor(rows)
         batch = {
             name: value.index_select(0, index.to(value.device)) if isinstance(value, Tensor) and value.dim() else value
@@ -145,20 +148,21 @@ class SamplesOf:
 
 @dataclass
 class Finding:
-    """The result of one process's diagnosis; filled as far as it got."""
+    """Result of one process's diagnosis, filled as far as the diagnosis got."""
 
     rank: int
     device: str
     happens_again: bool | None = None
-    """None where it was not recomputed, and for spikes, where only all processes together can tell."""
+    """Whether the problem recurs. None if not recomputed, and None for spikes, because only all processes together can
+    decide."""
     place: str | None = None
-    """Origin of the first number that is not finite: `weights`, `batch`, `module`, `loss` or `gradient`."""
-    micro_batch: int | None = None  # the first bad one, from 0
+    """Origin of the first number that is not finite: `weights`, `batch`, `module`, `loss`, or `gradient`."""
+    micro_batch: int | None = None  # first bad micro-batch, from 0
     samples: list[int] = field(default_factory=list)
-    """The first `MAX_LISTED` samples that are bad alone, as indices in the data set (or rows where it has none)."""
-    num_samples: int = 0  # bad alone
+    """First `MAX_LISTED` samples that are bad alone: indices in the data set, or rows if it has no indices."""
+    num_samples: int = 0  # number of samples that are bad alone
     suspects: list[int] = field(default_factory=list)
-    """All samples of the bad micro-batch, or of the step where none is bad any more."""
+    """All samples of the bad micro-batch, or of the whole step if the problem does not recur."""
     module: str | None = None
     module_kind: str | None = None
     weights_not_finite: list[str] = field(default_factory=list)
@@ -168,21 +172,21 @@ class Finding:
     """Finite gradient norms by parameter, of this process only."""
     loss_sum: float | None = None  # of this process, recomputed
     gradient_norm: float | None = None
-    """Gradient norm of this process only, recomputed: the sum over its micro-batches, an upper bound."""
+    """Recomputed gradient norm of this process only: the sum over its micro-batches, an upper bound."""
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Shape, smallest and largest number, and count of NaN and Inf of each tensor of the bad micro-batch, or the first."""
+    """Shape, minimum, maximum, and count of NaN and Inf of each tensor of the bad (otherwise the first) micro-batch."""
     heaviest: list[dict[str, float]] = field(default_factory=list)
-    """After a spike: samples with their own loss and gradient norm, the largest first."""
+    """Samples of a spike with their own loss and gradient norm, largest first."""
     seconds: float = 0.0
-    error: str | None = None  # that ended the diagnosis early
+    error: str | None = None  # error that ended the diagnosis early
 
 
 def examine(
     inner: TrainingModule, micro_batches: Sequence[MicroBatch], request: DiagnosisRequest, device: torch.device
 ) -> tuple[Finding, list[RandomState]]:
-    """Recompute a process's share of a step and find what is wrong with it; an error is part of the finding.
+    """Recompute a process's share of a step and find the problem; return the finding and the random states.
 
-    Also returns the random state before each of its micro-batches that were recomputed.
+    The finding includes any error of the diagnosis. The random states are from before each recomputed micro-batch.
     """
     began = time.monotonic()
     finding = Finding(request.rank, describe_device(device))
@@ -197,31 +201,31 @@ def examine(
 
 
 def not_examined(request: DiagnosisRequest, device: torch.device) -> Finding:
-    """Return the finding without recomputing anything."""
+    """Return a finding without recomputing anything."""
     suspects = [sample for share in request.samples or [] for sample in share][:MAX_LISTED]
     return Finding(request.rank, describe_device(device), suspects=suspects)
 
 
 def origins_of(finding: Finding, data: TaskData) -> list[str]:
-    """Return where the named samples come from (`7: train.jsonl, row 7`), as far as the data set knows."""
+    """Return the origins of the named samples (`7: train.jsonl, row 7`), if the data set knows them."""
     if data.where is None or data.step_batches is not None:
         return []
     named = finding.samples or [int(each["sample"]) for each in finding.heaviest]
     try:
         return [f"{index}: {data.where(index)}" for index in named[:MAX_ORIGINS]]
-    except Exception as error:  # of the data set
+    except Exception as error:  # `where` is code of the data set and may raise anything
         return [f"not known: {error}"]
 
 
 def describe_device(device: torch.device) -> str:
-    """Return `cuda:3 (NVIDIA H200)`, `cpu`."""
+    """Return the device as text, such as `cuda:3 (NVIDIA H200)` or `cpu`."""
     return f"{device} ({device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def _examine(
     recomputation: Recomputation, micro_batches: Sequence[MicroBatch], finding: Finding, states: list[RandomState]
 ) -> None:
-    """Fill the finding, and the random state before each micro-batch."""
+    """Fill the finding and the random state before each micro-batch."""
     request = recomputation.request
     finding.weights_not_finite = names_not_finite(dict(recomputation.inner.model.named_parameters()))[:MAX_LISTED]
     finding.columns = _describe_columns(micro_batches[0][0])
@@ -255,7 +259,7 @@ def _examine(
 
 
 def _describe_columns(batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return shape, kind, smallest and largest number of each tensor of a batch, and how many of them are NaN or Inf."""
+    """Return the shape, dtype, minimum, maximum, and count of NaN and Inf of each tensor of a batch."""
     columns = {}
     for name, value in batch.items():
         if not isinstance(value, Tensor):
@@ -277,7 +281,10 @@ def _note_gradients(finding: Finding, outcome: Outcome) -> None:
 
 
 def _bad_rows(recomputation: Recomputation, samples: SamplesOf, state: RandomState) -> list[int]:
-    """Return the rows that are not finite alone, by halving; empty where only several together are, or time ran out."""
+    """Return the rows that are not finite alone, found by bisection.
+
+    The result is empty if only several rows together are not finite, or if the time limit is over.
+    """
     if not samples.can_be_cut:
         return []
 
@@ -289,7 +296,7 @@ def _bad_rows(recomputation: Recomputation, samples: SamplesOf, state: RandomSta
 
 
 def find_rows(is_bad: Callable[[Sequence[int]], bool], rows: Sequence[int]) -> list[int]:
-    """Return those of some bad rows that are bad alone."""
+    """Return the `rows` that are bad alone; `rows` together are bad."""
     if len(rows) == 1:
         return list(rows)
     middle = len(rows) // 2
@@ -299,12 +306,15 @@ def find_rows(is_bad: Callable[[Sequence[int]], bool], rows: Sequence[int]) -> l
 def _name_place(
     recomputation: Recomputation, samples: SamplesOf, rows: list[int], state: RandomState, finding: Finding
 ) -> None:
-    """Name the first module with an output that is not finite: in the forward or, where the loss is finite, in the backward."""
+    """Name the first module with an output that is not finite.
+
+    If the loss is finite, name the first such module of the backward.
+    """
     bad_part = samples.part(rows[:1]) if rows else samples.micro_batch
     watch, outcome = recomputation.watched(bad_part, state, by_row=bool(rows))
     ignored: set[str] = set()
     good = [row for row in range(samples.num_rows) if row not in rows] if rows else []
-    if good:  # modules that are not finite for a good sample either (a mask of -Inf) are not the cause
+    if good:  # modules that are also not finite for a good sample (a mask of -Inf) are not the cause
         good_watch, good_outcome = recomputation.watched(samples.part(good[:1]), state, by_row=True)
         ignored = good_watch.not_finite() if good_outcome.is_finite else set()
     first = watch.first_not_finite(ignored)
@@ -332,7 +342,7 @@ def _name_place(
 def _find_heaviest(
     recomputation: Recomputation, micro_batches: Sequence[MicroBatch], finding: Finding, states: Sequence[RandomState]
 ) -> None:
-    """Measure loss and gradient norm of single samples, in the order of the step, as many as there is time for."""
+    """Measure loss and gradient norm of single samples, in the order of the step, until the time limit."""
     indices = recomputation.request.samples
     measured = []
     for number, micro_batch in enumerate(micro_batches):

@@ -1,4 +1,7 @@
-"""Check that all processes still hold the same weights: a checksum on the device, and one collective, where there is a pause."""
+"""Check that all processes still hold the same weights, by a checksum on the device and one collective.
+
+The check runs only between steps.
+"""
 
 from collections import Counter
 
@@ -18,23 +21,23 @@ _NONNEGATIVE = 2**62 - 1
 
 
 def check_divergence(run: RunContext) -> None:
-    """Compare the weights of all processes; where they differ, report it and roll back to a checkpoint.
+    """Compare the weights of all processes. If they differ, report replica drift and roll back to a checkpoint.
 
     With several copies of a sharded model (HSDP), each shard is compared with its copies.
 
     Raises:
-        RollBack: to a healthy checkpoint, from before they were last compared.
+        RollBack: to a known-good checkpoint from before the last comparison.
         TrainingStopped: the guard allows no further rollback.
     """
     run.strategy.release_gathered()
     weights = dict(run.strategy.inner.model.named_parameters())
     sums = checksums([local_part(each) for each in weights.values()]).to(run.accelerator.device)
     copies = run.strategy.copies_group()
-    # The largest sums and (negated) the smallest in one collective.
+    # One collective returns the largest and the (negated) smallest sums.
     extremes = torch.cat((sums, -sums))
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=copies)
     differ = extremes[: len(sums)] != -extremes[len(sums) :]
-    if copies is not None:  # each shard has copies of its own, and all processes must decide alike
+    if copies is not None:  # shards are compared separately, but all processes must decide alike
         anywhere = differ.to(torch.uint8)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
         differ = anywhere != 0
@@ -53,7 +56,7 @@ def check_divergence(run: RunContext) -> None:
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:
-    """Return a number for each tensor that any single changed bit changes: the sum of its bits as integers, on the device."""
+    """Return one number per tensor, on the device: the sum of its bits as integers. Any changed bit changes it."""
     return torch.stack([_bits(tensor).sum(dtype=torch.int64) & _NONNEGATIVE for tensor in tensors])
 
 
@@ -64,7 +67,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _odd_ranks(run: RunContext, here: Tensor, copies: dist.ProcessGroup | None) -> str:
-    """Return which ranks differ from a majority of those that should hold the same."""
+    """Return which ranks differ from the majority of the ranks that should hold the same weights."""
     group = range(run.accelerator.num_processes) if copies is None else dist.get_process_group_ranks(copies)
     everywhere = gather_object([(tuple(here.tolist()), list(group))])
     odd = []

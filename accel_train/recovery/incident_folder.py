@@ -1,4 +1,7 @@
-"""The folder of an incident: its micro-batches and weights, published whole or not at all, and read again."""
+"""Write and read the folder of an incident, with its micro-batches and weights.
+
+The folder is published as a whole or not at all.
+"""
 
 import json
 import os
@@ -23,7 +26,7 @@ from accel_train.observe.incident_text import format_incident
 from accel_train.observe.run_folder import METRICS_FILE
 
 MAX_BATCH_BYTES = 2**28
-"""Limit of the micro-batches of one process that are kept with an incident."""
+"""Size limit of one process's micro-batches kept with an incident, in bytes."""
 TAIL_BYTES = 2**16
 HOST, CUDA = "random_state.host", "random_state.cuda"
 
@@ -35,18 +38,18 @@ class KeptMicroBatch:
     number: int  # of the micro-batch in its step, from 0
     micro_batch: MicroBatch
     state: RandomState
-    """Random numbers before it was computed, as far as they were kept."""
+    """Random numbers from before the micro-batch was computed, as far as they were kept."""
     samples: list[int] | None
-    """Indices in the data set; None where they are not known."""
+    """Indices in the data set. None if not known."""
 
 
 def write_incident(
     run_folder: Path, record: Mapping[str, Any], batches: Mapping[str, bytes], weights: Mapping[str, Tensor] | None
 ) -> Path:
-    """Publish an incident's folder: JSON, Markdown, micro-batches by file name, and weights.
+    """Publish an incident's folder: JSON, Markdown, micro-batches by file name, and weights. Return its path.
 
     Raises:
-        Exception: it could not be written (a full disk); nothing of it is left behind.
+        Exception: the folder could not be written, for example on a full disk. Nothing is left behind.
     """
     root = run_folder / INCIDENTS
     final = root / str(record["folder"])
@@ -72,9 +75,9 @@ def pack_micro_batches(
     states: Sequence[RandomState],
     samples: list[list[int]] | None,
 ) -> bytes | None:
-    """Return some micro-batches as a safetensors file: `0/input_ids`, with the random state before each, where it is known.
+    """Return the micro-batches with these `numbers` as a safetensors file; None if too large or not packable.
 
-    None where they are too large, or cannot be packed.
+    Tensors are named `0/input_ids`. The file includes the random state before each micro-batch, if known.
     """
     tensors: dict[str, Tensor] = {}
     num_targets: dict[int, int] = {}
@@ -99,7 +102,7 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
     """Read the micro-batches of a file, in the order of the step.
 
     Raises:
-        ValueError: the file is gone or damaged.
+        ValueError: the file is missing or damaged.
     """
     try:
         if path.exists() and not path.is_file():
@@ -122,7 +125,7 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
 
 
 def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
-    """Return the last logged training losses with their steps; empty where none can be read."""
+    """Return the last logged training losses with their steps; empty if the log cannot be read."""
     path = run_folder / METRICS_FILE
     try:
         with path.open("rb") as file:
@@ -132,7 +135,7 @@ def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
         return []
     last: list[tuple[int, float]] = []
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):  # a damaged line costs itself alone
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # skip damaged lines only
             record = json.loads(line)
             if record["split"] == "train":
                 loss = record["step_loss"]

@@ -1,4 +1,4 @@
-"""The diagnosis of a bad step: which process, which samples, which module, and whether it happens again."""
+"""Diagnose a bad step: name the process, the samples, and the module, and find out whether the problem recurs."""
 
 import math
 import shlex
@@ -43,9 +43,9 @@ from accel_train.runtime.doctor import environment
 from accel_train.runtime.process_group import on_main
 
 MAX_BATCHES = 4
-"""Limit of the processes whose micro-batches are kept, where it is known which of them were bad."""
+"""Maximum number of processes whose micro-batches are kept, if the bad processes are known."""
 MAX_BATCHES_BYTES = 2**30
-"""Limit of the micro-batches of all processes that are kept with an incident."""
+"""Size limit of all processes' micro-batches kept with an incident, in bytes."""
 MAX_WEIGHTS_BYTES = 2**31
 OF_RESULT = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "max_grad_norm", "skipped", "num_targets")
 
@@ -53,14 +53,15 @@ OF_RESULT = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "max_gr
 def diagnose(
     run: RunContext, result: StepResult, decision: Decision, micro_batches: list[MicroBatch]
 ) -> tuple[str | None, str]:
-    """Find the cause of a bad step: each process recomputes its share, and the main process writes the incident's folder.
+    """Find the cause of a bad step; return the incident folder's name and a sentence about the cause.
 
-    Return the folder's name (None where it could not be written, and on the other processes) and a sentence, which is empty where
-    the run has written its `guard.max_incidents`.
+    Each process recomputes its share, and the main process writes the folder. The name is None on the other processes,
+    and if the folder could not be written. The sentence is empty once the run has written `guard.max_incidents`
+    incidents.
 
-    Where no process can compute alone (sharded weights, split layers, split sequences), batches and whole weights are kept for
-    `replay`, which does the same on one process. Weights, gradients that wait for their update, moments, buffers and random
-    numbers are left as they are.
+    Sharded weights, split layers, and split sequences cannot be recomputed by one process here. Then batches and whole
+    weights are kept for `replay`, and `replay` diagnoses the step on one process. Weights, gradients that wait for
+    their update, moments, buffers, and random numbers stay as they are.
     """
     with run.observer.pause("recovery"):
         allowed = run.plan.recipe.guard.max_incidents
@@ -84,7 +85,7 @@ def diagnose(
             return None, sentence
         try:
             folder = _write(run, record, batches, weights)
-        except Exception as error:  # a full disk, say: it costs the folder, and not the run
+        except Exception as error:  # for example a full disk: the run continues without the folder
             return None, f"{sentence}. The incident could not be written: {error}"
         if why_not is not None and can_replay(record):
             sentence += f"; accel-train replay {shlex.quote(str(folder))} names sample and module"
@@ -92,7 +93,7 @@ def diagnose(
 
 
 def _why_not_here(run: RunContext) -> str | None:
-    """Return why no process can recompute its share alone; None where each can."""
+    """Return why a process cannot recompute its share alone; None if each process can."""
     if run.strategy.dims.sp_size > 1:
         return "sequences are split over the processes (parallel.sp_size)"
     if run.strategy.dims.tp_size > 1:
@@ -105,7 +106,7 @@ def _why_not_here(run: RunContext) -> str | None:
 
 
 def _weights(run: RunContext) -> dict[str, Tensor] | None:
-    """Return the weights, on the main process; None where they are too large to be kept with each incident."""
+    """Return the weights on the main process; None if they are too large to keep with each incident."""
     shapes, base = run.strategy.weight_shapes(), run.strategy.inner.base
     num_bytes = sum(shape.numel() for name, shape in shapes.items() if name not in base) * torch.float32.itemsize
     return run.strategy.full_weights(base) if num_bytes < MAX_WEIGHTS_BYTES else None
@@ -134,7 +135,8 @@ def _samples(run: RunContext, step: int, num_micro_batches: int) -> list[list[in
         return None
     order, dims = run.plan.order, run.strategy.dims
     share = order.rank_micro_batches(step, dims.rank, dims.size, run.sizes.per_device_batch_size)
-    # In a short step a process without samples forwards another's, with no weight, so that it takes part in the collectives.
+    # In a short step, a process without samples forwards a sample of another process with weight 0. So it takes part in
+    # the collectives.
     return share + [order.step_samples(step)[:1].tolist()] * (num_micro_batches - len(share))
 
 
@@ -175,7 +177,7 @@ def _record(
 
 
 def _whole_sequences(run: RunContext, step: int, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches of a 0-based step, with whole sequences where this process has computed slices of them."""
+    """Return the micro-batches of a 0-based step. Slices computed by this process are replaced by whole sequences."""
     collate = run.plan.data.collate
     if not isinstance(collate, Slices):
         return micro_batches
@@ -185,7 +187,7 @@ def _whole_sequences(run: RunContext, step: int, micro_batches: list[MicroBatch]
 
 
 def _collect_batches(run: RunContext, record: JsonRecord, pack: Callable[[], bytes | None]) -> dict[str, bytes]:
-    """Send the micro-batches worth keeping to the main process, one process at a time, until `MAX_BATCHES_BYTES` are reached."""
+    """Send micro-batches worth keeping to the main process, one process at a time, up to `MAX_BATCHES_BYTES`."""
     kept, num_bytes, record["batches"] = {}, 0, []
     for rank in _ranks_to_keep(record):
         content: list[Any] = [pack() if rank == run.accelerator.process_index else None]
@@ -202,13 +204,14 @@ def _collect_batches(run: RunContext, record: JsonRecord, pack: Callable[[], byt
 
 
 def _ranks_to_keep(record: JsonRecord) -> list[int]:
-    """Return the processes whose micro-batches are worth keeping; the same on all processes."""
+    """Return the processes whose micro-batches are worth keeping; equal on all processes."""
     findings, heaviest = record["processes"], heaviest_sample(record)
     if heaviest is not None:
         return [heaviest[0]["rank"]]
     then = [each["rank"] for each in not_finite_then(findings)]
     if record["not_diagnosed"] is not None:
-        # One of those that read the same samples; all of them where gradients were summed before anything looked at them.
+        # One process of each group that reads the same samples. All groups if the bad processes are not known, because
+        # gradients were summed before they were checked.
         share = record["num_sharing"]
         return list({rank // share: rank for rank in then or range(len(findings))}.values())
     again = [each["rank"] for each in findings if each["happens_again"]]
@@ -218,8 +221,8 @@ def _ranks_to_keep(record: JsonRecord) -> list[int]:
 
 
 def _write(run: RunContext, record: JsonRecord, batches: dict[str, bytes], weights: dict[str, Tensor] | None) -> Path:
-    """Add what only the main process knows, and write the folder."""
-    # On an abandoned branch the same step may have failed before.
+    """Add the facts that only the main process knows, and write the folder."""
+    # The same step may have failed before, on a branch that a rollback abandoned.
     record["folder"] = free_path(run.plan.output_dir / INCIDENTS / f"step-{record['step']:08d}").name
     before = [step for step in steps_of(run.saver.root) if 0 < step < record["step"]]
     record["weights"] = {

@@ -1,4 +1,4 @@
-"""Write what a GPU's memory held when it ran out: the allocator's snapshot and a table, in the run folder."""
+"""Write the contents of a GPU's memory when it ran out: the allocator's snapshot and a table, in the run folder."""
 
 import gzip
 import json
@@ -20,8 +20,8 @@ NUM_SIZES = 20
 def write_memory_snapshot(run: RunContext) -> None:
     """Write `profile/rank-R-memory-step-N.json.gz` and a table of the same name in `.txt`; on a CPU do nothing.
 
-    Called while the error lives, which keeps the step's activations: they are what did not fit. The JSON is that of
-    `torch.cuda.memory_snapshot()`. Nothing is recorded before memory runs out, so the snapshot costs a run nothing.
+    Call it while the error is alive: the error keeps the step's activations, and these did not fit. The JSON is the
+    result of `torch.cuda.memory_snapshot()`. Nothing is recorded before memory runs out, so a normal run has no cost.
     """
     if run.accelerator.device.type != "cuda":
         return
@@ -40,10 +40,10 @@ def write_memory_snapshot(run: RunContext) -> None:
 
 
 def block_table(segments: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the allocated blocks by size, the sizes that take most memory first.
+    """Return a table of the allocated blocks by size, the sizes that take the most memory first.
 
     Args:
-        segments: as of `torch.cuda.memory_snapshot()`; sizes are in bytes.
+        segments: result of `torch.cuda.memory_snapshot()`; sizes are in bytes.
     """
     sizes: Counter[int] = Counter()
     for segment in segments:

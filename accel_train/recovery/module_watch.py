@@ -1,4 +1,4 @@
-"""Watch every module of a model during one forward and backward, and find the first that makes NaN or Inf."""
+"""Watch every module of a model during one forward and backward, and find the first that produces NaN or Inf."""
 
 import math
 from collections.abc import Callable, Collection
@@ -14,41 +14,45 @@ from torch.utils.hooks import RemovableHandle
 from accel_train.model.tensors import tensors_in
 
 OnNotFinite = Callable[[str, nn.Module, Any, Any, Any], None]
-"""Takes a module's name, the module, its inputs by position and by name, and its output."""
+"""Callback that takes a module's name, the module, its positional inputs, its keyword inputs, and its output."""
 
 
 @dataclass
 class Call:
     """One call of a module."""
 
-    name: str  # as parameters are named: `transformer.h.3.mlp`; empty for the model itself
+    name: str  # prefix of its parameters' names: `transformer.h.3.mlp`; empty for the model itself
     kind: str  # its class
     inputs_finite: bool
-    largest: float = 0.0  # largest absolute value of its outputs; NaN where one is NaN
+    largest: float = 0.0  # largest absolute value of its outputs; NaN if any is NaN
     output_gradients_finite: bool = True
 
     @property
     def output_finite(self) -> bool:
-        """Return whether every number it returned is finite."""
+        """Return whether every number in the output is finite."""
         return math.isfinite(self.largest)
 
 
 class ModuleWatch:
-    """Hooks on all modules while it is open: `with ModuleWatch(model) as watch: loss = ...; watch.forward_is_over(); ...`.
+    """Hooks on all modules of a model, active while it is open.
 
-    It waits for the device at each module, and so is for steps that failed only.
+    Usage: `with ModuleWatch(model) as watch: loss = ...; watch.forward_is_over(); ...`. It waits for the device at each
+    module, so use it only for failed steps.
 
     Args:
-        model: whose modules are watched.
-        on_not_finite: called at the first module with finite inputs and an output that is not.
+        model: model whose modules are watched.
+        on_not_finite: called at the first module with finite inputs and an output that is not finite.
     """
 
     def __init__(self, model: nn.Module, on_not_finite: OnNotFinite | None = None) -> None:
         self._model, self._on_not_finite = model, on_not_finite
         self.calls: list[Call] = []
-        """Calls in the order in which they returned: inner modules before those that call them."""
+        """Calls in the order in which they returned. Inner modules come before the modules that call them."""
         self.first_in_backward: Call | None = None
-        """The first call of the backward with finite gradients at its outputs, and others at an input: the deepest of them."""
+        """First call in the backward with finite output gradients and an input gradient that is not finite.
+
+        It is the deepest such call.
+        """
         self._running: list[Call] = []
         self._handles: list[RemovableHandle] = []
         self._records = True
@@ -65,13 +69,16 @@ class ModuleWatch:
         self._handles.clear()
 
     def forward_is_over(self) -> None:
-        """Record no further calls: gradient checkpointing recomputes blocks in the backward."""
+        """Stop recording calls. Gradient checkpointing recomputes blocks in the backward."""
         self._records = False
 
     def first_not_finite(self, ignored: Collection[str] = ()) -> Call | None:
-        """Return the first call with finite inputs and an output that is not; the deepest, since it returns first.
+        """Return the first call with finite inputs and an output that is not finite.
 
-        `ignored` are names of modules that always return such numbers (a mask of -Inf, say).
+        It is the deepest such call, because the deepest call returns first.
+
+        Args:
+            ignored: names of modules that always return such numbers, such as a mask of -Inf.
         """
         calls = (call for call in self.calls if call.inputs_finite and not call.output_finite)
         return next((call for call in calls if call.name not in ignored), None)
@@ -87,7 +94,7 @@ class ModuleWatch:
         aliases: dict[int, Tensor] = {}
 
         def alias(value: Tensor) -> Tensor:
-            """Return a view for this call only, so that its gradient comes from this call only."""
+            """Return a view used by this call only, so that its gradient comes from this call only."""
             if not (value.requires_grad and value.is_floating_point()):
                 return value
             if id(value) not in aliases:
@@ -125,12 +132,12 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _largest(tree: Any) -> float:
-    """Return the largest absolute value of all tensors; NaN where there is one, 0 where there are no floating-point numbers."""
+    """Return the largest absolute value of all floating-point numbers; NaN if any is NaN, 0 if the tree has none."""
     norms = [float(torch.linalg.vector_norm(tensor.detach(), math.inf)) for tensor in _floats(tree)]
     return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
 
 
 def _has_nan_or_inf(tree: Any) -> bool:
-    """Return whether there is a NaN or +Inf; a mask may hold -Inf."""
+    """Return whether the tree contains NaN or +Inf. A mask may contain -Inf."""
     largest = [float(tensor.detach().max()) for tensor in _floats(tree) if not tensor.is_complex()]
     return any(math.isnan(value) or value == math.inf for value in largest)

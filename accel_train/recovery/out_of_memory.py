@@ -1,8 +1,9 @@
-"""Out of memory in a step: the run continues with smaller micro-batches and the same global batch.
+"""Recover from out of memory in a step: continue with smaller micro-batches and the same global batch.
 
-Where each process computes by itself (one process, DDP), all continue at once and do the step again. Where a forward waits for other
-processes (FSDP2, ZeRO, tensor and sequence parallelism), the run ends with exit code 75, and the next start uses the smaller
-micro-batches. Nothing here recovers inside an `except`: there the error's traceback keeps the activations alive.
+If each process computes independently (one process, DDP), all processes repeat the step at once. If a forward waits for
+other processes (FSDP2, ZeRO, tensor and sequence parallelism), the run ends with exit code 75. The next start then uses
+the smaller micro-batches. Nothing here recovers inside an `except` block, where the error's traceback keeps the
+activations alive.
 """
 
 from collections.abc import Sequence
@@ -29,13 +30,17 @@ from accel_train.recovery.unused_parameters import UnusedParameters, check_first
 from accel_train.runtime.memory import is_out_of_memory
 
 CAREFUL_STEPS = 2
-"""The first step allocates gradients and activations, its update the moments: from the second one on memory stays as it is."""
+"""Number of first steps that may need more memory than earlier steps.
+
+The first step allocates gradients and activations, and its update allocates the moments. From the second step on,
+memory stays the same.
+"""
 
 
 class RanOutOfMemory(StepAgain):
-    """Raised where some process ran out of memory, and all can repeat the step with smaller micro-batches.
+    """Raised if any process ran out of memory and all can repeat the step with smaller micro-batches.
 
-    `message` is that of this process's allocator, empty where this process had enough.
+    `message` is the error of this process's allocator, or empty if this process had enough memory.
     """
 
     def __init__(self, ranks: list[int], message: str) -> None:
@@ -45,14 +50,14 @@ class RanOutOfMemory(StepAgain):
 
 @dataclass
 class NewSizes:
-    """Finds steps that may need more memory than earlier ones: the first ones, and any with a longer sample than all before."""
+    """Finder of steps that may need more memory: the first steps, and steps with a longer sample than all before."""
 
     order: DataOrder
     num_seen: int = 0
     longest: int = 0
 
     def is_new(self, step: int) -> bool:
-        """Return whether this 0-based step is one; the same on every process, since it follows from the order."""
+        """Return whether this 0-based step may need more memory. The order decides, so all processes agree."""
         lengths = self.order.lengths
         longest = 0 if lengths is None else int(lengths[self.order.step_samples(step)].max())
         is_new = self.num_seen < CAREFUL_STEPS or longest > self.longest
@@ -62,13 +67,15 @@ class NewSizes:
 
 
 class MemoryCare:
-    """Ensures that a process that runs out of memory keeps no other one waiting, and that its step is repeated.
+    """Protection from a process that runs out of memory: it does not block the others, and its step is repeated.
 
-    Under DDP a process that fails within the backward pass would leave the others waiting in a collective. So in a step of new
-    sizes each process first computes its gradients without a reduction, then all exchange who ran out of memory, and only
-    then gradients are reduced. This costs one more collective and one more forward of a micro-batch (with no weight, and by
-    DDP's own buckets, so that the sum is the same to the bit as without this care). Other steps need no more than earlier ones,
-    and cost nothing; a process that still runs out of memory contributes NaN, so that no process applies the step.
+    Under DDP, a process that fails within the backward pass would leave the others waiting in a collective. So in a
+    step of new sizes, each process first computes its gradients without a reduction. Then all processes exchange who
+    ran out of memory, and only then are the gradients reduced. This costs one more collective and one more forward of a
+    micro-batch. That forward has weight 0 and uses DDP's own buckets, so the sum is bit-identical to a normal step.
+
+    Other steps need no more memory than earlier steps, and have no extra cost. A process that still runs out of memory
+    contributes NaN, so that no process applies the step.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -77,7 +84,10 @@ class MemoryCare:
         self._reduces_later = False
 
     def reduces_at_once(self, step: int) -> bool:
-        """Return whether gradients are reduced with the last backward of this 0-based step; called before its first forward."""
+        """Return whether the last backward of this 0-based step reduces gradients.
+
+        Call it before the step's first forward.
+        """
         strategy, is_new = self._run.strategy, self._sizes.is_new(step)
         self._reduces_later = is_new and not self._is_alone and strategy.is_replicated
         if not self._reduces_later:
@@ -91,12 +101,16 @@ class MemoryCare:
     def after_backward(
         self, micro_batches: Sequence[MicroBatch], agreement: Agreement, loss_sum: Tensor | None, shortage: str
     ) -> tuple[Tensor | None, StepAgain | None]:
-        """Return the loss sum, or the reason to repeat the step on all processes. `loss_sum` is None after a `shortage` here.
+        """Return the loss sum, or the reason to repeat the step on all processes.
+
+        Args:
+            loss_sum: this process's loss sum; None after a `shortage` on this process.
 
         Raises:
-            RestartNeeded: the others cannot continue without this process; a smaller micro-batch is saved for the next start.
-            OutOfMemory: the same, and there is no smaller micro-batch.
-            RecipeError: a parameter took no part, and no step looks for such ones.
+            RestartNeeded: the others cannot continue without this process. A smaller micro-batch is saved for the
+                next start.
+            OutOfMemory: the others cannot continue without this process, and the micro-batch cannot be smaller.
+            RecipeError: a parameter took no part in the loss, and the steps do not look for such parameters.
         """
         run, strategy = self._run, self._run.strategy
         if loss_sum is None:
@@ -120,9 +134,9 @@ class MemoryCare:
 
 
 def shortage_in(run: RunContext, error: Exception) -> str:
-    """Return the first line of an out-of-memory error, or its kind where it has no text; raise any other error again.
+    """Return the first line of an out-of-memory error, or its type name if it has no text; raise any other error again.
 
-    A GPU's memory is written into the run folder, as it was when it ran out.
+    On a GPU, a snapshot of the memory is written to the run folder.
     """
     if not is_out_of_memory(error):
         raise error
@@ -131,7 +145,7 @@ def shortage_in(run: RunContext, error: Exception) -> str:
 
 
 def _failed_ranks(accelerator: Accelerator, has_failed: bool) -> list[int]:
-    """Return the processes that have failed; all call it."""
+    """Return the processes that have failed. All processes must call it."""
     failed = torch.zeros(accelerator.num_processes, device=accelerator.device)
     failed[accelerator.process_index] = has_failed
     dist.all_reduce(failed)
@@ -140,7 +154,7 @@ def _failed_ranks(accelerator: Accelerator, has_failed: bool) -> list[int]:
 
 
 def _contribute_nan(run: RunContext, shortage: str) -> Tensor:
-    """End the step so that no process applies the update; all learn the reason with its outcome (`undo_step`)."""
+    """End the step so that no process applies the update. All learn the reason with its outcome (`undo_step`)."""
     run.out_of_memory = shortage
     free_memory(run.strategy.optimizer, run.accelerator.device)
     if not run.strategy.contribute_nan():
@@ -149,27 +163,27 @@ def _contribute_nan(run: RunContext, shortage: str) -> Tensor:
 
 
 def undo_step(run: RunContext, result: StepResult) -> RanOutOfMemory:
-    """Set the run back to before a step that no process applied, because one ran out of memory; return the error to raise."""
+    """Set the run back to before a step that ran out of memory and was not applied; return the error to raise."""
     message, run.out_of_memory = run.out_of_memory, ""
     run.state.step = result.step - 1
     if result.loss_scale is not None:
-        run.accelerator.scaler.update(result.loss_scale)  # the NaN was no overflow, and must not lower the scale
+        run.accelerator.scaler.update(result.loss_scale)  # the NaN was not an overflow and must not lower the scale
     run.strategy.undo_step()
     return RanOutOfMemory(_failed_ranks(run.accelerator, bool(message)), message)
 
 
 def free_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Drop the gradients, and return what the allocator keeps to the device."""
+    """Drop the gradients, and release the allocator's cached memory to the device."""
     optimizer.zero_grad(set_to_none=True)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def use_smaller_micro_batches(run: RunContext, error: RanOutOfMemory) -> None:
-    """Repeat the step that ran out of memory with smaller micro-batches: the same samples, the same loss.
+    """Choose smaller micro-batches for the step that ran out of memory. Its samples and its loss stay the same.
 
     Raises:
-        OutOfMemory: they hold one sample already, or the data set makes its own batches.
+        OutOfMemory: micro-batches hold one sample already, or the data set makes its own batches.
     """
     run.undo_forward()
     free_memory(run.strategy.optimizer, run.accelerator.device)
@@ -182,9 +196,10 @@ def use_smaller_micro_batches(run: RunContext, error: RanOutOfMemory) -> None:
 
 
 def end_for_smaller_micro_batches(run: RunContext, message: str) -> NoReturn:
-    """Save a smaller micro-batch for the next start, and end the run: the others cannot continue without this process.
+    """Save a smaller micro-batch for the next start, and end the run. The others cannot continue without this process.
 
-    `message` is that of this process's allocator.
+    Args:
+        message: error of this process's allocator.
 
     Raises:
         RestartNeeded: the smaller size is saved.
@@ -202,15 +217,20 @@ def end_for_smaller_micro_batches(run: RunContext, message: str) -> NoReturn:
     steps = f"Step {step} is" if step == saved + 1 else f"Steps {saved + 1} to {step} are"
     origin = f"checkpoint {saved}" if saved else "the beginning"
     text = (
-        f"out of memory at step {step} with micro-batches of {format_count(run.sizes.per_device_batch_size, 'sample')}; {size} "
-        f"{'is' if size == 1 else 'are'} remembered for this machine. {steps} computed again from {origin}: {run.plan.how_to_resume}"
+        f"out of memory at step {step} with micro-batches of "
+        f"{format_count(run.sizes.per_device_batch_size, 'sample')}; {size} {'is' if size == 1 else 'are'} remembered "
+        f"for this machine. {steps} computed again from {origin}: {run.plan.how_to_resume}"
     )
     run.observer.on_event("out_of_memory", step, text, ranks=[rank])
     raise RestartNeeded(text)
 
 
 def _shrink(run: RunContext, ranks: Sequence[int], message: str) -> tuple[str, BatchSizes]:
-    """Return who ran out of memory, and the next smaller micro-batches."""
+    """Return who ran out of memory, and the next smaller micro-batches.
+
+    Raises:
+        OutOfMemory: micro-batches cannot be smaller.
+    """
     who = " and ".join(f"process {rank}" for rank in ranks)
     size = format_count(run.sizes.per_device_batch_size, "sample")
     reason = f"{who} ran out of memory in step {run.state.step + 1} with {size} per micro-batch"
@@ -221,7 +241,7 @@ def _shrink(run: RunContext, ranks: Sequence[int], message: str) -> tuple[str, B
 
 
 def smaller_micro_batches(sizes: BatchSizes) -> BatchSizes | None:
-    """Return the next smaller micro-batches of the same global batch, at most half as large; None where they hold one sample."""
+    """Return batch sizes with the next smaller micro-batch, at most half as large; None for one sample."""
     share, half = sizes.global_batch_size // sizes.world_size, sizes.per_device_batch_size // 2
     size = next((size for size in range(half, 0, -1) if share % size == 0), None)
     if size is None:

@@ -1,4 +1,4 @@
-"""Recompute an incident on this machine: its weights, its micro-batches, and every module's output one by one."""
+"""Recompute an incident on this machine: its weights, its micro-batches, and the output of every module."""
 
 import os
 import pdb  # noqa: T100 (--debug is for people)
@@ -52,7 +52,7 @@ from accel_train.task import TaskData, load_task, read_data
 
 @dataclass(frozen=True)
 class Replayed:
-    """A micro-batch, recomputed."""
+    """A recomputed micro-batch."""
 
     file: str
     number: int  # of the micro-batch in its step, from 0
@@ -67,19 +67,19 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Replay:
-    """An incident, recomputed."""
+    """A recomputed incident."""
 
     record: JsonRecord
     device: str
     precision: str
-    weights: str  # their origin
+    weights: str  # origin of the weights
     micro_batches: list[Replayed]
     findings: list[JsonRecord]
-    """The finding of each process whose batch was kept; empty where the run itself has diagnosed the step."""
+    """Findings of the processes whose batches were kept. Empty if the run itself diagnosed the step."""
 
     @property
     def classification(self) -> str:
-        """Return deterministic, transient or unknown: by the findings, or as the run itself has judged."""
+        """Return deterministic, transient, or unknown: from the findings here, or from the run's own diagnosis."""
         return classify(self._judged) if self.findings else str(self.record["classification"])
 
     @property
@@ -88,7 +88,7 @@ class Replay:
 
     @property
     def verdict(self) -> list[str]:
-        """Return whether it happens again, in a sentence, and what to do, a line each."""
+        """Return lines: a sentence that says whether the problem recurs, then one line per next action."""
         record = self._judged
         if record["kind"] == "spike":
             heaviest = f"{describe_heaviest(record)}; " if self.findings else ""
@@ -111,16 +111,17 @@ def replay_incident(
 ) -> Replay:
     """Build the run's model, load the incident's weights, and recompute its micro-batches.
 
-    A step that the run did not diagnose itself (of a sharded model, say) is diagnosed here: findings name samples and module.
+    A step that the run did not diagnose (for example with a sharded model) is diagnosed here: findings name samples and
+    module.
 
     Args:
-        folder: a folder in `RUN/incidents`; the run's recipe lies two folders up, and its data must still be there.
-        device: `cpu` or `cuda`; None for what there is.
-        debug: stop in the debugger at the first module whose output is not finite.
-        settings: `--section.field VALUE`, on top of the run's recipe.
+        folder: a folder in `RUN/incidents`. The run's recipe is two folders up, and its data must still exist.
+        device: `cpu` or `cuda`; None for the available device.
+        debug: whether to stop in the debugger at the first module whose output is not finite.
+        settings: `--section.field VALUE`, applied to the run's recipe.
 
     Raises:
-        ValueError: the folder is no incident, keeps no micro-batch, or does not fit the run's recipe.
+        ValueError: the folder is not an incident, keeps no micro-batch, or does not fit the run's recipe.
     """
     record = read_incident(folder)
     if not record["batches"]:
@@ -146,10 +147,10 @@ def replay_incident(
     model, _, frozen = change_model(recipe, task, task.build_model(recipe, data))
     base = digests_of_base(model, frozen) if recipe.model.pretrained is not None else {}
     weights = load_weights(model, folder, run_folder, record, base)
-    if recipe.model.frozen_dtype == "nf4":  # bf16 is what autocast rounds to anyway
+    if recipe.model.frozen_dtype == "nf4":  # not needed for bf16, because autocast rounds to bf16
         keep_frozen(model, frozen, Choice("nf4", "as set"), precision)
     inner = TrainingModule(model, task).to(accelerator.device)
-    accelerator.prepare_model(inner, evaluation_mode=True)  # puts autocast around its forward, and no DDP
+    accelerator.prepare_model(inner, evaluation_mode=True)  # wraps the forward in autocast, without DDP
     recomputation = Recomputation(inner, _request(record, readers), accelerator.device)
     replayed, findings = [], []
     for entry in record["batches"]:
@@ -176,7 +177,7 @@ def _request(record: JsonRecord, readers: int) -> DiagnosisRequest:
 def _diagnose(
     recomputation: Recomputation, record: JsonRecord, rank: int, kept: list[KeptMicroBatch], data: TaskData
 ) -> tuple[JsonRecord, list[KeptMicroBatch]]:
-    """Diagnose one process's share of the step; also return its bad micro-batch, if there is one."""
+    """Diagnose one process's share of the step; return the finding and the bad micro-batch, if any."""
     samples = [each.samples for each in kept if each.samples is not None] or None
     random_rank = rank // record["num_sharing"]
     request = replace(recomputation.request, rank=rank, random_rank=random_rank, samples=samples)
@@ -188,10 +189,10 @@ def _diagnose(
 
 
 def use_device(device: str | None) -> None:
-    """Let Accelerate use this device.
+    """Select this device for Accelerate.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the machine does not have this device.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
     if device == "cpu":
@@ -201,11 +202,13 @@ def use_device(device: str | None) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonRecord, base: Mapping[str, str]) -> str:
-    """Load the incident's weights, or those of the checkpoint before it; return which. Those of the `base`, with these digests, are in
-    the model already.
+    """Load the incident's weights, or the weights of the checkpoint before it; return their origin.
+
+    Args:
+        base: digests of the frozen base weights. The model already holds these weights.
 
     Raises:
-        ValueError: they are gone, damaged, or those of another model.
+        ValueError: the weights are missing, damaged, or belong to another model.
     """
     kept, checkpoint = record["weights"]["file"], record["weights"]["checkpoint"]
     if kept is None and checkpoint is None:
@@ -229,14 +232,17 @@ def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonR
 
 
 def stop_in_debugger(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Open the debugger at the first output that is not finite, with `name`, `module`, `args`, `kwargs` and `output`."""
+    """Open the debugger at the first output that is not finite.
+
+    The debugger shows `name`, `module`, `args`, `kwargs`, and `output`.
+    """
     who = f"{name or 'the model'} ({type(module).__name__})"
     print(f"\n{who} got finite numbers, and returned others: see args, kwargs, output")
     pdb.Pdb(nosigint=True).set_trace()
 
 
 def format_replay(replay: Replay) -> str:
-    """Return the table, module by module, and the verdict."""
+    """Return a table of all modules, and the verdict."""
     record = replay.record
     lines = [
         f"step {record['step']}: {record['sentence']}",
@@ -267,7 +273,8 @@ def _outcome_lines(each: Replayed) -> list[str]:
     lines = [
         f"loss (sum)     {each.outcome.loss:.6g}",
         f"gradient norm  {each.outcome.total:.6g}",
-        f"not finite     {f'{len(bad)} of {len(each.outcome.norms)} gradients: {named(bad, most=10)}' if bad else 'no gradient'}",
+        "not finite     "
+        f"{f'{len(bad)} of {len(each.outcome.norms)} gradients: {named(bad, most=10)}' if bad else 'no gradient'}",
     ]
     first = each.watch.first_in_backward
     if first is not None and not each.watch.not_finite():

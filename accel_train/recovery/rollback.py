@@ -1,5 +1,7 @@
-"""Carry out what the guard decides about a bad step; roll back: restore the newest healthy checkpoint from before it, and skip
-the steps around the onset."""
+"""Apply the guard's decision about a bad step.
+
+A rollback restores the newest known-good checkpoint from before the problem, and skips the steps around its onset.
+"""
 
 from dataclasses import asdict
 
@@ -17,7 +19,7 @@ from accel_train.runtime.process_group import on_main
 
 
 class RollBack(Exception):
-    """Raised by the loop for itself where the guard rolls back, on all processes at the same step."""
+    """Raised by the loop and caught by the loop when the guard rolls back, on all processes at the same step."""
 
     def __init__(self, reason: str, at_step: int) -> None:
         super().__init__(reason)
@@ -25,12 +27,12 @@ class RollBack(Exception):
 
 
 def carry_out(run: RunContext, result: StepResult, decision: Decision, micro_batches: list[MicroBatch]) -> None:
-    """Report a bad step with its cause, and raise what the guard decided; a skipped step needs nothing else.
+    """Report a bad step with its cause, and raise the guard's decision. A skipped step needs nothing else.
 
     Raises:
         RollBack: the run continues from an earlier checkpoint.
         TrainingStopped: the guard's budget is spent.
-        DataError: there is nothing to learn from.
+        DataError: the step has no targets, so there is nothing to learn from.
     """
     action, reason, incident = decision.action, decision.reason, None
     if decision.needs_diagnosis:
@@ -47,12 +49,13 @@ def carry_out(run: RunContext, result: StepResult, decision: Decision, micro_bat
 
 
 def roll_back(run: RunContext, request: RollBack) -> None:
-    """Restore the newest healthy checkpoint on all processes, and skip the steps that led here.
+    """Restore the newest known-good checkpoint on all processes, and skip the steps that led to the rollback.
 
-    The record is on disk before the abandoned checkpoints go, so a kill at any point resumes on the new branch.
+    The record is on disk before the abandoned checkpoints are removed. So after a kill at any point, the run resumes on
+    the new branch.
 
     Raises:
-        TrainingStopped: there is no healthy checkpoint.
+        TrainingStopped: no known-good checkpoint exists.
         CheckpointError: the disk fails.
     """
     with run.observer.pause("recovery"):
@@ -64,7 +67,7 @@ def roll_back(run: RunContext, request: RollBack) -> None:
         before = run.state
         folder = run.plan.output_dir / "checkpoints" / name
         state = restore(run.strategy, folder, run.plan.recipe.optimizer.name)
-    run.strategy.drop_gradients()  # of the step that has no update
+    run.strategy.drop_gradients()  # gradients of the step that is not applied
     apply_rollbacks(state, [*before.rollbacks, rollback])
     state.train_seconds = before.train_seconds
     run.state, run.guard = state, make_guard(run.plan, state)
@@ -74,7 +77,7 @@ def roll_back(run: RunContext, request: RollBack) -> None:
 
 
 def _choose(run: RunContext, request: RollBack) -> tuple[str, Rollback]:
-    """Return the checkpoint's name and the rollback, once it is recorded."""
+    """Return the checkpoint's name and the rollback, after recording the rollback."""
     run.saver.wait()
     report_saves(run)
     run.health.tag()

@@ -1,9 +1,10 @@
-"""Name the process that keeps the others waiting, and the part of a step that it is slow in.
+"""Find the process that keeps the others waiting, and its slow part of a step.
 
-A step takes every process as long as it takes the slowest, so its time names nobody. Compared is the time that each process does
-not wait for others, by the host's clock: waiting for data, and on a CPU the forward. (A GPU computes while the host continues, so
-there only data is compared. A backward waits for the gradients of the others, and is slow where the forward is.) The averages of
-a window of steps travel in one small collective and are read a window later, so the host waits for no device.
+A step takes equally long on every process, so the step time does not reveal the slow process. The watch compares the
+time in which a process does not wait for others, by the host's clock: waiting for data and, on a CPU, the forward. On a
+GPU the device computes while the host continues, so only data is compared. A backward is not timed: it waits for the
+gradients of the others, and it is slow if the forward is slow. The averages of a window of steps travel in one small
+collective. They are read one window later, so the host does not wait for the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,25 +21,25 @@ from accel_train.engine.run import RunContext
 T = TypeVar("T")
 
 LEAST_SHARE = 0.1
-"""Least wait of the others for a slow process, as a share of a step, before it is named."""
+"""Minimum wait of the others for a slow process to be named, as a share of a step."""
 DATA, COMPUTE = "reading data", "the forward"
 
 
 class Work(NamedTuple):
-    """Seconds of a process in a step, averaged over a window."""
+    """Seconds of a process per step, averaged over a window."""
 
     data: float  # reading its samples, or waiting for its data workers
-    forward: float  # 0 where the forward is not timed
-    whole: float  # from one batch to the next, waiting for other processes included
+    forward: float  # 0 if the forward is not timed
+    whole: float  # from one batch to the next, including waits for other processes
 
     @property
     def own(self) -> float:
-        """Return the seconds in which the process waits for no other."""
+        """Return the seconds in which the process does not wait for other processes."""
         return self.data + self.forward
 
 
 class StragglerWatch:
-    """Compares the processes of a run; off with one process, and with `guard.straggler_factor: none`."""
+    """Comparison of the processes of a run. Off with one process, and with `guard.straggler_factor: none`."""
 
     def __init__(self, run: RunContext) -> None:
         self.run, self.section = run, run.plan.recipe.guard
@@ -50,18 +51,18 @@ class StragglerWatch:
         self._slow_rank, self._num_windows = -1, 0
 
     def reading(self, batches: Iterator[T]) -> Iterator[T]:
-        """Return the same batches, and measure the wait for each; while they are read, forwards are timed as well."""
+        """Return the same batches and measure the wait for each. While they are read, forwards are also timed."""
         return self._timed(batches) if self.is_on else batches
 
     def compare(self, step: int) -> None:
-        """Send this process's averages where a window of steps ends, and compare those of the window before.
+        """At the end of a window of steps, send this process's averages and compare the previous window's.
 
-        All processes call it after every step.
+        All processes must call it after every step.
         """
         if not self.is_on or step % self.section.straggler_window_steps:
             return
         arrived, self._sent = self._sent, self._send(self.take())
-        if arrived is not None:  # its copy to the host was queued at least two steps ago, which are over
+        if arrived is not None:  # its copy to the host was queued at least two steps ago, so it has arrived
             self._name_straggler([Work(*seconds) for seconds in arrived.tolist()], step)
 
     def take(self) -> Work:
@@ -98,25 +99,26 @@ class StragglerWatch:
         accelerator = self.run.accelerator
         seconds = torch.zeros(accelerator.num_processes, len(work), device=accelerator.device)
         for place, value in enumerate(work):
-            seconds[accelerator.process_index, place] = value  # a kernel's argument: no copy that the host waits for
+            # `value` is passed as a kernel argument, so the host does not wait for a copy.
+            seconds[accelerator.process_index, place] = value
         dist.all_reduce(seconds)
         return seconds.to("cpu", non_blocking=True)
 
     def _name_straggler(self, works: Sequence[Work], step: int) -> None:
-        """Report the slow process, once it has been slow in enough windows in a row."""
+        """Report the slow process once it has been slow in enough consecutive windows."""
         assert self.section.straggler_factor is not None, "it is on"
         rank = slowest(works, self.section.straggler_factor)
         self._num_windows = self._num_windows + 1 if rank is not None and rank == self._slow_rank else 1
         self._slow_rank = -1 if rank is None else rank
-        if rank is None or self._num_windows != self.section.straggler_windows:  # named once, until it has caught up
+        if rank is None or self._num_windows != self.section.straggler_windows:  # report once, until it catches up
             return
         heartbeats = self.run.watchdog.heartbeats if self.run.watchdog is not None else None
         who = heartbeats.describe(rank) if heartbeats is not None else f"rank {rank}"
         part, here, elsewhere = slow_part(works, rank)
         window = self.section.straggler_window_steps
         message = (
-            f"{who} keeps the others waiting: {part} takes it {1000 * here:.3g} ms a step, and {1000 * elsewhere:.3g} ms elsewhere "
-            f"(median), in {self._num_windows * window} steps up to {step - window}"
+            f"{who} keeps the others waiting: {part} takes it {1000 * here:.3g} ms a step, and {1000 * elsewhere:.3g} "
+            f"ms elsewhere (median), in {self._num_windows * window} steps up to {step - window}"
         )
         slow = "data" if part == DATA else "compute"
         seconds = {"seconds": here, "usual_seconds": elsewhere}
@@ -124,16 +126,20 @@ class StragglerWatch:
 
 
 def timed_modules(run: RunContext) -> Sequence[nn.Module]:
-    """Return the modules whose forward is timed; none on a GPU, and none in compiled code, which would contain the hooks."""
+    """Return the modules whose forward is timed.
+
+    The result is empty on a GPU. It is also empty for compiled code, because the compiled code would contain the hooks.
+    """
     modules, compiled = run.strategy.independent_modules(), run.plan.choices["precision.compile"].value
     is_compiled = compiled == "model" or (compiled == "blocks" and modules != [run.strategy.inner])
     return modules if run.accelerator.device.type == "cpu" and not is_compiled else []
 
 
 def slowest(works: Sequence[Work], factor: float) -> int | None:
-    """Return the process whose own work takes the longest, where that is `factor` times the median, and a part of the step.
+    """Return the process with the most work if it is slow; otherwise None.
 
-    Of two processes the faster one counts as the median.
+    A process is slow if its work exceeds `factor` times the median, and exceeds the median by `LEAST_SHARE` of a step.
+    With two processes, the faster process counts as the median.
     """
     own = [work.own for work in works]
     usual, longest = median_low(own), max(own)
@@ -142,7 +148,7 @@ def slowest(works: Sequence[Work], factor: float) -> int | None:
 
 
 def slow_part(works: Sequence[Work], rank: int) -> tuple[str, float, float]:
-    """Return the part of its work in which a slow process loses time, its seconds, and the median ones."""
+    """Return the part of the work in which a slow process loses time, its seconds, and the median seconds."""
     every = ((DATA, [work.data for work in works]), (COMPUTE, [work.forward for work in works]))
     parts = [(name, seconds[rank], median_low(seconds)) for name, seconds in every]
     return max(parts, key=lambda part: part[1] - part[2])

@@ -1,4 +1,7 @@
-"""Trained parameters that take no part in the loss: found in the first step, named, and left without an update."""
+"""Find trained parameters that take no part in the loss of the first step, and name them.
+
+They get no update.
+"""
 
 from collections.abc import Sequence
 
@@ -12,14 +15,16 @@ from accel_train.parallel.strategy import Strategy
 
 
 class UnusedParameters(StepAgain):
-    """Parameters took no part in the first step, and DDP does not look for them yet."""
+    """Raised if parameters took no part in the first step and DDP does not look for them yet."""
 
 
 def check_first_step(run: RunContext) -> bool:
-    """Name the parameters that took no part in the first step; return whether it has to be repeated, because DDP is to look for them.
+    """Name the parameters that took no part in the first step; return whether to repeat the step.
+
+    The step is repeated if DDP has to look for such parameters.
 
     Raises:
-        RecipeError: the recipe says that there are none, or DeepSpeed would decay them.
+        RecipeError: the recipe rules out such parameters, or DeepSpeed would decay them.
     """
     setting, strategy = run.plan.recipe.parallel.find_unused_parameters, run.strategy
     names = _without_gradient(strategy)
@@ -34,12 +39,13 @@ def check_first_step(run: RunContext) -> bool:
     remedy = f"model.freeze: [{', '.join(repr(name) for name in names[:3])}{', ...' if len(names) > 3 else ''}]"
     if setting is False:
         raise RecipeError(
-            f"{no_part}, and parallel.find_unused_parameters is false; freeze what never takes part ({remedy}), or set it to auto"
+            f"{no_part}, and parallel.find_unused_parameters is false; freeze what never takes part ({remedy}), or "
+            "set it to auto"
         )
     if not strategy.keeps_gradients:
         raise RecipeError(
-            f"{no_part}, and DeepSpeed would apply weight decay to what has no gradient, unlike one process: freeze it ({remedy}), or "
-            "use parallel.strategy ddp or fsdp2"
+            f"{no_part}, and DeepSpeed would apply weight decay to what has no gradient, unlike one process: freeze "
+            f"it ({remedy}), or use parallel.strategy ddp or fsdp2"
         )
     cost = "DDP looks for such parameters in each step, which costs a walk through the graph and one more collective"
     gets, costs = ("it gets", "it costs") if len(names) == 1 else ("they get", "they cost")
@@ -53,10 +59,10 @@ def check_first_step(run: RunContext) -> bool:
 
 
 def check_later_step(run: RunContext) -> None:
-    """Check that each parameter took part, after a reduction that would not end, or would mix gradients, where one did not.
+    """Check that each parameter took part in the step, if the reduction would otherwise hang or mix gradients.
 
     Raises:
-        RecipeError: some did not; other processes of DDP, which wait for their gradients, get NaN.
+        RecipeError: a parameter took no part. Other processes of DDP wait for their gradients and get NaN.
     """
     if (names := run.strategy.end_incomplete_reduction()) is None:
         return
@@ -64,15 +70,16 @@ def check_later_step(run: RunContext) -> None:
     if not run.strategy.keeps_gradients:
         remedy = "DeepSpeed would apply weight decay all the same, or mix gradients; use parallel.strategy ddp or fsdp2"
     raise RecipeError(
-        f"step {run.state.step + 1}: {_take(names or ['a parameter (in the last micro-batch)'])} no part in the loss, as in other "
-        f"steps; {remedy}"
+        f"step {run.state.step + 1}: {_take(names or ['a parameter (in the last micro-batch)'])} no part in the loss, "
+        f"as in other steps; {remedy}"
     )
 
 
 def _without_gradient(strategy: Strategy) -> list[str]:
-    """Return the trained parameters that have no gradient after the backward passes of a step: on some process, where that matters.
+    """Return the trained parameters without a gradient after the backward passes of a step.
 
-    One small collective there.
+    If the strategy waits for all parameters, a parameter counts if it has no gradient on any process. This takes one
+    small collective.
     """
     here = set(strategy.without_gradient())
     names = [name for name, each in strategy.inner.model.named_parameters() if each.requires_grad]
@@ -84,5 +91,5 @@ def _without_gradient(strategy: Strategy) -> list[str]:
 
 
 def _take(names: Sequence[str]) -> str:
-    """Return `a takes`, `a, b take`, `a, b, c and 2 more take`."""
+    """Return `a takes`, `a, b take`, or `a, b, c and 2 more take`."""
     return f"{named(names)} take{'s' * (len(names) == 1)}"

@@ -1,4 +1,4 @@
-"""Say what torch.compile costs: seconds of the first step, whether compiled code was there already, graphs, recompilations."""
+"""Report the cost of torch.compile: seconds of the first step, cache state, graphs, and recompilations."""
 
 import os
 from collections.abc import Mapping
@@ -15,16 +15,19 @@ from accel_train.runtime.private import watch_compiling
 
 
 def watch_compiler(run: RunContext, observer: Observer, clock: LaunchClock) -> tuple[Observer, ...]:
-    """Return an observer that tells another one what compiling costs: where the run compiles, on the main process."""
+    """Return a `CompileWatch` that reports to `observer`, in a tuple.
+
+    The tuple is empty if the run does not compile, and on all but the main process.
+    """
     is_on = "compile_cache" in run.plan.choices and run.accelerator.is_main_process
     return (CompileWatch(run, observer, clock),) if is_on else ()
 
 
 class CompileWatch(Observer):
-    """Emits one event after the first step of a start, and one for each later step that compiled something again.
+    """Observer that emits one event after the first step of a start, and one for each later step that recompiled.
 
-    A step is seen when the forward of the next one is done, so the first event counts the graphs of two steps. Graphs of
-    evaluations are not counted: an evaluation computes without gradients, which takes graphs of its own.
+    A step is seen after the forward of the next step, so the first event counts the graphs of two steps. Graphs of
+    evaluations are not counted: an evaluation computes without gradients and so compiles separate graphs.
     """
 
     def __init__(self, run: RunContext, observer: Observer, clock: LaunchClock) -> None:
@@ -42,16 +45,16 @@ class CompileWatch(Observer):
         self._unwatch.close()
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Take the time of the start."""
+        """Record the time of the start."""
         if kind in ("start", "resume"):
             self._begin = perf_counter()
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
-        """Leave out the time and the graphs of an evaluation."""
+        """Exclude the time and the graphs of an evaluation."""
         self._begin, self._num_graphs = perf_counter(), self._graphs.num_graphs
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Emit the first step's event, or that of a step that compiled again."""
+        """Emit the event of the first step, or of a step that recompiled."""
         num_new, self._num_graphs = self._graphs.num_graphs - self._num_graphs, self._graphs.num_graphs
         if self._is_first:
             self._is_first = False
@@ -71,7 +74,7 @@ class CompileWatch(Observer):
 
 
 def count_files(folder: Path) -> int:
-    """Return the number of files below a folder; 0 where there is none."""
+    """Return the number of files below a folder; 0 if it does not exist."""
     return sum(len(files) for _, _, files in os.walk(folder))
 
 

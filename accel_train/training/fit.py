@@ -1,4 +1,4 @@
-"""Train a module of a program: `fit(model, train_data, loss=...)`."""
+"""Train a program's own module: `fit(model, train_data, loss=...)`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ _TASK = "accel_train.tasks.module:FittedModule"
 
 @exits_are_errors()
 def _quarter(length: float) -> int:
-    """Return a quarter of the run's length, 1 at least; 1 of a length that the recipe refuses."""
+    """Return a quarter of the run's length, at least 1; return 1 for a length that the recipe rejects."""
     is_length = isinstance(length, int | float) and 0 < length <= LARGEST_COUNT
     return max(1, int(length // 4)) if is_length else 1
 
@@ -45,31 +45,32 @@ def fit(
     resume: Literal["auto", "always", "never"] = "auto",
     **sections: Mapping[str, Any],
 ) -> RunResult:
-    """Train any `nn.Module` on a map-style data set, with the guards, the data order and the checkpoints of every run.
+    """Train any `nn.Module` on a map-style data set, with the same guards, data order, and checkpoints as other runs.
 
-    Call it again to resume from the newest valid checkpoint of `output_dir`, or to get the finished model. Where data,
-    loss, metrics, model, or settings have changed, it says so, keeps the old run in `previous-N`, and trains a new one.
-    Initial weights are not compared. Under `accelerate launch` or torchrun the same program trains on all processes. The
-    module is trained in place; where it is sharded, `result.model` has its weights.
+    Call `fit` again to resume from the newest valid checkpoint of `output_dir`, or to get the finished model. If data,
+    loss, metrics, model, or settings have changed, `fit` reports the change and trains a new run. The old run moves to
+    `previous-N`. Initial weights are not compared. Under `accelerate launch` or torchrun, the same program trains on
+    all processes. The module is trained in place. If it is sharded, `result.model` has its weights.
 
     Args:
-        model: on the CPU, in fp32.
-        train_data: samples by number, which `collate` makes a batch of.
-        loss: `loss(model, batch)` returns one number for each sample (1-dim), or their mean (0-dim).
-        output_dir: the run folder.
-        eval_data: evaluated four times and at the end; None: never.
-        metrics: `metrics(model, batch)` returns further numbers by name, each as the loss; they are averaged over `eval_data`.
-        collate: samples to a batch; None: as torch's DataLoader.
-        num_epochs: passes over the data; 3, where neither this nor max_steps is given.
-        max_steps: optimizer steps, in place of num_epochs.
-        batch_size: samples of a step, over all processes.
-        learning_rate: the peak of the schedule (warm-up and cosine, unless `schedule` says otherwise).
-        resume: auto: resume where nothing has changed; always: whatever has changed; never: train a new run.
+        model: model on the CPU, in fp32.
+        train_data: samples by index. `collate` makes a batch of them.
+        loss: `loss(model, batch)` returns one number per sample (1-dim), or their mean (0-dim).
+        output_dir: run folder.
+        eval_data: samples for evaluation, four times during training and at the end. None: no evaluation.
+        metrics: `metrics(model, batch)` returns further numbers by name, each shaped like the loss. They are
+            averaged over `eval_data`.
+        collate: function that makes a batch of samples. None: as torch's DataLoader.
+        num_epochs: passes over the data. Default: 3 if `max_steps` is not given.
+        max_steps: optimizer steps, instead of `num_epochs`.
+        batch_size: samples per step, over all processes.
+        learning_rate: peak of the schedule (warmup and cosine, unless `schedule` sets another).
+        resume: auto: resume if nothing has changed. always: resume whatever has changed. never: train a new run.
         sections: sections of a recipe: `optimizer={"name": "muon"}, precision={"mixed_precision": "bf16"}, seed=1`.
 
     Raises:
-        ValueError: a setting or the data are wrong; raised before a step.
-        TrainingStopped, CheckpointError, Preempted: as `accel_train.train`.
+        ValueError: a setting or the data is wrong. Raised before the first step.
+        TrainingStopped, CheckpointError, Preempted: as in `accel_train.train`.
     """
     length: dict[str, Any] = (
         {"max_steps": max_steps} if max_steps is not None else {"num_epochs": 3 if num_epochs is None else num_epochs}

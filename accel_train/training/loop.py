@@ -1,4 +1,4 @@
-"""The training loop: what happens in a step, in its order, and what happens between steps. Read this file first."""
+"""The training loop: the order of events in a step and between steps. Read this file first."""
 
 from accel_train.core.errors import Preempted
 from accel_train.core.state import StepResult
@@ -24,7 +24,7 @@ from accel_train.training.profile import StepProfiler
 
 
 def run_steps(run: RunContext) -> None:
-    """Run all steps; after a rollback or out of memory, continue from the step to which the run was set back."""
+    """Run all steps. After a rollback or out of memory, continue from the step that the run was set back to."""
     with saves_finished(run), StepProfiler(run) as profiler:
         while True:
             try:
@@ -41,24 +41,27 @@ def run_steps(run: RunContext) -> None:
 
 
 def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
-    """Run the steps from here to the end. The host reads a step's outcome while the device computes the next gradients, so the
-    guard judges it before another update; the host waits only where an evaluation, a save or the end is due."""
+    """Run the steps from the current step to the end.
+
+    The host reads a step's outcome while the device computes the next gradients. So the guard judges the step before
+    the next update. The host waits only if an evaluation, a save, or the end is due.
+    """
     state, seed, dims, device = run.state, run.plan.recipe.seed, run.strategy.dims, run.accelerator.device
     agreement = Agreement(run.accelerator, getattr(run.plan.task, "router_loss", None))
     care, stragglers = MemoryCare(run), StragglerWatch(run)
-    last: StepOutcome | None = None  # of the step before, on its way to the host, with its micro-batches
+    last: StepOutcome | None = None  # outcome of the previous step, on its way to the host
     last_batches: list[MicroBatch] = []
     for step, micro_batches in stragglers.reading(profiler.reading(training_batches(run, state.step))):
         run.observer.on_step_begin(step)
         seed_step(seed, step, dims.random_rank, device)
         learning_rate = run.set_learning_rate(step)
         run.statistics.keep()
-        agreement.begin(run.signals(micro_batches), last)  # the step's one collective, under way in the first forward
+        agreement.begin(run.signals(micro_batches), last)  # the step's one collective, runs during the first forward
         loss_sum, shortage, reduces = None, "", care.reduces_at_once(step)
         try:
             loss_sum = forward_backward(run.strategy, micro_batches, agreement, reduce=reduces)
         except (RuntimeError, MemoryError) as error:
-            shortage = shortage_in(run, error)  # text only: the error would keep the activations of its frames alive
+            shortage = shortage_in(run, error)  # only the text, because the error would keep activations alive
         loss_sum, failure = care.after_backward(micro_batches, agreement, loss_sum, shortage)
         previous = agreement.read_last()
         if previous is not None:
@@ -89,7 +92,10 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
 
 
 def account(run: RunContext, result: StepResult, micro_batches: list[MicroBatch]) -> StepResult:
-    """Let the guard judge a step and observers see it. All processes decide from the same numbers, so all take the same branch."""
+    """Let the guard judge a step and the observers see it; return the `result`.
+
+    All processes decide from the same numbers, so all take the same branch.
+    """
     if result.ran_out_of_memory:
         raise undo_step(run, result)
     decision = run.guard.decide(result)
@@ -98,17 +104,17 @@ def account(run: RunContext, result: StepResult, micro_batches: list[MicroBatch]
     run.health.note(result.step, clean=decision.action == "continue")
     report_saves(run)
     if decision.action != "continue":
-        carry_out(run, result, decision, micro_batches)  # raises, to roll back or to stop
+        carry_out(run, result, decision, micro_batches)  # raises to roll back or to stop
     if result.save_failed:
         raise_save_error(run)
     return result
 
 
 def between_steps(run: RunContext, stopping: bool) -> None:
-    """Compare weights, evaluate, save, end early or stop, where that is due after this step.
+    """Compare weights, evaluate, save, end early, or stop, if due after this step.
 
     Raises:
-        Preempted: some process was asked to stop; everything is saved.
+        Preempted: some process was asked to stop. Everything is saved.
         CheckpointError: a checkpoint could not be written.
     """
     state, requests, calendar = run.state, run.requests, run.calendar
@@ -118,7 +124,7 @@ def between_steps(run: RunContext, stopping: bool) -> None:
     evaluates = calendar.evaluation_due(state.step) or state.evaluation_owed or is_requested
     improved = evaluates and evaluate_run(run)
     stopping |= state.evaluation_owed  # a stop request cut the evaluation short
-    state.stopped_early |= requests.stop  # read after the evaluation, in which callbacks may ask for it
+    state.stopped_early |= requests.stop  # after the evaluation, because its callbacks may request a stop
     if improved or stopping or state.stopped_early or requests.save or calendar.checkpoint_due(state.step):
         save_run(run, wait=stopping or state.stopped_early or state.step >= run.plan.max_steps)
     requests.stop = requests.save = requests.evaluate = False

@@ -1,4 +1,4 @@
-"""Profile the steps of `log.profile_steps`: a trace and the ten costliest operations, in the run folder."""
+"""Profile the steps of `log.profile_steps`: write a trace and the ten costliest operations to the run folder."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from accel_train.observe.run_folder import PROFILE_FOLDER
 
 NUM_OPERATIONS = 10
 Steps = Iterator[tuple[int, list[MicroBatch]]]
-"""0-based steps with their micro-batches."""
+"""Iterator of 0-based steps with their micro-batches."""
 
 
 class StepProfiler(AbstractContextManager["StepProfiler"]):
-    """Profiles the steps of `log.profile_steps` that this launch does; without the setting it does nothing.
+    """Profiler of the steps of `log.profile_steps` that this launch runs. Without the setting it does nothing.
 
-    Each process writes `profile/rank-R-steps-A-B.json.gz`, a trace for Perfetto, and a table of the same name in `.txt`, for the
-    steps A to B that it began in one go: fewer than the recipe says where the run ends or is set back among them. A file of the user's in
-    that place is moved to `previous-N/`.
+    Each process writes `profile/rank-R-steps-A-B.json.gz`, a trace for Perfetto, and a table of the same name in
+    `.txt`. A to B are the steps of one uninterrupted sequence. They are fewer than the recipe's if the run ends or is
+    set back among them. A user's file in that place is moved to `previous-N/`.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -34,8 +34,8 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         self._first = self._last = 0
 
     def reading(self, batches: Steps) -> Steps:
-        """Return the same batches; where steps are to be profiled, their reading begins and ends the profile."""
-        self._end()  # the run was set back, and reads anew
+        """Return the same batches. If steps are to be profiled, reading them starts and stops the profile."""
+        self._end()  # the run was set back and starts reading again
         return batches if self._asked is None else self._profiled(batches, *self._asked)
 
     def _profiled(self, batches: Steps, first: int, last: int) -> Steps:
@@ -57,7 +57,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         self._end()
 
     def _end(self) -> None:
-        """Stop the profile, if there is one, and write it."""
+        """Stop and write the current profile, if any."""
         found, self._profile = self._profile, None
         if found is None:
             return

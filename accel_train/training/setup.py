@@ -1,4 +1,4 @@
-"""Turn a recipe into a run that is ready to train: decide everything, check everything, then build."""
+"""Turn a recipe into a run that is ready to train: resolve everything, check everything, then build."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -67,12 +67,14 @@ def prepare_run(
 ) -> RunContext:
     """Plan a run on this machine, load its data, build its model, and restore its newest valid checkpoint.
 
-    `task` takes the place of the one that the recipe names; `stop` is open already, where signals are to be caught here, too.
+    Args:
+        task: replaces the recipe's task.
+        stop: an already open stop request, if signals are to be caught before this call.
 
     Raises:
-        ValueError: the recipe, the data, the launcher or the output folder is wrong; the text says what to do.
-        CheckpointError: there are checkpoints, and none is valid.
-        Preempted: a signal came.
+        ValueError: the recipe, the data, the launcher, or the output folder is wrong. The message names the fix.
+        CheckpointError: checkpoints exist, but all are invalid.
+        Preempted: a signal asked the run to stop.
     """
     stop = StopRequest() if stop is None else stop
     with stop.preparing():
@@ -101,7 +103,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
             folder.check()
         with clock.inside("data_preparation"):
             plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
-        # Data that cannot be read leave no folder behind; and nothing of the folder is read before it is locked.
+        # Lock after the data is read, so that unreadable data leaves no folder behind. Read the folder after the lock.
         on_main(lock)
         notifier = None if folder is None else open_notifier(recipe, resources)
         check_shared(plan.output_dir, accelerator.num_processes)
@@ -136,8 +138,8 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
             resources.callback(run.digest_check.stop)
         if watchdog is not None:
             watchdog.record = None if folder is None else folder.append_event
-            resources.push(watchdog.note_end)  # called first: what is closed after it may take its time
-        stop.raise_if_requested()  # here, where the watchdog closes and the other processes learn of it
+            resources.push(watchdog.note_end)  # pushed last, so called first: later closes may be slow
+        stop.raise_if_requested()  # inside `resources`, so the watchdog closes and informs the other processes
         run.resources = resources.pop_all()
         return run
 
@@ -145,7 +147,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
 def open_watchdog(
     recipe: Recipe, accelerator: Accelerator, extensions: Extensions, stop: StopRequest
 ) -> Watchdog | None:
-    """Return the watchdog of this process, or None where it is not for a run to end it (a notebook)."""
+    """Return the watchdog of this process, or None if a run must not kill it (a notebook)."""
     if accelerator.num_processes == 1 and not extensions.owns_process:
         return None
     heartbeats = open_heartbeats(accelerator.process_index, accelerator.num_processes)
@@ -155,7 +157,10 @@ def open_watchdog(
 def build_run(
     plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Watchdog | None
 ) -> tuple[RunContext, list[Change]]:
-    """Build and wrap the model, restore the checkpoint, and make the run; also returns which settings have changed since."""
+    """Build and wrap the model, restore the checkpoint, and make the run; return the run and the changed settings.
+
+    The changed settings are those that differ from the checkpoint's.
+    """
     recipe, accelerator = plan.recipe, strategy.accelerator
     inner, plan, batch_cache, digests = build_model(plan, strategy)
     base, graphs = check_base(plan, strategy.accelerator, inner, digests), GraphCount()
@@ -165,7 +170,7 @@ def build_run(
     settings = settings_of(plan, strategy.optimizer.param_groups if own_rates else None)
     peak_flops, mfu = device_peak(accelerator.device, plan.choices)
     plan = plan.with_choices({"mfu": mfu})
-    # Without its base no library could load the weights of a checkpoint, so it needs no configuration.
+    # No library can load a checkpoint without its base weights, so such a checkpoint needs no model files.
     describes = accelerator.is_main_process and not inner.base
     description = describe_model(plan.task, inner.model, plan.data) if describes else {}
     facts = ModelFacts(description, plan.task.flops_per_target(recipe, inner.model), peak_flops, settings, base)
@@ -197,7 +202,7 @@ def build_run(
 
 
 def settings_of(plan: RunPlan, own_groups: Sequence[Mapping[str, Any]] | None = None) -> Settings:
-    """Return the settings that the training depends on, also before the model is built."""
+    """Return the settings that training depends on. It also works before the model is built."""
     section = plan.recipe.optimizer
     rate = scale_learning_rate(section.learning_rate, section.lr_scaling, plan.sizes)
     choices = {"optimizer.learning_rate": rate, **plan.choices}
@@ -214,10 +219,10 @@ def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:
 
 
 def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunPlan, BatchCache | None, dict[str, str]]:
-    """Build the model on its device, not yet wrapped, and fit the micro-batch to the memory that it leaves.
+    """Build the model on its device, not yet wrapped, and fit the micro-batch to the remaining memory.
 
-    Also returns the digests of the frozen weights that `model.pretrained` has and checkpoints leave out: on a resume on all processes
-    that load them, at a start on the main one.
+    Also return the digests of the frozen base weights that `model.pretrained` has and checkpoints leave out. On a
+    resume, all processes that load these weights have the digests. At a start, only the main process has them.
     """
     recipe, task, data = plan.recipe, plan.task, plan.data
     choices: Choices = {}
@@ -242,7 +247,7 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
 
     kept, precision = plan.choices.get("model.frozen_dtype"), strategy.accelerator.mixed_precision
     resumes = plan.resume_point.path is not None
-    torch.manual_seed(recipe.seed)  # the same first weights on every process
+    torch.manual_seed(recipe.seed)  # equal initial weights on every process
     model = strategy.build(build, build_empty)
     inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
     if strategy.accelerator.mixed_precision == "fp8":
@@ -262,12 +267,13 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
 def check_base(
     plan: RunPlan, accelerator: Accelerator, inner: TrainingModule, digests: dict[str, str]
 ) -> Mapping[str, str]:
-    """Return the digests of what the run's checkpoints leave out, once it is sure that a resume has the same base.
+    """Return the digests of the weights that the run's checkpoints leave out, after checking the base of a resume.
 
-    Nothing is left out where the run resumes from a checkpoint of all weights: those that are frozen now were trained before.
+    If the run resumes from a checkpoint of all weights, nothing is left out: weights that are frozen now were trained
+    before.
 
     Raises:
-        ValueError: on all processes: some process has loaded another base than the checkpoint was trained on.
+        ValueError: on all processes, if some process loaded another base than the checkpoint was trained on.
     """
     path = plan.resume_point.path
     if path is None:
@@ -284,7 +290,7 @@ def check_base(
 
 
 def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs: GraphCount) -> RunPlan:
-    """Compile and wrap the training module, and make its optimizer and the average of its weights."""
+    """Compile and wrap the training module, and make its optimizer and its averaged weights."""
     recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
     choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
     if recipe.parallel.sync_batch_norm and strategy.accelerator.num_processes > 1:
@@ -310,12 +316,12 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
 
 
 def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tuple[TrainState, list[Change]]:
-    """Restore the checkpoint of the resume point, if there is one; return its counters and which settings have changed since."""
+    """Restore the checkpoint of the resume point, if any; return its counters and the settings changed since."""
     point, state, changes = plan.resume_point, TrainState(), list[Change]()
     if point.path is not None:
         state = restore(strategy, point.path, plan.recipe.optimizer.name)
         path = point.path
-        # All processes go by the main one's: they decide whether the run has finished, and what counts as best.
+        # All processes use the main process's changes. They decide whether the run has finished and what is best.
         changes = on_main(lambda: setting_changes(read_trainer(path), settings))
         if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
             state.best_metric = state.best_step = state.best_loss = None
@@ -325,10 +331,10 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
 
 
 def check_lone_samples(run: RunContext) -> None:
-    """Refuse a run in which a process forwards one sample alone, where a batch norm cannot train on that.
+    """Refuse a run in which a process forwards a single sample and a batch norm cannot train on it.
 
     Raises:
-        ValueError: before the first step; torch would in the middle of the run.
+        ValueError: before the first step. Otherwise torch would fail in the middle of the run.
     """
     plan, sizes, strategy = run.plan, run.sizes, run.strategy
     data, order = plan.data, plan.order
@@ -336,10 +342,10 @@ def check_lone_samples(run: RunContext) -> None:
     if not (is_known and trained_batch_norms(strategy.inner)):
         return
     world_size, size = strategy.dims.size, sizes.per_device_batch_size
-    step = math.ceil(order.steps_per_epoch) - 1  # of an epoch: with `short` it may have fewer samples than the others
+    step = math.ceil(order.steps_per_epoch) - 1  # last step of an epoch: with `short` it may have fewer samples
     is_short = plan.recipe.data.last_batch == "short" and step < plan.max_steps
     shares = [order.rank_micro_batches(step, rank, world_size, size) for rank in range(world_size)] if is_short else []
-    # A process without a share forwards one sample, to keep the others company.
+    # A process without a share forwards one sample, because the others wait for it.
     if size > 1 and not any(not share or any(len(part) == 1 for part in share) for share in shares):
         return
 
@@ -349,7 +355,7 @@ def check_lone_samples(run: RunContext) -> None:
             batch, _ = next(read_batches(data.train, data.collate, iter([[0]]), run.accelerator.device, Reading()))
             with torch.no_grad():
                 strategy.inner(batch)
-        except Exception as error:  # another one is for the step itself to report
+        except Exception as error:  # the step itself reports any other error
             return str(error)
         finally:
             kept.put_back()

@@ -1,4 +1,4 @@
-"""Train a recipe to its end: prepare, run the loop, and write the results."""
+"""Train a recipe from start to end: prepare the run, run the loop, and write the results."""
 
 import html
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from accel_train.training.setup import prepare_run
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a finished run."""
+    """Result of a finished run."""
 
     output_dir: Path
     summary: dict[str, Any]
-    """Contents of summary.json: final metrics, totals, wall time, peak memory, throughput. Empty but on the main process."""
+    """Contents of summary.json: final metrics, totals, wall time, peak memory, throughput. Only on the main process."""
     model: nn.Module
-    """The trained model with the weights that `model/` has; where it is sharded, on the main process alone."""
+    """Trained model with the weights of `model/`. If it is sharded, only on the main process."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -34,13 +34,13 @@ class RunResult:
         return dict(self.summary.get("eval", {}))
 
     def report(self) -> "Report":
-        """Return the report: in a notebook it is shown, elsewhere it is a path."""
+        """Return the report. A notebook displays it; elsewhere it acts as a path."""
         return Report(self.output_dir / "report.html")
 
 
 @dataclass(frozen=True)
 class Report:
-    """The page of a run or a comparison, which a notebook shows below its cell."""
+    """Page of a run or a comparison. A notebook shows it below its cell."""
 
     path: Path
 
@@ -62,11 +62,11 @@ def train(recipe: Recipe) -> RunResult:
     """Train a recipe, resuming from the newest valid checkpoint of its output folder.
 
     Raises:
-        ValueError: the recipe, the data or the launcher is wrong; raised before a model is built.
-        TrainingStopped: the guard stopped the run; the last checkpoint is good.
-        CheckpointError: no checkpoint could be read or written.
-        Preempted: the run was asked to stop, and saved; call it again to resume.
-        RestartNeeded: memory ran out; call it again to continue with smaller micro-batches.
+        ValueError: the recipe, the data, or the launcher is wrong. Raised before the model is built.
+        TrainingStopped: the guard stopped the run. The last checkpoint is good.
+        CheckpointError: a checkpoint could not be read or written.
+        Preempted: the run was asked to stop, and saved a checkpoint. Call `train` again to resume.
+        RestartNeeded: memory ran out. Call `train` again to continue with smaller micro-batches.
         ExitedEarly: code of the task called `sys.exit()`.
     """
     with StopRequest() as stop:
@@ -74,7 +74,7 @@ def train(recipe: Recipe) -> RunResult:
 
 
 def train_run(run: RunContext) -> RunResult:
-    """Train a prepared run to its end, and write its evaluation, weights, summary and report."""
+    """Train a prepared run to its end, and write its evaluation, weights, summary, and report."""
     with run.resources, run.stop, exits_are_errors():
         if run.finished is not None:
             model = report_finished(run, run.finished)
