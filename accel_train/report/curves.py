@@ -1,4 +1,4 @@
-"""The arithmetic of a run's curves: columns, fits, fewer points for a screen, axis labels."""
+"""The arithmetic of a run's curves: columns, local fits, thinning, and axis labels."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def local_lines(values: Array, width: float) -> tuple[Array, Array]:
-    """Return the level and the slope (per value) of a straight line fitted around each value, weighted by a Gaussian of `width`.
+    """Return the level and slope (per value) of a line fitted around each value.
 
-    Such a fit neither lags behind a fall nor bends at the ends, as a moving average does (Cleveland 1979).
+    Neighbors are weighted by a Gaussian of `width`. Unlike a moving average, such a fit does not lag behind a fall or
+    bend at the ends (Cleveland 1979).
     """
     reach = min(len(values), math.ceil(4 * width))
     offsets = np.arange(-reach, reach + 1, dtype=np.float64)
@@ -30,7 +31,7 @@ def local_lines(values: Array, width: float) -> tuple[Array, Array]:
 
 
 def thin(steps: Array, values: Array, most: int) -> tuple[Array, Array]:
-    """Return at most `most` of the points, in their order: both ends, and the least and the greatest of each of many equal parts."""
+    """Return at most `most` points in order: both ends, and the minimum and maximum of each of many equal parts."""
     if len(steps) <= most:
         return steps, values
     size = math.ceil(len(values) / (most // 2 - 1))
@@ -41,7 +42,7 @@ def thin(steps: Array, values: Array, most: int) -> tuple[Array, Array]:
 
 
 def part_means(steps: Array, values: Array, num_parts: int) -> tuple[Array, Array]:
-    """Return the mean step and the mean value of each of equal parts, fewer than there are points."""
+    """Return the mean step and mean value of `num_parts` equal parts, at most as many as there are points."""
     edges = np.linspace(0, len(steps), num_parts + 1, dtype=np.int64)
     means = [np.add.reduceat(each, edges[:-1]) / np.diff(edges) for each in (steps, values)]
     return means[0], means[1]
@@ -54,7 +55,7 @@ def column(lines: Sequence[JsonRecord], column: str) -> tuple[Array, Array]:
 
 
 def short_number(value: float) -> str:
-    """Return an axis label: `250`, `12.5k`, `0.0003`, `3e-05`."""
+    """Return a value as an axis label: `250`, `12.5k`, `0.0003`, `3e-05`."""
     size = abs(value)
     for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= factor:

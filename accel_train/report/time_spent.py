@@ -1,4 +1,4 @@
-"""The section on where the time of a run went: its goodput, over all launches."""
+"""The section on how a run spent its time: goodput over all launches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from accel_train.report.metric_names import MISSING
 from accel_train.report.run import Run
 
 LONGEST_PERCENT = 36
-"""Width of the longest bar: its text needs room on a phone."""
+"""Width of the longest bar in percent. Its text needs room on a phone."""
 
 
 def describe_time(run: Run) -> dict[str, Any] | None:
-    """Return a sentence and a bar for each account, the productive steps first; None where nothing is recorded."""
+    """Return a sentence and a bar for each category, productive steps first, or None if the time is not recorded."""
     goodput = run.goodput
     accounts, wall = goodput.get("accounts"), goodput.get("wall_seconds")
     if not accounts or not wall:
@@ -22,8 +22,8 @@ def describe_time(run: Run) -> dict[str, Any] | None:
     longest = max(accounts.values())
     launches = format_count(goodput["launches"], "launch", "launches")
     return {
-        "lead": f"{goodput['productive_share']:.1%} of {format_seconds(wall)} were productive steps, over {launches}: from the "
-        "first start to the last end.",
+        "lead": f"{goodput['productive_share']:.1%} of {format_seconds(wall)} were productive steps, over {launches}: "
+        "from the first start to the last end.",
         "bars": [
             {
                 "label": ACCOUNTS[name][:1].upper() + ACCOUNTS[name][1:],
@@ -37,7 +37,7 @@ def describe_time(run: Run) -> dict[str, Any] | None:
 
 
 def compare_times(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return a row an account: its name, and for each run its seconds and its share; none where nothing is recorded."""
+    """Return a row for each recorded category, with its name and each run's seconds and share."""
     accounts = [run.goodput.get("accounts") or {} for run in runs]
     present = [name for name in ACCOUNTS if any(name in found for found in accounts)]
     return [
