@@ -8,13 +8,13 @@ from accel_train.plan.place import Layout
 from accel_train.plan.traffic import Collective, Ring
 
 BUCKET_BYTES = 25 * 2**20
-"""DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
+"""Size of DDP's buckets (bucket_cap_mb), in bytes. The weight that reaches this size completes a bucket."""
 
 
 def memory(
     whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
 ) -> Iterator[MemoryPart]:
-    """Yield the parts of a process that holds the `whole` model."""
+    """Yield the memory parts of a process that holds the `whole` model."""
     yield from (whole[name] for name in ("parameters", "gradients", "optimizer", "averaged weights") if name in whole)
     if layout.world_size > 1:
         how = "the gradients lie in DDP's buckets (gradient_as_bucket_view): no others"
@@ -22,7 +22,10 @@ def memory(
 
 
 def collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Iterator[Collective]:
-    """Yield a reduction for each bucket: the last block's gradients come first, and nothing runs beside the last bucket."""
+    """Yield a reduction for each bucket, starting with the last block's gradients.
+
+    The last bucket does not overlap with computing.
+    """
     ring = Ring(layout.world_size, 1, layout.gpus_per_node)
     sizes = [0]
     for weight in backward_order(weights):
@@ -35,6 +38,6 @@ def collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduc
 
 
 def backward_order(weights: ModelWeights) -> list[Weight]:
-    """Return the trainable weights in the order in which a backward pass makes their gradients."""
+    """Return the trainable weights in the order in which a backward pass computes their gradients."""
     groups = (*reversed(weights.blocks), weights.root)
     return [each for group in groups for each in reversed(group.weights) if each.trainable]

@@ -1,4 +1,4 @@
-"""Data for a plan that reads none: full windows of a vocabulary, from `data.sequence_length` and the tokenizer alone."""
+"""Stand-in data for a plan without data: full windows, from `data.sequence_length` and the tokenizer alone."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -13,17 +13,18 @@ from accel_train.task import TaskData
 
 
 def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskData]:
-    """Return stand-in data of as many full windows as the run's steps read, and the recipe as such data takes it.
+    """Return the recipe adapted to stand-in data, and that data: as many full windows as the run's steps read.
 
-    Where `schedule.num_epochs` alone says how long the run is, its steps are not known without the data: then the recipe
-    has a step more than its warmup, for what a plan says of one step, and profiles none.
+    If only `schedule.num_epochs` sets the length of the run, its steps are unknown without data. The returned recipe
+    then has one step more than its warmup, enough to plan a single step, and does not profile steps.
 
     Raises:
-        ValueError: the task needs its data for more than their length, or the tokenizer cannot be loaded.
+        ValueError: the task needs more from its data than the length, or the tokenizer cannot be loaded.
     """
     if recipe.task != "causal-lm":
         raise ValueError(
-            f"--no-data: only causal-lm can be planned without data; task={recipe.task} takes its labels or sizes from them"
+            f"--no-data: only causal-lm can be planned without data; task={recipe.task} takes its labels or sizes "
+            "from them"
         )
     choice, schedule, length = recipe.tokenizer_in_use, recipe.schedule, recipe.data.sequence_length
     if isinstance(choice, TrainedTokenizer):
@@ -31,7 +32,8 @@ def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskDa
     else:
         tokenizer = pretrained_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
     max_steps = schedule.max_steps or (schedule.warmup_steps or 0) + 1
-    windows: Any = np.broadcast_to(np.int64(0), (max_steps * global_batch_size, length + 1))  # takes no memory
+    # A broadcast array does not take memory.
+    windows: Any = np.broadcast_to(np.int64(0), (max_steps * global_batch_size, length + 1))
     mask = recipe.data.mask_documents
     collate = partial(collate_windows, separator_id=tokenizer.separator_id, mask_documents=mask)
     facts = {
