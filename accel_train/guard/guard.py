@@ -264,8 +264,8 @@ def plan_rollback(
 
     Skipped steps begin half a window before the onset, because their data led to it, but after the checkpoint. They end
     half a window after the last bad step, since similar steps may follow. The last step of the run is never skipped.
-    Skipped steps do not train, so the window of `auto` is at most a fiftieth of the run. The learning rate is lowered
-    at the second rollback in one region: no checkpoint has become known-good since the last rollback.
+    Skipped steps do not train, so the window of `auto` is at most a fiftieth of the run. A second rollback in one
+    region lowers the learning rate. Two rollbacks are in one region if no checkpoint became known-good between them.
     """
     widest = min(200, math.ceil(steps_per_epoch / 10), math.ceil(max_steps / 50))
     width = widest if section.rollback_skip_steps == "auto" else section.rollback_skip_steps

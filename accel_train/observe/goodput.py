@@ -1,7 +1,7 @@
 """Goodput: the time of all launches of a run by category, kept in a file that survives a kill.
 
-`launches.jsonl` has one line per launch. Each second, a thread rewrites the line of the running launch. The last line
-of a killed launch is therefore at most about a second old. The time until the next launch counts as down time.
+`launches.jsonl` has one line per launch. Each second, a thread rewrites the line of the running launch. After a kill,
+the last line is at most about a second old. The time until the next launch counts as down time.
 """
 
 import json

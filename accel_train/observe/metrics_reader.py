@@ -25,7 +25,7 @@ class MetricsReader:
     """A reader of one metrics.jsonl. Each `read` continues where the previous one ended.
 
     From a file above `WHOLE_BYTES` it keeps every evaluation and the last lines. From each group of lines it keeps the
-    lines with the smallest and largest loss, the largest gradient norm, and a value that is not finite.
+    extremes: smallest and largest loss, largest gradient norm, and one value that is not finite.
     """
 
     def __init__(self, path: Path) -> None:

@@ -60,7 +60,8 @@ def _from_variable(target: str) -> str:
 class _Refused(urllib.request.HTTPRedirectHandler):
     """A handler that refuses redirects.
 
-    urllib would follow a redirect with a GET without a body, and a login page would count as a successful notification.
+    urllib would follow a redirect with a GET without a body. A login page would then count as a successful
+    notification.
     """
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:

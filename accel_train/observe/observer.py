@@ -49,7 +49,7 @@ class Observer:
         """Handle the metrics of an evaluation."""
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Handle an event of events.jsonl. `rank` is None if the event concerns all processes."""
+        """Handle an event of events.jsonl. Without a `rank`, the event concerns all processes."""
 
     def note(self, text: str) -> None:
         """Print a line on the screen without recording it."""
@@ -171,7 +171,7 @@ class RunObserver(Observer):
         return self._clock.reading(batches)
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Count a step and log it if a line is due, if it is the last step, or if it was skipped."""
+        """Count a step. Log it if a line is due, at the last step, or if it was skipped."""
         step, plan = result.step, self._plan
         self._step = step
         self._clock.end_step(step - 1, skipped=result.skipped)

@@ -18,7 +18,7 @@ REFRESH_SECONDS = 0.5
 """Minimum time between two redraws of a bar, in seconds. A redraw costs about 0.1 ms, much more on a slow terminal."""
 
 LINE_SECONDS = 2.0
-"""Seconds until the first line about a running evaluation if there is no bar. Each later line waits twice as long."""
+"""Seconds until the first line about a running evaluation without a bar. Each later line waits twice as long."""
 
 WIDE = 80
 """Terminal width that fits a bar and all numbers. Narrower terminals drop the learning rate first, then the speed."""
@@ -222,9 +222,9 @@ def _discard_stdout() -> None:
 
 
 def without_averages(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
-    """Return the metrics without averages of precision, recall and F1 if there is a macro F1, which represents them.
+    """Return the metrics without the averages of precision, recall and F1 that a macro F1 represents.
 
-    A metric named `kept` stays.
+    Without a macro F1, all metrics stay. A metric named `kept` always stays.
     """
     averaged = re.compile(r"(precision|recall|f1)_(macro|micro|weighted|samples)")
     stands = ("f1_macro", kept)

@@ -46,7 +46,7 @@ class RunFolder:
     Only the main process opens it. The modes of created files follow the umask.
 
     Raises:
-        ValueError: the path is a file or not writable, another run holds it, or it contains files not written by a run.
+        ValueError: the path is a file or not writable, another run holds it, or it has files from outside a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -367,9 +367,9 @@ def _append_line(fd: int, record: Mapping[str, Any]) -> None:
 
 
 def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, JsonRecord | None]]:
-    """Yield each complete line as bytes and as a record.
+    """Yield each complete line as bytes and as a record, or as bytes and None if it is damaged.
 
-    The record of a damaged line is None, and `faults` gets its line number and the reason.
+    `faults` gets the line number and the reason for each damaged line.
     """
     kind = "split" if path.name == METRICS_FILE else "event"
     with path.open("rb") as file:

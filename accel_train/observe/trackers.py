@@ -43,8 +43,7 @@ def check_tracker_names(names: Sequence[str]) -> None:
     `accelerate.tracking.register_tracker_class`.
 
     Raises:
-        ValueError: a name is unknown (the message suggests the closest one) or its package is missing (the message
-            names the package to install).
+        ValueError: a name is unknown or its package is missing. The message suggests the closest name or the package.
     """
     if not names:
         return

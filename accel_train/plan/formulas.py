@@ -19,8 +19,8 @@ NCCL_BUFFER_BYTES = 24 * 2 * 4 * 2**20
 PROCESS_BYTES = 430 * 2**20
 """Bytes of a CPU process without its tensors: interpreter and libraries.
 
-Measured as resident memory on Linux with Python 3.11, torch 2.13 (CPU) and transformers 5.23, after ten steps of a 6
-MiB model. A single process took 428 MiB, and one of two processes took 432 MiB.
+Measured as resident memory on Linux after ten steps of a 6 MiB model. A single process took 428 MiB, and one of two
+processes took 432 MiB. Versions: Python 3.11, torch 2.13 (CPU), transformers 5.23.
 """
 COMES_AND_GOES = frozenset({"activations", "logits", "exchange", "gathered weights", "whole gradients", "collectives"})
 UNCHANGED = ("activations", "logits", "exchange", "CUDA context")
@@ -29,11 +29,12 @@ UNCHANGED = ("activations", "logits", "exchange", "CUDA context")
 def collectives(
     layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int = FP32_BYTES
 ) -> tuple[Collective, ...]:
-    """Return all large collectives of a step, except those of `traffic_model_parallel.py` (split layers and sequences).
+    """Return all large collectives of a step, without the exchanges of split layers and sequences.
 
-    `compute_bytes` is the element size of gathered weights: 2 in mixed precision, otherwise 4. `reduce_bytes` is the
-    element size of reduced gradients: always 4 here, while other trainers reduce in 16 bits. Left out are a few bytes
-    per step for the step sync, the gradient norm, and the checks of replica drift.
+    `traffic_model_parallel.py` returns those exchanges. `compute_bytes` is the element size of gathered weights: 2 in
+    mixed precision, otherwise 4. `reduce_bytes` is the element size of reduced gradients: always 4 here, while other
+    trainers reduce in 16 bits. Step sync, gradient norm, and checks of replica drift are left out: a few bytes per
+    step.
     """
     return tuple(COLLECTIVES[layout.strategy.name](layout, weights, compute_bytes, reduce_bytes))
 

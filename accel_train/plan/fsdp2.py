@@ -81,7 +81,7 @@ def _gathered(layout: Layout, weights: ModelWeights, compute_bytes: int) -> Iter
 
 
 def collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Iterator[Collective]:
-    """Yield the gathers and reductions of each block and of the rest of the model, in the order of a step.
+    """Yield the gathers and reductions of all blocks and the rest of the model, in the order of a step.
 
     The first gather and the last reduction of a backward pass do not overlap with computing.
     """

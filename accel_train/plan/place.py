@@ -1,4 +1,4 @@
-"""The place of a planned run: nodes, groups of processes that share a model copy, and a local or named device."""
+"""The place of a planned run: nodes, groups of processes that share a model, and a local or named device."""
 
 import os
 from dataclasses import dataclass, replace

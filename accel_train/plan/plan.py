@@ -111,7 +111,8 @@ class Plan:
     def train_seconds(self) -> float | None:
         """Seconds of all steps, without evaluation, saves and failures.
 
-        None if the number of steps, the GPU's peak, or the operations are unknown.
+        None if the number of steps, the GPU's peak, or the operations are unknown, and if the time cannot be modeled
+        (cpu_offload).
         """
         if not self.has_length:
             return None
@@ -254,7 +255,8 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
 def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
     """Return the maximum number of checkpoints on disk at once.
 
-    They are the kept ones, one being written, the best one, and two for a rollback if no kept one is old enough for it.
+    They are the kept ones, one being written, and the best one. Two more are for a rollback if no kept one is old
+    enough.
     """
     section, guard = recipe.checkpoint, recipe.guard
     oldest_kept_steps = (section.keep - 1) * section.every_steps

@@ -1,7 +1,7 @@
 """Traffic between processes in a step, in bytes and, over given links, in seconds.
 
-In a collective of S bytes among n processes, each process sends S (n - 1) / n (all-gather, reduce-scatter) or twice
-that (all-reduce). Rings do so, and trees do not send less. In an all-to-all, S is the size of each process's tensor.
+In an all-gather or reduce-scatter of S bytes among n processes, each process sends S (n - 1) / n. In an all-reduce it
+sends twice as much. Rings do so, and trees do not send less. In an all-to-all, S is the size of each process's tensor.
 The time is these bytes over the slowest link of the ring, plus a latency for each hop.
 """
 

@@ -1,10 +1,10 @@
 """Traffic within groups that split layers (tensor parallelism) or sequences (sequence parallelism), per micro-batch.
 
-Layers are counted by the styles of the model's plan, as transformers applies them. A `colwise` layer sums the gradients
-of its input over the group, and a `rowwise` layer sums its output. Sequences are counted by the calls of DeepSpeed's
-UlyssesSPAttentionHF. Queries, keys and values go from slices of the sequence to slices of the heads, and the attention
-output goes back. These are four all-to-alls per layer, and four more for the gradients. None of this traffic overlaps
-with computing.
+Layers are counted by the styles of the model's plan, as transformers applies them. A `colwise` layer sums its input's
+gradients over the group, and a `rowwise` layer sums its output. Sequences are counted by the calls of DeepSpeed's
+UlyssesSPAttentionHF. Queries, keys and values go from sequence slices to head slices, and the attention output goes
+back. These are four all-to-alls per layer, and four more for the gradients. None of this traffic overlaps with
+computing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ def neighbour_collectives(
 
     A process has `num_positions` tokens and elements of `compute_bytes`. `checkpointed` blocks repeat their forward
     pass. A `chunked` loss does not gather logits. Left out are the gradients of the few weights that all processes hold
-    and sum, and positions, a few bytes per layer that DeepSpeed gathers.
+    and sum. Also left out are positions, a few bytes per layer that DeepSpeed gathers.
 
     Raises:
         ValueError: as for `tensor_parallel.styles_of`.

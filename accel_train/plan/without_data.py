@@ -16,7 +16,7 @@ def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskDa
     """Return the recipe adapted to stand-in data, and that data: as many full windows as the run's steps read.
 
     If only `schedule.num_epochs` sets the length of the run, its steps are unknown without data. The returned recipe
-    then has one step more than its warmup, enough to plan a single step, and does not profile steps.
+    then has one step more than its warmup, enough to plan a single step. It does not profile steps.
 
     Raises:
         ValueError: the task needs more from its data than the length, or the tokenizer cannot be loaded.

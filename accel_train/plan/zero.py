@@ -1,7 +1,7 @@
 """Memory of a process and traffic of a step under DeepSpeed's ZeRO, with fp32 weights and autocast.
 
-The formulas were counted in real runs. Stages 1 and 2 reduce whole gradients, of which DeepSpeed 0.19 keeps a part, and
-gather the weights that each process has updated. Stage 3 gathers weights for each micro-batch, and reduce-scatters
+The formulas were counted in real runs. Stages 1 and 2 reduce whole gradients; DeepSpeed 0.19 then keeps a part of them.
+They gather the weights that each process has updated. Stage 3 gathers weights for each micro-batch, and reduce-scatters
 their gradients.
 """
 

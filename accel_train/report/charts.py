@@ -27,7 +27,7 @@ MOST_MARKS = 1_000
 
 @dataclass(frozen=True)
 class Mark:
-    """The appearance of a kind of event: a shape on the curve or a line across the chart, in a color of the page."""
+    """The appearance of a kind of event: its color, and a shape on the curve or a line across the chart."""
 
     label: str
     color: str
@@ -161,9 +161,9 @@ def _off_axis(kind: Kind, run: Run, points: tuple[Array, Array]) -> JsonRecord:
 
 
 def _of_its_step(line: JsonRecord) -> JsonRecord:
-    """Return a log line with the loss of its own step if that loss is not finite.
+    """Return a log line, with `step_loss` as its loss if that is not finite.
 
-    The mean loss of the line leaves out such a loss.
+    Otherwise the loss of a line is a mean that leaves out such steps.
     """
     own = line.get("step_loss")
     return {**line, "loss": own} if isinstance(own, float) and not math.isfinite(own) else line

@@ -78,7 +78,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"{before}<script>\n{script}</script>\n</body>{after}".encode()
 
     def file(self, path: str) -> Path | None:
-        """Return a file that the page of a single run links to (incident or profile), or None for any other path."""
+        """Return an incident or profile file that the page of a single run links to, or None for other paths."""
         if len(self._folders) > 1:
             return None
         folder = self._folders[0].resolve()

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from accel_train.report.curves import Array, short_number
 
-# The colours of report.html on light paper.
+# The colors of report.html on light paper.
 PAPER, INK, MUTED, GRID, SMOOTHED, SUGGESTED = "#fdfdfb", "#33373b", "#6d7278", "#e3e2dc", "#2b6cb0", "#c9662b"
 EACH_STEP = "#9fbcd9"
 # Pixels of a drawing twice as large as the file. Pillow does not smooth the edges of lines, and halving smooths them.
