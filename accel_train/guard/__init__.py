@@ -1,3 +1,4 @@
-"""The guard: what to do about a loss or gradient norm that is not finite or jumps (continue, skip, roll back, stop).
+"""The guard: decides what to do about a loss or gradient norm that spikes or is not finite.
 
-Pure decisions over numbers; who carries them out is in `recovery`."""
+The decisions are continue, skip, roll back, or stop. They are pure functions of numbers; `recovery` carries them out.
+"""

@@ -1,8 +1,9 @@
-"""The guard: what a bad step means for the run, decided from step results. The device has already refused or clipped the update.
+"""The guard: decides from step results whether to continue, skip, roll back, or stop.
 
-A step that is not finite, or whose gradients spike, is not applied (or clipped), counted, and diagnosed; too many in a row, or a
-loss that stays high, roll the run back to a healthy checkpoint and skip the steps around the onset; the second time in one
-region the learning rate is lowered; and after `max_rollbacks` the run stops.
+The device has already refused or clipped the update of a bad step. The guard counts such steps and requests a
+diagnosis. Too many in a row, or a loss that stays high, roll the run back to a known-good checkpoint. The steps around
+the onset are then skipped. A second rollback in one region also lowers the learning rate. After `max_rollbacks`
+rollbacks, the run stops.
 """
 
 import math
@@ -15,62 +16,69 @@ from accel_train.recipe import reliability
 
 WINDOW_STEPS = 1000
 LASTING_SPIKE_STEPS = 10
-"""Steps in a row with a loss far above earlier ones that are no chance (OLMo and PaLM were rolled back by hand there)."""
+"""Consecutive steps with a loss spike that count as a lasting spike.
+
+OLMo and PaLM were rolled back by hand in this situation.
+"""
 INCIDENT_GAP_STEPS = 10
-"""Bad steps closer than this belong to one incident."""
+"""Distance in steps below which bad steps belong to one incident."""
 LARGEST = 3.4028234663852886e38
-"""The largest fp32 number: a limit that every finite gradient norm keeps, and neither NaN nor Inf does."""
+"""The largest fp32 number. As a limit, it accepts every finite gradient norm and rejects NaN and Inf."""
 LOG_LARGEST = 88.7
-"""Its logarithm, rounded down."""
+"""Logarithm of `LARGEST`, rounded down."""
 NO_LIMIT = sys.float_info.max
-"""A limit that every finite number keeps, and neither NaN nor Inf does."""
+"""A limit that accepts every finite number and rejects NaN and Inf."""
 SMALLEST_NORM = 1e-30
-"""Least gradient norm that counts: zero has no logarithm."""
+"""Smallest gradient norm in the windows, because zero has no logarithm."""
 MEASURES_A_WINDOW = 8
-"""Measurements of the limits while a window fills: they hardly move from step to step, and each measurement costs."""
+"""Measurements of the limits while a window fills. Each costs time, and limits hardly change between steps."""
 SMALLEST_NORM_SPREAD, SMALLEST_LOSS_SPREAD = 0.2, 0.02
-"""Least spread of log gradient norms, and of losses as a share of their median: ordinary steps differ by as much."""
+"""Minimum spread of log gradient norms, and of losses as a share of their median: the variation of ordinary steps."""
 
 Action = Literal["continue", "overflow", "skip", "spike", "roll_back", "stop"]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The guard's decision about a step, and the sentence that says why."""
+    """The guard's decision about a step, with a sentence that gives the reason."""
 
     action: Action
     reason: str = ""
     needs_diagnosis: bool = False
-    """Whether the step is the first bad one of an incident."""
+    """Whether the step is the first bad step of an incident. Default: False."""
 
 
 CONTINUE = Decision("continue")
 
 
 class Limits(NamedTuple):
-    """Limits of the next update: plain numbers, copied to the device without a wait."""
+    """Limits of the next update, as plain numbers that are copied to the device without synchronization."""
 
     clip: float
-    """Gradients are scaled down to this norm; 0: they are not."""
+    """Gradient norm to clip to. 0 turns clipping off."""
     skip: float = LARGEST
-    """With a gradient norm above this, or one that is not finite, the update is not applied."""
+    """Gradient norm above which the update is not applied. A norm that is not finite also exceeds it."""
 
 
 class Window:
-    """The last accepted values, and the limit above which a new one is a spike: a one-sided robust z-score.
+    """The last accepted values, and the limit above which a new value is a spike: a one-sided robust z-score.
 
-    Centre: the median. Spread: how far the 84th percentile lies above it, which is one standard deviation of a normal
-    distribution, and which neither outliers nor low values can inflate.
+    The center is the median. The spread is the distance from the median to the 84th percentile, one standard deviation
+    of a normal distribution. Neither outliers nor low values can inflate it.
     """
 
     def __init__(self, values: list[float], size: int, z: float, smallest_spread: float, *, relative: bool) -> None:
-        self.values = values  # oldest first; the list of the train state, so that a checkpoint has it
+        # Oldest first. This is the list of the train state, so checkpoints contain it.
+        self.values = values
         self.limit = NO_LIMIT
-        """`z` spreads above the median, once there are half of `size` values."""
+        """Limit of `z` spreads above the median, or `NO_LIMIT` with fewer than half of `size` values."""
         self._size, self._z, self._smallest_spread, self._relative = size, z, smallest_spread, relative
 
     def measure(self, num_newer: int = 0) -> None:
-        """Update the limit from the last `size` values without the `num_newer` newest ones, and drop older values."""
+        """Update the limit from the last `size` values, and drop older values.
+
+        The `num_newer` newest values do not count.
+        """
         del self.values[: max(0, len(self.values) - num_newer - self._size)]
         values = sorted(self.values[: len(self.values) - num_newer])
         if 2 * len(values) < self._size:
@@ -84,9 +92,9 @@ class Window:
 
 
 class Guard:
-    """The guard of a run. Its memory is in the train state, so a resumed run decides as it would have without a break.
+    """The guard of a run. Its memory is part of the train state, so a resumed run decides as if it had not stopped.
 
-    All processes decide from the same numbers, and so take the same branch.
+    All processes decide from the same numbers and take the same branch.
     """
 
     def __init__(
@@ -100,19 +108,21 @@ class Guard:
     ) -> None:
         self.section, self.state = section, state
         self._most_without_targets = min(section.max_consecutive_skips, epoch_steps - 1)
-        self._num_without_targets = 0  # steps in a row whose global batch had no target
+        # Consecutive steps whose global batch has no label.
+        self._num_without_targets = 0
         self._max_grad_norm = max_grad_norm
         self._learns_after = sys.maxsize if section.on_spike == "off" else warmup_steps
         size, z = section.spike_window_steps, section.spike_threshold
         self._measures_every = max(1, size // MEASURES_A_WINDOW)
         self._losses = Window(state.losses, size, z, SMALLEST_LOSS_SPREAD, relative=True)
         self._log_norms = Window(state.grad_norms, size, z, SMALLEST_NORM_SPREAD, relative=False)
-        self.limits = Limits(max_grad_norm)  # of the next update
+        # Limits of the next update.
+        self.limits = Limits(max_grad_norm)
         self._loss_limit = self._norm_limit = NO_LIMIT
         self._measure(state.num_unmeasured)
 
     def decide(self, result: StepResult) -> Decision:
-        """Return what to do about one step."""
+        """Return the decision about one step from its result."""
         state, step = self.state, result.step
         if result.num_targets == 0:
             return self._decide_without_targets(result)
@@ -133,7 +143,7 @@ class Guard:
         state.num_skipped_steps += 1
         has_loss = math.isfinite(result.loss)
         if result.loss_scale is not None and result.loss_scale > self.section.fp16_scale_floor and has_loss:
-            # The search for the right scale: the loss was finite, and only the scaled gradients were not.
+            # Part of the search for the right scale: the loss is finite, only the scaled gradients are not.
             found = f"step {step}: fp16 overflow at loss scale {result.loss_scale:g}"
             return Decision("overflow", f"{found}; the update was not applied, the scale is halved")
         values = f"grad_norm={result.grad_norm}" if has_loss else f"loss={result.loss}, grad_norm={result.grad_norm}"
@@ -141,7 +151,7 @@ class Guard:
         return self._count_skip(result, reason, stop_at_once=self.section.on_nonfinite == "stop")
 
     def _decide_without_targets(self, result: StepResult) -> Decision:
-        """Skip a step without targets; stop after too many."""
+        """Skip a step whose global batch has no label, or stop after too many in a row."""
         self.state.num_skipped_steps += 1
         self._num_without_targets += 1
         reason = f"step {result.step}: no sample of the global batch has a target, so the update was not applied"
@@ -149,12 +159,12 @@ class Guard:
             return Decision("skip", reason)
         return Decision(
             "stop",
-            f"{reason}: {self._num_without_targets} in a row. The labels (or masks) that the task reads are all ignored; check "
-            "the data, and which label it ignores",
+            f"{reason}: {self._num_without_targets} in a row. The labels (or masks) that the task reads are all "
+            "ignored; check the data, and which label it ignores",
         )
 
     def _learn(self, loss: float, grad_norm: float) -> None:
-        """Add the values of an accepted step to the windows."""
+        """Add the loss and gradient norm of an accepted step to the windows."""
         state = self.state
         state.losses.append(loss)
         state.grad_norms.append(math.log(grad_norm if grad_norm > SMALLEST_NORM else SMALLEST_NORM))
@@ -167,7 +177,8 @@ class Guard:
         limits, loss_limit, norm_limit = self.limits, self._loss_limit, self._norm_limit
         is_loss_spike, is_norm_spike = result.loss > loss_limit, result.grad_norm > norm_limit
         if not result.skipped and result.step > self._learns_after:
-            self._learn(min(result.loss, loss_limit), min(result.grad_norm, norm_limit))  # at most as far as allowed
+            # The windows see a spike only up to the limits.
+            self._learn(min(result.loss, loss_limit), min(result.grad_norm, norm_limit))
         found = [f"loss={result.loss:.4g}, and {loss_limit:.4g} was expected at most"] if is_loss_spike else []
         if is_norm_spike or result.skipped:
             most = min(limits.skip, norm_limit)
@@ -186,7 +197,7 @@ class Guard:
         state.num_skipped_steps += 1
         reason += "; the update was not applied on any process"
         if state.consecutive_skips >= section.max_consecutive_skips and not is_loss_spike:
-            # The loss is as before, so nothing has broken: gradients have grown, and their limit is too low.
+            # The loss is as before, so the model is intact. Gradients have grown, and their limit is too low.
             state.grad_norms.clear()
             self._measure()
             state.consecutive_skips = 0
@@ -210,7 +221,7 @@ class Guard:
         return Decision("skip", f"{reason} (skip {in_a_row} in a row, {allowed} allowed)", needs_diagnosis)
 
     def roll_back_or_stop(self, reason: str, needs_diagnosis: bool = False) -> Decision:
-        """Return the decision to roll back for this reason, or to stop where no further rollback is allowed."""
+        """Return the decision to roll back for this reason, or to stop if `max_rollbacks` is reached."""
         done = len(self.state.rollbacks)
         if done < self.section.max_rollbacks:
             return Decision("roll_back", reason, needs_diagnosis)
@@ -220,7 +231,7 @@ class Guard:
         return Decision("stop", f"{reason}; {why}", needs_diagnosis)
 
     def _note_bad(self, result: StepResult) -> bool:
-        """Record a bad step; return whether it is the first one of an incident."""
+        """Record a bad step, and return whether it is the first of an incident."""
         state = self.state
         if state.first_bad_step is None:
             state.first_bad_step = result.step
@@ -229,7 +240,7 @@ class Guard:
         return is_first
 
     def _measure(self, num_newer: int = 0) -> None:
-        """Update the limits of spikes and of the next update; the `num_newer` last values do not count yet."""
+        """Update the spike limits and the limits of the next update. The `num_newer` last values do not count yet."""
         if self.section.on_spike == "off":
             return
         self.state.num_unmeasured = num_newer
@@ -249,12 +260,12 @@ class Guard:
 def plan_rollback(
     section: reliability.Guard, state: TrainState, *, at_step: int, to_step: int, max_steps: int, steps_per_epoch: float
 ) -> Rollback:
-    """Return the next rollback of a run: which steps are skipped, and whether the learning rate is lowered.
+    """Return the next rollback of a run: the steps to skip, and the factor of the learning rate.
 
-    The skipped steps begin half a window before the onset (their data led to it) and never before the checkpoint; they end
-    half a window after the last bad step, since similar ones may follow, and leave the last step of the run. The window of
-    `auto` is a fiftieth of the run at most: a skipped step does not train. The learning rate is lowered the second time in
-    one region, which is where no checkpoint has become healthy since the last rollback.
+    Skipped steps begin half a window before the onset, because their data led to it, but after the checkpoint. They end
+    half a window after the last bad step, since similar steps may follow. The last step of the run is never skipped.
+    Skipped steps do not train, so the window of `auto` is at most a fiftieth of the run. A second rollback in one
+    region lowers the learning rate. Two rollbacks are in one region if no checkpoint became known-good between them.
     """
     widest = min(200, math.ceil(steps_per_epoch / 10), math.ceil(max_steps / 50))
     width = widest if section.rollback_skip_steps == "auto" else section.rollback_skip_steps
@@ -274,7 +285,7 @@ def plan_rollback(
 
 
 def is_skipped_by_rollback(step: int, rollbacks: list[Rollback]) -> bool:
-    """Return whether a rollback skips a step (counted from 1)."""
+    """Return whether any of the rollbacks skips a step (counted from 1)."""
     return any(rollback.skip_first <= step <= rollback.skip_last for rollback in rollbacks)
 
 

@@ -1,6 +1,7 @@
-"""Seeing a run while it runs: its folder, metrics and events, progress, throughput, trackers.
+"""Observe a run while it trains: run folder, metrics, events, progress, throughput, and trackers.
 
-What is drawn from them afterwards is in `report`."""
+The `report` package draws charts and tables from these records.
+"""
 
 from accel_train.observe.run_folder import read_events, read_metrics, read_summary
 

@@ -1,7 +1,7 @@
-"""Goodput: the time of all launches of a run, each second in one account, and the file that keeps it through a kill.
+"""Goodput: the time of all launches of a run by category, kept in a file that survives a kill.
 
-`launches.jsonl` has a line for each launch. A thread writes the line of the launch that runs again every second, so a launch that
-was killed ends with its last line; what comes after that, up to the next launch, is down time.
+`launches.jsonl` has one line per launch. Each second, a thread rewrites the line of the running launch. After a kill,
+the last line is at most about a second old. The time until the next launch counts as down time.
 """
 
 import json
@@ -22,7 +22,7 @@ from accel_train.core.state import JsonRecord
 LAUNCHES_FILE = "launches.jsonl"
 WRITE_SECONDS = 1.0
 LINE_BYTES = 1024
-"""Each line is filled up with spaces, so that it can be written again in its place."""
+"""Length of each line in bytes, padded with spaces so that a line can be rewritten in place."""
 ACCOUNTS = {
     "imports": "imports",
     "start_up": "starting up",
@@ -40,7 +40,7 @@ ACCOUNTS = {
     "stopping": "stopping",
     "down_time": "between launches",
 }
-"""All accounts, and what a reader sees for them."""
+"""All categories of time, with their display names."""
 T = TypeVar("T")
 
 
@@ -54,17 +54,22 @@ class _Step:
 
     @property
     def account_now(self) -> str:
-        """The account if the launch ended now: a step without an outcome is cut off."""
+        """Category of the step if the launch ended now.
+
+        A step without an outcome counts as repeated, except in the category of first steps.
+        """
         return self.account if self.is_settled or self.account == "first_step" else "repeated_steps"
 
 
 class LaunchClock:
-    """Puts each second of a launch into one account; on the main process, whose time counts for the run.
+    """A clock that assigns each second of a launch to one category.
+
+    It runs on the main process, whose time counts for the run.
 
     Args:
-        age_seconds: time that the process has lived for this launch already: its start, and imports.
-        clock: seconds, rising.
-        wall: seconds since 1970.
+        age_seconds: seconds that the process has already spent on this launch: interpreter start and imports.
+        clock: function that returns monotonic seconds.
+        wall: function that returns seconds since 1970.
     """
 
     def __init__(
@@ -85,14 +90,14 @@ class LaunchClock:
         self._facts: JsonRecord = {}
 
     def switch(self, account: str) -> None:
-        """Put the time from now on into another account; inside of `inside`, the time after that."""
+        """Switch to another category from now on. Within `inside`, the switch takes effect when the context ends."""
         with self._lock:
             self._close()
             self._account, self._open_step = account, None
 
     @contextmanager
     def inside(self, account: str) -> Iterator[None]:
-        """Return a context whose time goes into an account; such contexts may be nested."""
+        """Return a context whose time counts for one category. Contexts may be nested."""
         self.enter(account)
         try:
             yield
@@ -100,22 +105,26 @@ class LaunchClock:
             self.leave()
 
     def enter(self, account: str) -> None:
-        """Begin what `inside` does."""
+        """Enter the context of `inside` without a context manager."""
         with self._lock:
             self._close()
             self._inside.append(account)
             self._num_saves += account == "saving"
 
     def leave(self) -> None:
-        """End what `enter` began last."""
+        """Leave the context that `enter` entered last."""
         with self._lock:
             self._close()
             self._inside.pop()
 
     def reading(self, batches: Iterator[T]) -> Iterator[T]:
-        """Return the same batches: the time until each is there is waiting for data, and after the last one the launch stops."""
+        """Yield the same batches, and count the time until each one as waiting for data.
+
+        After the last batch, the launch counts as stopping.
+        """
         while True:
-            self.enter("waiting_for_data")  # without `inside`: a context manager in each step costs 3 us
+            # Does not use `inside`, because a context manager in each step costs 3 us.
+            self.enter("waiting_for_data")
             try:
                 batch = next(batches)
             except StopIteration:
@@ -126,7 +135,7 @@ class LaunchClock:
         self.switch("stopping")
 
     def begin_step(self, step: int) -> None:
-        """Begin a 0-based step; steps that were begun and not done, and come again, were in vain."""
+        """Begin a step (0-based). Earlier steps that began but did not end, and now begin again, count as repeated."""
         with self._lock:
             self._close()
             for number, each in list(self._steps.items()):
@@ -140,7 +149,7 @@ class LaunchClock:
             self._num_begun += 1
 
     def end_step(self, step: int, *, skipped: bool) -> None:
-        """Note the outcome of a 0-based step, which may be known when the next one has begun."""
+        """Record the outcome of a step (0-based). The next step may already have begun."""
         with self._lock:
             self._num_done = max(self._num_done, step + 1)
             if (done := self._steps.get(step)) is not None:
@@ -149,7 +158,7 @@ class LaunchClock:
                     done.account = "skipped_steps"
 
     def accounts(self) -> dict[str, float]:
-        """Return the seconds of each account up to now, in the order of `ACCOUNTS`; those without time are left out."""
+        """Return the seconds of each category up to now, in the order of `ACCOUNTS`, without empty categories."""
         with self._lock:
             self._close()
             seconds = dict(self._seconds)
@@ -158,12 +167,15 @@ class LaunchClock:
         return {name: round(seconds[name], 6) for name in ACCOUNTS if seconds.get(name)}
 
     def goodput(self) -> JsonRecord:
-        """Return what `goodput_of` does, for the launches before this one and this one up to now."""
+        """Return the goodput of all launches, including this one up to now, in the form of `goodput_of`."""
         return goodput_of([*self._earlier, self._line(ended=False)])
 
     @contextmanager
     def recorded(self, run_folder: Path, **facts: Any) -> Iterator[None]:
-        """Return a context in which the line of this launch is in `launches.jsonl`; `facts` are in it. A full disk changes nothing."""
+        """Return a context that records this launch and `facts` about it in `launches.jsonl`.
+
+        A full disk does not affect the run.
+        """
         path = run_folder / LAUNCHES_FILE
         self._earlier, self._facts = read_launches(run_folder), {"host": socket.gethostname(), **facts}
         self._num_done = max((line["step"] for line in self._earlier), default=0)
@@ -212,7 +224,7 @@ class LaunchClock:
         }
 
     def _close(self) -> None:
-        """Put the time since the last call where it belongs."""
+        """Assign the time since the last call to the current step or category."""
         now = self._clock()
         seconds, self._since = now - self._since, now
         if not self._inside and self._open_step is not None:
@@ -223,7 +235,10 @@ class LaunchClock:
 
 
 def read_launches(run_folder: Path) -> list[JsonRecord]:
-    """Return the lines of a run's `launches.jsonl`, by their start; damaged ones are left out, and all where there is no such file."""
+    """Return the lines of a run's `launches.jsonl`, sorted by start time.
+
+    Damaged lines are left out. Returns an empty list if the file cannot be read.
+    """
     try:
         lines = read_regular(Path(run_folder) / LAUNCHES_FILE).split(b"\n")
     except OSError:
@@ -237,9 +252,10 @@ def read_launches(run_folder: Path) -> list[JsonRecord]:
 
 
 def goodput_of(launches: Sequence[JsonRecord]) -> JsonRecord:
-    """Return the accounts of all launches in seconds, which add up to the wall clock from the first start to the last end.
+    """Return the goodput of all launches.
 
-    Keys: `launches`, `wall_seconds`, `productive_share` (of the wall clock, 0 to 1), `accounts` (names of `ACCOUNTS`).
+    The seconds of all categories add up to the wall clock from the first start to the last end. Keys: `launches`,
+    `wall_seconds`, `productive_share` (of the wall clock, 0 to 1), and `accounts` (seconds by name in `ACCOUNTS`).
     """
     seconds = dict.fromkeys(ACCOUNTS, 0.0)
     for launch in launches:
@@ -257,7 +273,7 @@ def goodput_of(launches: Sequence[JsonRecord]) -> JsonRecord:
 
 
 def down_times(launches: Sequence[JsonRecord]) -> list[float]:
-    """Return the seconds before each launch but the first in which none ran."""
+    """Return the seconds between each launch and the next one."""
     ends = [launch["started"] + launch["seconds"] for launch in launches]
     return [max(0.0, after["started"] - end) for end, after in zip(ends, launches[1:], strict=False)]
 
@@ -272,7 +288,7 @@ def _is_launch(record: Any) -> bool:
 
 
 def _end_of_lines(file: int) -> int:
-    """Return where the next line begins, after cutting off a last one without an end."""
+    """Return the offset of the next line, after cutting off an incomplete last line."""
     size = os.fstat(file).st_size
     tail = os.pread(file, 2 * LINE_BYTES, max(0, size - 2 * LINE_BYTES))
     end = size - len(tail) + tail.rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""The record of an incident, as plain values: its classification, its summary in one sentence, and what to do."""
+"""The record of an incident as plain values: classification, one-sentence summary, and recommended actions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,31 +12,34 @@ INCIDENTS = "incidents"
 RECORD, TEXT, WEIGHTS = "incident.json", "incident.md", "weights.safetensors"
 FORMAT = 1
 SAME_SPIKE, SAME_SPIKE_AFTER_UPDATE = 0.98, 0.5
-"""A spike happens again where loss and gradient norm, computed again, reach this part of it; less where the update was applied."""
+"""Fractions of the original loss and gradient norm that define a reproduced spike, without and with an applied update.
+
+The spike is reproduced if both recomputed values reach the fraction. It is lower if the update was applied.
+"""
 _NEEDED: dict[str, type] = {
     **dict.fromkeys(("kind", "sentence", "classification", "precision"), str),
     **{"step": int, "world_size": int, "num_sharing": int, "batches": list, "processes": list, "weights": dict},
 }
-"""Fields that every reader uses, with their types."""
+"""Required fields of a record, with their types."""
 Classification = Literal["deterministic", "transient", "unknown"]
 
 
 def batch_file(rank: int) -> str:
-    """Return the name of a process's micro-batches in an incident's folder."""
+    """Return the name of the file with a process's micro-batches in an incident's folder."""
     return f"batch-rank-{rank}.safetensors"
 
 
 def incident_folders(run_folder: Path) -> list[Path]:
-    """Return the incidents of a run, in the order of their steps."""
+    """Return the incident folders of a run, in the order of their steps."""
     root = run_folder / INCIDENTS
     return sorted(path.parent for path in root.glob(f"step-*/{RECORD}")) if root.is_dir() else []
 
 
 def read_incident(folder: Path) -> JsonRecord:
-    """Return an incident's record.
+    """Read the record of an incident from its folder.
 
     Raises:
-        ValueError: the folder holds none, or it is damaged.
+        ValueError: the folder does not hold an incident, or the record is damaged.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -57,7 +60,7 @@ def read_incident(folder: Path) -> JsonRecord:
 
 
 def classify(record: Mapping[str, Any]) -> Classification:
-    """Return whether the fault comes with the samples and weights (deterministic), or happened once (transient)."""
+    """Return whether an incident is deterministic (same samples and weights reproduce it), transient, or unknown."""
     findings = record["processes"]
     if record["kind"] != "spike":
         if any(finding["happens_again"] for finding in findings):
@@ -66,14 +69,14 @@ def classify(record: Mapping[str, Any]) -> Classification:
     if any(finding["error"] or finding["loss_sum"] is None for finding in findings):
         return "unknown"
     loss = sum(finding["loss_sum"] for finding in findings) / max(record["num_targets"], 1)
-    # The norm of a mean of gradients is at most the mean of their norms.
+    # The norm of the mean gradient is at most the mean of the gradient norms.
     norm = sum(finding["gradient_norm"] for finding in findings) / len(findings)
     part = SAME_SPIKE if record["skipped"] else SAME_SPIKE_AFTER_UPDATE
     return "transient" if loss < part * record["loss"] or norm < part * record["grad_norm"] else "deterministic"
 
 
 def summarise_incident(record: Mapping[str, Any]) -> str:
-    """Return one sentence: whether it happens again, which samples on which process, and in which module."""
+    """Return a one-sentence summary: whether the fault is reproducible, and its samples, process and module."""
     if record["not_diagnosed"] is not None:
         return f"Not diagnosed in the run: {record['not_diagnosed']}"
     findings, kind = record["processes"], record["classification"]
@@ -96,19 +99,22 @@ def summarise_incident(record: Mapping[str, Any]) -> str:
         what = "every loss was, too, and gradients were not" if had_loss else "its loss was not finite"
         return f"Transient: computed again the step is finite; {what} on {where}"
     return (
-        "Transient: computed again the step is finite on all processes; every loss was, too, and gradients are summed over "
-        "all processes before anything looks at them, so which one it was cannot be said"
+        "Transient: computed again the step is finite on all processes; every loss was, too, and gradients are summed "
+        "over all processes before anything looks at them, so which one it was cannot be said"
     )
 
 
 def not_finite_then(findings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the processes of a bad step whose own loss was not finite in it; or, where every loss was, whose gradients."""
+    """Return the findings of processes whose own loss was not finite in the bad step.
+
+    If every loss was finite, return the processes whose gradients were not finite.
+    """
     losses = [each for each in findings if not math.isfinite(each["loss_sum_then"])]
     return losses or [each for each in findings if not each["gradients_finite_then"]]
 
 
 def _blame(finding: Mapping[str, Any]) -> str:
-    """Return `sample 1234 on process 1 makes transformer.h.3.mlp not finite`."""
+    """Return the cause on one process, for example `sample 1234 on process 1 makes transformer.h.3.mlp not finite`."""
     who = f"{_samples(finding)} on process {finding['rank']}"
     module = "the model" if finding["module"] == "" else finding["module"]
     place = finding["place"]
@@ -137,7 +143,7 @@ def _samples(finding: Mapping[str, Any]) -> str:
 
 
 def describe_heaviest(record: Mapping[str, Any]) -> str:
-    """Name the sample of a spike that contributes most, with its loss and gradient norm alone."""
+    """Return a description of the sample that contributes most to a spike, with its own loss and gradient norm."""
     heaviest = heaviest_sample(record)
     if heaviest is None:
         return "no sample of it could be looked at alone"
@@ -149,14 +155,17 @@ def describe_heaviest(record: Mapping[str, Any]) -> str:
 
 
 def heaviest_sample(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the process and the sample of a spike with the largest gradient norm."""
+    """Return the finding and the sample of a spike with the largest gradient norm, or None."""
     pairs = [(finding, each) for finding in record["processes"] for each in finding["heaviest"]]
     # NaN counts as the largest.
     return max(pairs, key=lambda pair: (math.isnan(norm := pair[1]["gradient_norm"]), norm), default=None)
 
 
 def next_actions(record: Mapping[str, Any], *, is_replayed: bool = False) -> list[str]:
-    """Return what to do about it, the likeliest first; without the replay where that has been done."""
+    """Return recommended actions for an incident, most likely helpful first.
+
+    Leaves out the replay if `is_replayed`.
+    """
     if record["not_diagnosed"] is not None:
         return _next_replay(record)
     command = f"accel-train replay {INCIDENTS}/{record['folder']} (from the run folder)"
@@ -192,7 +201,7 @@ def next_actions(record: Mapping[str, Any], *, is_replayed: bool = False) -> lis
 
 
 def can_replay(record: Mapping[str, Any]) -> bool:
-    """Return whether batches were kept, and weights to compute them with."""
+    """Return whether the incident kept its batches and the weights to recompute them."""
     weights = record["weights"]
     return bool(record["batches"]) and (weights["file"] or weights["checkpoint"]) is not None
 
@@ -200,8 +209,8 @@ def can_replay(record: Mapping[str, Any]) -> bool:
 def _next_replay(record: Mapping[str, Any]) -> list[str]:
     if not can_replay(record):
         return [
-            "Neither sample nor module can be named: batches or weights were too large to be kept, and there was no checkpoint "
-            "before. Set checkpoint.every_steps lower."
+            "Neither sample nor module can be named: batches or weights were too large to be kept, and there was no "
+            "checkpoint before. Set checkpoint.every_steps lower."
         ]
     replay = [
         f"Run accel-train replay {INCIDENTS}/{record['folder']} (from the run folder): it names sample and module."
@@ -215,6 +224,6 @@ def _next_replay(record: Mapping[str, Any]) -> list[str]:
 
 
 def named(names: Sequence[Any], number: int | None = None, most: int = 3) -> str:
-    """Return `a, b, c and 9 more`."""
+    """Return the first names and the number of the others: `a, b, c and 9 more`."""
     more = (len(names) if number is None else number) - len(names[:most])
     return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")

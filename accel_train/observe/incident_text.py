@@ -1,4 +1,4 @@
-"""An incident as Markdown, for somebody who has never seen the run."""
+"""The text of an incident as Markdown, for readers who do not know the run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from accel_train.observe.incident_record import named
 
 
 def format_incident(record: Mapping[str, Any]) -> str:
-    """Return the record as Markdown."""
+    """Return the record of an incident as Markdown."""
     title = "a spike" if record["kind"] == "spike" else "a loss or gradient that is not finite"
     lines = [
         f"# Step {record['step']} of {record['run']}: {title}",
@@ -69,7 +69,7 @@ def _step_facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def main_facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the facts of the step, and a line for each process that had a part in it."""
+    """Return the facts of the step as (name, value) pairs, and one pair for each process involved in the incident."""
     facts = _step_facts(record)
     for finding in record["processes"]:
         if finding["happens_again"] or finding["error"] or finding["heaviest"]:
@@ -78,7 +78,7 @@ def main_facts(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def describe_finding(finding: Mapping[str, Any]) -> str:
-    """Return the facts of one process's share of a step in one line, without its device."""
+    """Return the facts of one process's part of a step in one line, without its device."""
     return "; ".join(f"{name.lower()} {value}" for name, value in _finding_facts(finding)[1:]).replace("`", "")
 
 

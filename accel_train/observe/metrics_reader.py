@@ -1,4 +1,4 @@
-"""Read a metrics.jsonl that grows, in bounded time and memory: each line once, and of a long file a sample."""
+"""Read a growing metrics.jsonl in bounded time and memory: each line once, and only a sample of a long file."""
 
 import os
 import re
@@ -10,11 +10,11 @@ from accel_train.core.state import JsonRecord
 from accel_train.observe.run_folder import note_damage, parse_line
 
 WHOLE_BYTES = 2**24
-"""A smaller file is kept whole: about 40,000 lines."""
+"""Size up to which all lines of a file are kept, in bytes: about 40,000 lines."""
 GROUPS = 2_000
-"""A longer file is cut into as many groups of lines, of which a few are kept."""
+"""Number of groups of lines in a longer file. A few lines of each group are kept."""
 LAST_LINES = 100
-"""Lines at the end, which are all kept."""
+"""Number of lines at the end that are always kept."""
 _PRINT_BYTES = 512
 _NUMBERS = {
     name: re.compile(rb'"%s": (-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)[,}]' % name.encode()) for name in ("loss", "grad_norm")
@@ -22,10 +22,10 @@ _NUMBERS = {
 
 
 class MetricsReader:
-    """The lines of one metrics.jsonl. Each `read` takes up where the one before has ended.
+    """A reader of one metrics.jsonl. Each `read` continues where the previous one ended.
 
-    Of a file above `WHOLE_BYTES` it keeps every evaluation, the last lines, and of each group of lines those with the least
-    and the greatest loss, the greatest gradient norm, and a number that is not finite.
+    From a file above `WHOLE_BYTES` it keeps every evaluation and the last lines. From each group of lines it keeps the
+    extremes: smallest and largest loss, largest gradient norm, and one value that is not finite.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,10 +42,10 @@ class MetricsReader:
         self._faults: dict[int, str] = {}
 
     def read(self, damage: list[str] | None = None) -> list[JsonRecord]:
-        """Return the kept lines in their order; `damage` gets a sentence on damaged ones.
+        """Return the kept lines in file order. `damage` receives a message about damaged lines.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
         """
         with self._path.open("rb") as file:
             facts = os.fstat(file.fileno())
@@ -57,7 +57,8 @@ class MetricsReader:
             file.seek(self._offset)
             while lines := file.readlines(self._group_bytes or WHOLE_BYTES):
                 if not lines[-1].endswith(b"\n"):
-                    lines.pop()  # torn by a kill, or not written to its end yet
+                    # The last line was torn by a kill or is still being written.
+                    lines.pop()
                 num_bytes = sum(map(len, lines))
                 self._offset += num_bytes
                 self._take(lines)
@@ -77,7 +78,7 @@ class MetricsReader:
         return [found[number] for number in sorted(found)]
 
     def _take(self, lines: list[bytes]) -> None:
-        """Keep lines for good, or the most telling ones of a group."""
+        """Keep all lines of a short file, or the extremes of a group of lines."""
         first = self._num_lines + 1
         self._num_lines += len(lines)
         train = [at for at, line in enumerate(lines) if b'"split": "train"' in line] if self._group_bytes else []
@@ -92,12 +93,13 @@ class MetricsReader:
             elif (record := self._parsed(number, line)) is not None:
                 self._kept[number] = record
         self._last.extend((first + at, lines[at]) for at in train[-LAST_LINES:])
-        if b"N" in text or b"I" in text:  # one character is found ten times as fast as a word
+        # Searching for one character is ten times as fast as searching for a word.
+        if b"N" in text or b"I" in text:
             odd = (at for at in train if b'NaN"' in lines[at] or b'Infinity"' in lines[at])
             for at in islice(odd, 1):
                 self._group.setdefault("not finite", (0.0, first + at, lines[at]))
         for name, pattern in _NUMBERS.items():
-            # One search of all lines takes a third of the time that a search of each takes.
+            # One search over all lines takes a third of the time of separate searches.
             values, places = pattern.findall(text), train
             if len(values) != len(train):
                 places = [at for at in train if pattern.search(lines[at])]

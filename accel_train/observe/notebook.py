@@ -1,4 +1,4 @@
-"""Progress in a notebook: a bar and a table of evaluations as one output of the cell, updated in place."""
+"""Progress in a notebook: a bar and a table of evaluations in one cell output, updated in place."""
 
 from collections.abc import Mapping
 from html import escape
@@ -12,16 +12,20 @@ _NUMBER = 'style="text-align: right; padding: 0 1em"'
 
 
 class NotebookBar(tqdm):
-    """tqdm's bar as HTML, with a row for each evaluation; as plain text where a front end shows none. It needs no ipywidgets."""
+    """tqdm's bar as HTML, with a table row for each evaluation.
+
+    Front ends without HTML show plain text. The bar does not need ipywidgets.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self._handle: Any = None
         self._rows: list[dict[str, str]] = []
-        super().__init__(bar_format=_TEXT, gui=True, **settings)  # gui: it writes nothing to a stream
+        # With gui=True, tqdm does not write to a stream.
+        super().__init__(bar_format=_TEXT, gui=True, **settings)
         self.refresh()
 
     def display(self, *_: Any, **__: Any) -> None:
-        """Show the bar and the table in place of what was shown before."""
+        """Show the bar and the table in place of the previous output."""
         columns = list(dict.fromkeys(name for row in self._rows for name in row))
         cells = [[row.get(name, "") for name in columns] for row in self._rows]
         table = "".join(
@@ -40,12 +44,12 @@ class NotebookBar(tqdm):
             self._handle.update(shown, raw=True)
 
     def add_row(self, row: Mapping[str, str]) -> None:
-        """Add a row of cells by the names of their columns, and show it."""
+        """Add a row to the table and show it. `row` maps column names to cell texts."""
         self._rows.append(dict(row))
         self.refresh()
 
     def close(self) -> None:
-        """Leave the last state in the notebook."""
+        """Close the bar and leave its last state in the notebook."""
         if not self.disable:
             self.refresh()
         super().close()

@@ -1,4 +1,7 @@
-"""`log.notify`: post to webhooks that a run rolls back, stops or ends. None of them can fail or delay the run."""
+"""Webhook notifications (`log.notify`) about rollbacks and the end of a run.
+
+Webhooks cannot fail or delay training.
+"""
 
 import json
 import os
@@ -23,26 +26,26 @@ from accel_train.observe.observer import Observer
 from accel_train.observe.progress import describe_metrics
 
 TIMEOUT_SECONDS = 10.0
-"""Time for a URL to answer; the end of the process waits no longer."""
+"""Timeout for a URL to answer, in seconds. The end of the process waits about as long."""
 ENDS = {0: "done", 3: "stop", 75: "preempted"}
-"""Events of the end by exit code; any other code is `failed`."""
+"""Name of the final event by exit code. Any other code is `failed`."""
 
 
 def check_targets(targets: Sequence[str]) -> None:
-    """Find out, before anything is built, whether every variable holds a URL.
+    """Check that each `$NAME` target refers to a variable with a URL, before anything is built.
 
     Raises:
-        ValueError: a variable is not set, or holds no URL.
+        ValueError: a variable is not set or does not hold a URL.
     """
     for target in targets:
         _from_variable(target)
 
 
 def _from_variable(target: str) -> str:
-    """Return the URL that the variable `$NAME` holds; other targets as they are.
+    """Return the URL in the variable of a `$NAME` target. Return other targets unchanged.
 
     Raises:
-        ValueError: the variable is not set, or holds no URL.
+        ValueError: the variable is not set or does not hold a URL.
     """
     if not target.startswith("$"):
         return target
@@ -55,17 +58,21 @@ def _from_variable(target: str) -> str:
 
 
 class _Refused(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: urllib would follow with a GET that has no body, and a login page would count as notified."""
+    """A handler that refuses redirects.
+
+    urllib would follow a redirect with a GET without a body. A login page would then count as a successful
+    notification.
+    """
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         raise urllib.error.HTTPError(req.full_url, code, "redirects are not followed; give the final URL", headers, fp)
 
 
 class Notifier(Observer):
-    """The main process's observer that tells others: of rollbacks when they happen, and of the end by `note_end`.
+    """The main process's observer that posts rollbacks when they happen, and the end of the run in `note_end`.
 
-    `ended` returns message and exit code of an error that ends the run, by whether the run had begun to train; `warn` gets a line,
-    with the step, for each target that could not be notified.
+    `ended` returns the message and exit code for an error that ends the run. Its second argument is whether training
+    had begun. `warn` receives a message and the step for each target that could not be notified.
     """
 
     def __init__(
@@ -82,37 +89,38 @@ class Notifier(Observer):
             self._failures.put(f"a target is {REDACTED} in this recipe, and is not notified: give it again")
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Remember the step, and warn of targets that could not be notified before it."""
+        """Record the step, and warn about targets that earlier notifications did not reach."""
         self._step = result.step
         self._warn_of_failures()
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Tell of a rollback."""
+        """Send a notification of a rollback."""
         self._step = step
         self._has_begun |= kind in ("start", "resume")
         if kind == "rollback":
             self._send(kind, message)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Remember the metrics, which are sent at the end."""
+        """Store the final metrics for the notification of the end."""
         self._metrics = dict(summary.get("eval", {}))
 
     def note_end(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Tell how the run ends, and wait until all are notified, or `TIMEOUT_SECONDS`."""
+        """Send how the run ends, and wait until all targets have answered, about `TIMEOUT_SECONDS` at most."""
         message, code = (describe_metrics(self._metrics), 0) if error is None else self._ended(error, self._has_begun)
         self.end("", message, code)
 
     def be_silent(self) -> None:
-        """Send nothing at the end: the run had finished before, and its end was sent then."""
+        """Suppress the notification of the end: the run had already finished, and its end was sent then."""
         self._is_over = True
 
     def end(self, _: str, message: str, exit_code: int) -> None:
-        """Tell how the run ends, as `note_end`, from wherever the process is ended; only the first call does."""
+        """Send how the run ends, like `note_end`, from any place that ends the process. Only the first call sends."""
         if self._is_over:
             return
         self._is_over = True
         self._send(ENDS.get(exit_code, "failed"), message, exit_code)
-        until = time.monotonic() + TIMEOUT_SECONDS + 0.5  # they time out themselves, and say so
+        # The threads time out first and report that.
+        until = time.monotonic() + TIMEOUT_SECONDS + 0.5
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if num_silent := sum(thread.is_alive() for thread in self._threads):
@@ -120,7 +128,7 @@ class Notifier(Observer):
         self._warn_of_failures()
 
     def _send(self, event: str, message: str, exit_code: int | None = None) -> None:
-        """Tell every target of an event, each in a thread of its own."""
+        """Send an event to every target, each in a separate thread."""
         text = f"{self._run.name}: {event} at step {self._step}{f': {message}' if message else ''}"
         facts: JsonRecord = {
             "text": text,
@@ -135,7 +143,8 @@ class Notifier(Observer):
             thread = threading.Thread(target=self._tell, args=(target, facts), name="notify", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # there is no room for one
+            # The system cannot start another thread.
+            except RuntimeError as error:
                 self._failures.put(f"nobody was notified of {event} ({error})")
             else:
                 self._threads.append(thread)
@@ -144,7 +153,8 @@ class Notifier(Observer):
         body = json.dumps(facts, allow_nan=False).encode()
         try:
             _post(target, body)
-        except Exception as error:  # of another's service
+        # Any error of a third-party service.
+        except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._failures.put(f"{urlsplit(target).hostname} was not notified of {facts['event']} ({reason})")
 

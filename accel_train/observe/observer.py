@@ -1,4 +1,4 @@
-"""Read-only observers of a run: their base, the main process's own (run folder, screen, trackers), and a list of them."""
+"""Read-only observers of a run: the base class, the main process's observer, and a list of observers."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,50 +17,59 @@ from accel_train.observe.trackers import Trackers
 from accel_train.task import rate_name
 
 MOST_UNWRITTEN_LINES = 100_000
-"""Lines of metrics.jsonl, 50 MB of memory: with more of them the oldest are lost."""
+"""Maximum number of unwritten lines of metrics.jsonl to keep, about 50 MB of memory. The oldest are dropped first."""
 SILENT_EVENTS = frozenset({"checkpoint", "evaluation"})
-"""Routine events: in events.jsonl and the report, but not on the screen."""
+"""Routine events, recorded in events.jsonl and the report but not printed on the screen."""
 ENDINGS = frozenset({"preempted", "stop", "early_stop"})
-"""Events after which nothing is trained."""
+"""Events after which the run does not train any more steps."""
 T = TypeVar("T")
 
 
 class Observer:
-    """An observer of a run, on every process: subclasses override what they want to see; everything else does nothing."""
+    """An observer of a run on one process. Subclasses override the methods they need; the defaults do nothing."""
 
     @property
     def train_seconds(self) -> float:
-        """Training time so far, which a checkpoint keeps; 0 for an observer that keeps no time."""
+        """Training time so far in seconds, stored in checkpoints. 0 for an observer without a clock."""
         return 0.0
 
     def on_step_begin(self, step: int) -> None:
-        """Called before each step, 0-based; the step before it may not have been seen by `on_step` yet."""
+        """Handle the start of a step (0-based).
+
+        The previous step may not have reached `on_step` yet.
+        """
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Called after each step, applied or skipped."""
+        """Handle the result of a step, applied or skipped."""
 
     def on_evaluation_batch(self, step: int, share: float) -> None:
-        """Called before each batch of an evaluation: the share of them that is done, 0 to 1, of this process's."""
+        """Handle the start of an evaluation batch. `share` is the finished part of this process's batches, 0 to 1."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
-        """Called after each evaluation."""
+        """Handle the metrics of an evaluation."""
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Called for each event of events.jsonl; `rank` is None where it concerns all processes."""
+        """Handle an event of events.jsonl. Without a `rank`, the event concerns all processes."""
 
     def note(self, text: str) -> None:
-        """Called with a line for the screen that is not kept."""
+        """Print a line on the screen without recording it."""
 
     def pause(self, account: str) -> AbstractContextManager[None]:
-        """Return a context for time that is not training: an evaluation, a save; `account` is one of `goodput.ACCOUNTS`."""
+        """Return a context for time that is not training, such as an evaluation or a save.
+
+        `account` is one of `goodput.ACCOUNTS`.
+        """
         return nullcontext()
 
     def reading(self, batches: Iterator[T]) -> Iterator[T]:
-        """Return the same batches of steps, and measure how long each is waited for; the end of them is that of the training."""
+        """Yield the batches of the training steps and measure how long the run waits for each.
+
+        The end of the batches marks the end of training.
+        """
         return batches
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Called once, when training has ended."""
+        """Handle the end of training. Called once."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +87,7 @@ def _of_all(method: str) -> Callable[..., None]:
 
 
 class Observers(Observer):
-    """A list of observers as one; the first keeps the time."""
+    """A list of observers that behaves like one observer. The first one keeps the training time."""
 
     on_step, on_evaluation, on_event = _of_all("on_step"), _of_all("on_evaluation"), _of_all("on_event")
     on_step_begin, on_evaluation_batch = _of_all("on_step_begin"), _of_all("on_evaluation_batch")
@@ -113,22 +122,23 @@ class Observers(Observer):
 
 @dataclass(frozen=True)
 class LogPlan:
-    """The numbers of a run that decide when a line is due, and that lines of metrics.jsonl follow from."""
+    """The numbers of a run that decide when to log and that the logged values are computed from."""
 
     log_every_steps: int
     total_steps: int
     samples_per_step: int
-    """The global batch size."""
+    """Global batch size, in samples."""
     num_samples_per_epoch: float
-    """Global batches in one pass over the training data, as samples."""
+    """Samples in one pass over the training data, counted in whole global batches."""
     targets: str = "tokens"
-    """Unit of `num_targets`: tokens, images, ..."""
+    """Unit of `num_targets`: tokens, images, ... Default: tokens."""
 
 
 class RunObserver(Observer):
-    """The main process's observer: `with RunObserver(...) as observer:` opens the trackers and closes the display.
+    """The main process's observer, used as `with RunObserver(...) as observer:`.
 
-    `folder` is open, and stays so. The `clock` accounts for the time of this launch; `system` is asked at log lines.
+    Entering opens the trackers; leaving closes trackers and display. `folder` must be open and stays open. `clock`
+    accounts for the time of this launch. `system` is sampled at log lines.
     """
 
     def __init__(
@@ -151,7 +161,7 @@ class RunObserver(Observer):
 
     @property
     def train_seconds(self) -> float:
-        """Training time over all launches, without evaluation and checkpoints."""
+        """Training time over all launches in seconds, without evaluation and checkpoints."""
         return self._meter.train_seconds
 
     def on_step_begin(self, step: int) -> None:
@@ -161,7 +171,7 @@ class RunObserver(Observer):
         return self._clock.reading(batches)
 
     def on_step(self, result: StepResult, learning_rate: float) -> None:
-        """Count a step, and write its line if one is due, if it is the last, or if it was skipped."""
+        """Count a step. Log it if a line is due, at the last step, or if it was skipped."""
         step, plan = result.step, self._plan
         self._step = step
         self._clock.end_step(step - 1, skipped=result.skipped)
@@ -178,13 +188,16 @@ class RunObserver(Observer):
         self._progress.evaluating(step, share)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
-        """Write an evaluation's loss and metrics; the split `eval_final` is that of the weights kept at the end, on all samples."""
+        """Record the loss and metrics of an evaluation.
+
+        The split `eval_final` is the evaluation of the final weights on all samples.
+        """
         self._write_numbers(step, split, metrics)
         kind = "evaluation" if split == "eval" else "final evaluation"
         self._progress.evaluated(step, kind, metrics)
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Write an event: when, on which process (None: all), and why, in one sentence."""
+        """Record an event with its time, process (None: all), and reason, and print it unless it is routine."""
         try:
             if kind == "rollback":
                 kept = [line for line in self._unwritten if line["step"] <= facts["to_step"]]
@@ -192,10 +205,11 @@ class RunObserver(Observer):
                 self._folder.rewind(facts["to_step"])
                 self._loss_sum, self._num_losses = 0.0, 0
             self._folder.append_event(utc_event(kind, step, message, rank, facts))
-        except OSError as error:  # an event often reports a failure; it must not become a second one
+        # An event often reports a failure. Recording it must not cause a second one.
+        except OSError as error:
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")
         if kind not in SILENT_EVENTS:
-            # The guard's sentences begin with their step.
+            # Messages of the guard already begin with their step.
             self._progress.note(message if message.startswith(f"step {step}:") else f"step {step}: {message}")
         if kind in ("start", "resume"):
             self._progress.begin()
@@ -211,7 +225,7 @@ class RunObserver(Observer):
             yield
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json with this launch's rates, and close trackers and display."""
+        """Write summary.json with this launch's rates, then close trackers and display."""
         overall = self._meter.overall()
         rates = {
             "train_seconds": round(self._meter.train_seconds, 3),
@@ -222,7 +236,8 @@ class RunObserver(Observer):
         goodput = self._clock.goodput()
         try:
             self._folder.write_summary({**rates, **summary, "goodput": goodput})
-        except Exception as error:  # the weights are written: the run has finished all the same
+        # The weights are already written, so a missing summary does not fail the run.
+        except Exception as error:
             self._progress.note(
                 f"warning: summary.json could not be written ({error}); run the same command again for it"
             )
@@ -242,7 +257,10 @@ class RunObserver(Observer):
         self._progress.close()
 
     def _write(self, line: JsonRecord) -> None:
-        """Add a line to metrics.jsonl; on a full disk lines wait for room, and training continues."""
+        """Append a line to metrics.jsonl.
+
+        If the disk is full, lines wait in memory and training continues.
+        """
         self._unwritten.append(line)
         try:
             while self._unwritten:
@@ -261,13 +279,18 @@ class RunObserver(Observer):
         self._trackers.log({f"{split}/{name}": value for name, value in numbers.items()}, step)
 
     def _log_step(self, result: StepResult, learning_rate: float, *, due: bool) -> None:
-        """Write a line: when one is due, for the steps since the line before; for a skipped step in between, for that step alone."""
+        """Log a step.
+
+        A due line averages the loss of the steps since the previous line. The line of a skipped step in between covers
+        that step alone.
+        """
         loss, num_averaged = result.loss, self._num_losses if due else 0
         if num_averaged:
             loss = self._loss_sum / num_averaged
         if due:
             self._loss_sum, self._num_losses = 0.0, 0
-        # Not to now: the host reads a step's result while the next one runs, but that of the one before a pause at once.
+        # Measure until the step's end, not until now. The host reads a result while the next step runs, except before a
+        # pause, where it reads the result at once.
         rates = self._meter.window(restart=due, until=result.ended)
         numbers: JsonRecord = {
             "loss": loss,

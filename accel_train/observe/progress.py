@@ -15,16 +15,16 @@ from accel_train.core.terminal import width_of, without_controls
 Style = Literal["bar", "notebook", "lines", "off"]
 
 REFRESH_SECONDS = 0.5
-"""A bar is drawn at most this often: a redraw costs about 0.1 ms, and a slow terminal much more."""
+"""Minimum time between two redraws of a bar, in seconds. A redraw costs about 0.1 ms, much more on a slow terminal."""
 
 LINE_SECONDS = 2.0
-"""Without a bar the first line on how far an evaluation is; the next ones come after twice as long each."""
+"""Seconds until the first line about a running evaluation without a bar. Each later line waits twice as long."""
 
 WIDE = 80
-"""Columns that hold a bar and all numbers; in fewer the learning rate, and then the speed, give way."""
+"""Terminal width that fits a bar and all numbers. Narrower terminals drop the learning rate first, then the speed."""
 
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}, {remaining} left"
-"""What leaves a bar of 10 characters in 80 columns, at six digits of steps."""
+"""Bar format that leaves 10 characters for the bar in 80 columns with six-digit steps."""
 
 
 def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Style:
@@ -37,18 +37,19 @@ def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Styl
         return "bar"
     if stream is None or stream.closed or not stream.isatty() or os.environ.get("TERM") == "dumb":
         return "lines"
-    return "bar" if width_of(stream) else "lines"  # a job scheduler's terminal may have no width: a bar would be empty
+    # A job scheduler's terminal may report zero width, and a bar would be empty.
+    return "bar" if width_of(stream) else "lines"
 
 
 class Progress:
-    """Shows the step, the numbers of its line, and the time left; a broken output never stops the run.
+    """A display of the current step, its logged numbers, and the time left. A broken output never stops the run.
 
     Args:
         setting: `Recipe.log.progress`.
-        initial_step: steps done in earlier launches; the time left is estimated from this launch alone.
+        initial_step: steps done in earlier launches. The time left is estimated from this launch only.
         targets: unit of the rate: tokens, images, ...
-        metric: of the evaluation, the one that lines show whatever else they leave out.
-        stream: none: standard output.
+        metric: evaluation metric that lines always show, even if it is one of the averages they leave out.
+        stream: output stream. None means standard output.
     """
 
     def __init__(
@@ -70,24 +71,24 @@ class Progress:
         self._bar: Any = None
         self._loss = self._beside_bar = ""
         self._evaluated_for: tuple[float, float] | None = None
-        """When the evaluation of this moment began, and when it is shown next, as `time.monotonic`."""
+        """Start of the running evaluation and time of its next display, both in `time.monotonic` seconds."""
         self._broken = self._stream is None
 
     def begin(self) -> None:
-        """Start the clock of the steps; a bar is drawn below the notes before."""
+        """Start the clock of the steps and draw the bar below earlier notes."""
         self._begin = time.monotonic()
         if self.style in ("bar", "notebook"):
             self._guarded(self._open_bar)
 
     def advance(self, step: int) -> None:
-        """Move the bar to a step: cheap enough for every step."""
+        """Move the bar to a step. Cheap enough to call at every step."""
         if self._bar is not None:
             self._guarded(lambda: self._bar.update(step - self._bar.n))
 
     def show(
         self, step: int, *, loss: float, learning_rate: float, tokens_per_second: float | None, skipped: bool = False
     ) -> None:
-        """Show the numbers of a logged step beside the bar, or as one aligned line."""
+        """Show the numbers of a logged step next to the bar, or as one aligned line."""
         speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} {self._speed_unit}"
         mark, self._loss = "  skipped" if skipped else "", f"{loss:.4f}"
         if self._bar is not None:
@@ -106,7 +107,10 @@ class Progress:
             )
 
     def evaluating(self, step: int, share: float) -> None:
-        """Show how far an evaluation is, beside the bar or, where it takes long, as a line; cheap enough for every batch."""
+        """Show the progress of an evaluation next to the bar, or as a line if it takes long.
+
+        Cheap enough to call at every batch.
+        """
         now = time.monotonic()
         wait = REFRESH_SECONDS if self._bar is not None else LINE_SECONDS
         if self._evaluated_for is None:
@@ -122,7 +126,7 @@ class Progress:
             self._write_line(f"step {step}: evaluating, {share:.0%} done after {format_seconds(now - began)}")
 
     def evaluated(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
-        """Show what an evaluation found: as a row of a notebook's table, elsewhere as a line."""
+        """Show the metrics of an evaluation as a table row in a notebook, elsewhere as a line."""
         self._evaluated_for = None
         if self._bar is not None:
             self._guarded(lambda: self._bar.set_postfix_str(self._beside_bar, refresh=False))
@@ -139,7 +143,7 @@ class Progress:
         self._guarded(lambda: self._bar.add_row(row))
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar if there is one; secrets in it are redacted. A terminal's width breaks it between words."""
+        """Print a line above the bar, with secrets redacted. In a terminal, long lines wrap between words."""
         text = redact_text(text)
         width = width_of(self._stream) if self.style == "bar" else 0
         if 20 < width < len(text) and "\n" not in text:
@@ -152,13 +156,13 @@ class Progress:
             self._guarded(lambda: type(self._bar).write(without_controls(text), file=self._stream))
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Close the bar and leave its last state on the screen."""
         if self._bar is not None:
             self._guarded(self._bar.close)
             self._bar = None
 
     def _open_bar(self) -> None:
-        # miniters=1 keeps the refresh steady when steps slow down, so tqdm's watching thread has nothing to do.
+        # miniters=1 keeps the refresh steady when steps slow down, so tqdm's monitor thread has nothing to do.
         settings: dict[str, Any] = {
             "total": self._total_steps,
             "initial": self._initial_step,
@@ -177,7 +181,7 @@ class Progress:
             self._bar = tqdm(file=self._stream, dynamic_ncols=True, bar_format=_BAR, **settings)
 
     def _time_left(self, step: int) -> str:
-        """Return the wall time to the end at the pace of this launch, evaluation and checkpoints included."""
+        """Return the wall time left at the pace of this launch, including evaluation and checkpoints."""
         done = step - self._initial_step
         if done <= 0:
             return "?"
@@ -187,32 +191,41 @@ class Progress:
         self._guarded(lambda: print(without_controls(text), file=self._stream, flush=True))
 
     def _guarded(self, draw: Callable[[], object]) -> None:
-        """Draw; when the output is gone (closed pipe, closed file, full disk), draw nothing from now on."""
+        """Call `draw`. If the output is gone (closed pipe, closed file, full disk), stop drawing."""
         if self._broken:
             return
         try:
             draw()
-        except (OSError, ValueError):  # BrokenPipeError is an OSError; a closed file raises ValueError
+        # BrokenPipeError is an OSError. A closed file raises ValueError.
+        except (OSError, ValueError):
             self._broken = True
             if self._stream is sys.stdout:
                 _discard_stdout()
             if self._bar is not None:
-                self._bar.disable = True  # its close() would draw once more
+                # Otherwise its close() would draw once more.
+                self._bar.disable = True
                 self._bar = None
 
 
 def _discard_stdout() -> None:
-    """Discard the rest of standard output's buffer: flushing it at exit would turn exit code 0 into 120."""
+    """Discard the rest of standard output's buffer.
+
+    Flushing it at exit would turn exit code 0 into 120.
+    """
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-    except (OSError, ValueError):  # closed, or not a real file: nothing will be flushed
+    # Closed or not a real file: nothing will be flushed.
+    except (OSError, ValueError):
         return
 
 
 def without_averages(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
-    """Return the metrics without averages of precision, recall and F1 beside the macro F1, which stands for them; `kept` stays."""
+    """Return the metrics without the averages of precision, recall and F1 that a macro F1 represents.
+
+    Without a macro F1, all metrics stay. A metric named `kept` always stays.
+    """
     averaged = re.compile(r"(precision|recall|f1)_(macro|micro|weighted|samples)")
     stands = ("f1_macro", kept)
     is_left_out = {name for name in scores if averaged.fullmatch(name) and name not in stands}
@@ -220,7 +233,10 @@ def without_averages(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any
 
 
 def describe_metrics(metrics: Mapping[str, Any], kept: str = "") -> str:
-    """Return `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`, without the averages that the macro F1 stands for."""
+    """Return the metrics as text: `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`.
+
+    Averages are left out as in `without_averages`.
+    """
     numbers = [f"{name} {value:.4f}" for name, value in _floats(without_averages(metrics, kept)).items()]
     seconds = f" ({format_seconds(metrics['seconds'])})" if "seconds" in metrics else ""
     return ", ".join(numbers) + seconds

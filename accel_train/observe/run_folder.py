@@ -1,4 +1,4 @@
-"""The run folder: who holds it, and the lines a run leaves behind in it."""
+"""The run folder: its lock, and the files that a run writes into it."""
 
 import errno
 import json
@@ -26,36 +26,39 @@ EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 RECIPE_FILE = RESOLVED_RECIPE
 PROFILE_FOLDER = "profile"
-"""Traces of steps, and what a GPU's memory held when it ran out."""
+"""Folder of step traces and of memory snapshots from GPUs that ran out of memory."""
 
 
 _TAIL_BYTES = 2**16
 _VALUE = rb"-?\d{1,18}(?:\.\d{1,20})?(?:e[-+]?\d\d)?|true|false|null"
 _TRAIN_LINE = re.compile(rb'\{"step": (\d{1,18}), "split": "train"(?:, "\w+": (?:' + _VALUE + rb"))*\}\n")
-"""A line that is not damaged, whose step is known without parsing it."""
+"""Pattern of a valid training line. Its group is the step, so such a line need not be parsed."""
 _SECONDS_OF_THE_DEAD = 20.0
-"""A killed process's threads and children may hold its files for a moment: in a write to a slow disk, before they begin."""
+"""Seconds to wait for the lock of a killed process.
+
+Its threads and children may still hold its files, for example during a write to a slow disk.
+"""
 
 
 class RunFolder:
-    """One run's folder, held by one process at a time: `with RunFolder(path) as folder:`.
+    """The folder of one run, locked by one process at a time: `with RunFolder(path) as folder:`.
 
-    Only the main process opens it. The modes of what it creates follow the umask.
+    Only the main process opens it. The modes of created files follow the umask.
 
     Raises:
-        ValueError: the path is a file, cannot be written, another run holds it, or it holds what no run wrote.
+        ValueError: the path is a file or not writable, another run holds it, or it has files from outside a run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.lock = Choice(False, "not opened")
-        """A second run in this folder is kept out; the reason says why not."""
+        """Whether a lock keeps out a second run, with the reason."""
         self._filelock: FileLock | None = None
         self._holder_path = self.path / ".lock.holder"
         self._open_files: dict[str, int] = {}
 
     def open(self) -> Self:
-        """Create the folder, take its lock, claim it, and cut off lines that a kill has torn."""
+        """Create the folder, lock and claim it, and cut off lines torn by a kill."""
         _create_writable_folder(self.path)
         try:
             check_claim(self.path)
@@ -71,7 +74,7 @@ class RunFolder:
         return self
 
     def check(self) -> None:
-        """Find what is wrong with the folder before anything is created.
+        """Check that the folder can be used, without creating anything.
 
         Raises:
             ValueError: as for the class.
@@ -95,28 +98,29 @@ class RunFolder:
                 self._release_lock()
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl; it survives a kill of this process from the moment this returns.
+        """Append one line to metrics.jsonl. It survives a kill of this process once this method returns.
 
         Raises:
-            OSError: the line could not be written (disk full); the file ends with the line before it.
+            OSError: the line could not be written (disk full). The file then ends with the previous line.
         """
         _append_line(self._open_files[METRICS_FILE], record)
 
     def append_event(self, record: Mapping[str, Any]) -> None:
-        """Add one line to events.jsonl; as `append_metrics`."""
+        """Append one line to events.jsonl. Guarantees and errors are as for `append_metrics`."""
         _append_line(self._open_files[EVENTS_FILE], record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         self.write_text(SUMMARY_FILE, json_text(summary))
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a file of this folder (summary.json, say), whole or not at all, and return its path."""
+        """Write a file of this folder (for example summary.json) atomically, and return its path."""
         return write_file(self.path / name, text.encode(), self.path)
 
     def rewind(self, step: int, *, evaluated: bool = True) -> None:
-        """Remove the metrics after `step`, because a resume computes them again; events stay.
+        """Remove the metrics after `step`, because a resume computes them again. Events stay.
 
-        Not `evaluated`: the evaluation of that step is made again as well. Files that were moved away since `open` begin anew.
+        If not `evaluated`, the evaluation of that step is also removed and repeated. Files that were moved away since
+        `open` start empty.
         """
 
         def is_kept(record: JsonRecord) -> bool:
@@ -129,7 +133,7 @@ class RunFolder:
         self._reopen_files()
 
     def close(self) -> None:
-        """Close the files and release the lock; closing twice is fine."""
+        """Close the files and release the lock. Closing twice is allowed."""
         self._close_files()
         if self._filelock is not None:
             self._holder_path.unlink(missing_ok=True)
@@ -156,8 +160,11 @@ class RunFolder:
             os.close(self._open_files.popitem()[1])
 
     def _take_lock(self) -> None:
-        """Take the kernel's lock without waiting, unless its holder is dead: then what it left behind is still ending."""
-        # A fallback to an existence lock would outlive a SIGKILL, and the run could not resume by itself.
+        """Take the kernel's lock without waiting, unless its holder is dead.
+
+        The threads and children of a dead holder may still be ending, so its lock is worth waiting for.
+        """
+        # A fallback to an existence lock would outlive a SIGKILL, and the run could not resume without manual cleanup.
         lock = FileLock(self.path / ".lock", thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire(timeout=0)
@@ -166,7 +173,8 @@ class RunFolder:
                 with suppress(Timeout):
                     lock.acquire(timeout=_SECONDS_OF_THE_DEAD)
         except OSError as error:
-            if error.errno != errno.ENOSYS:  # which is: Lustre mounted without `flock`, some FUSE file systems
+            # ENOSYS: the file system has no locks, for example Lustre mounted without `flock` and some FUSE systems.
+            if error.errno != errno.ENOSYS:
                 raise ValueError(f"output_dir={self.path} cannot be locked: {error.strerror}") from error
             self.lock = Choice(False, "this file system has no locks: a second run in this folder is not kept out")
             return
@@ -180,23 +188,27 @@ class RunFolder:
 
 
 def read_metrics(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
-    """Return all lines of a run's metrics.jsonl, NaN and Infinity as floats; a line torn by a kill is left out.
+    """Return all lines of a run's metrics.jsonl, with NaN and Infinity as floats.
 
-    A damaged line is skipped, which a line on stderr says once; `damage` gets the same sentence.
+    A line torn by a kill is left out. Damaged lines are skipped and reported once on stderr. The report is also added
+    to `damage`.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the run folder has no metrics.jsonl.
     """
     return _sound_lines(Path(run_folder) / METRICS_FILE, damage)
 
 
 def read_events(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
-    """Return all lines of a run's events.jsonl; as `read_metrics`."""
+    """Return all lines of a run's events.jsonl. Handles damage and errors like `read_metrics`."""
     return _sound_lines(Path(run_folder) / EVENTS_FILE, damage)
 
 
 def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
-    """Return a JSON object that a run wrote (summary.json, say); empty where there is none, or where damage is reported."""
+    """Return a JSON object that a run wrote, for example summary.json.
+
+    Returns an empty dict if the file is missing or damaged. Damage is reported on stderr and in `damage`.
+    """
     try:
         record = read_json(path)
         if not isinstance(record, dict):
@@ -219,7 +231,7 @@ def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
 
 
 def note_damage(message: str, damage: list[str] | None) -> None:
-    """Print a sentence on a damaged file once, and add it to `damage`."""
+    """Print a message about a damaged file once, and add it to `damage`."""
     _print_once(message)
     if damage is not None:
         damage.append(message)
@@ -231,12 +243,16 @@ def _print_once(message: str) -> None:
 
 
 def read_summary(run_folder: Path) -> JsonRecord:
-    """Return a run's summary.json, NaN and Infinity as floats; FileNotFoundError if the run has not ended."""
+    """Return a run's summary.json, with NaN and Infinity as floats.
+
+    Raises:
+        FileNotFoundError: the run has not ended.
+    """
     return read_json(Path(run_folder) / SUMMARY_FILE)
 
 
 def _create_writable_folder(path: Path) -> None:
-    """Create the folder and its missing parents, and check that a file can be written and renamed in it."""
+    """Create the folder and its parents, and check that a file can be written and renamed in it."""
     try:
         make_folders(path)
         if not path.is_dir():
@@ -249,7 +265,7 @@ def _create_writable_folder(path: Path) -> None:
 
 
 def _is_dead(holder_path: Path) -> bool:
-    """Return whether the process that took the lock ran on this machine, and has ended."""
+    """Return whether the process that took the lock ran on this machine and has ended."""
     import psutil
 
     try:
@@ -267,13 +283,18 @@ def _describe_holder(holder_path: Path) -> str:
     try:
         holder = json.loads(read_regular(holder_path))
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
-    except (OSError, ValueError, KeyError):  # taken a moment ago, and not signed yet
+    # The lock was taken a moment ago, and its holder file is not written yet.
+    except (OSError, ValueError, KeyError):
         return "another process"
 
 
 def _open_mended(path: Path) -> int:
-    """Open for appending, after cutting off a last line without an end: the next line must not be glued to it."""
-    size = path.stat().st_size if path.is_file() else 0  # a device has no end
+    """Open a file for appending, after cutting off an incomplete last line, and return its descriptor.
+
+    Otherwise the next line would be joined to the incomplete one.
+    """
+    # A device has no size.
+    size = path.stat().st_size if path.is_file() else 0
     end, num_bytes = 0, _TAIL_BYTES
     while size and not end:
         end = (tail := _tail(path, num_bytes)).rfind(b"\n") + 1
@@ -294,16 +315,18 @@ def _tail(path: Path, num_bytes: int) -> bytes:
 
 
 def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: int) -> None:
-    """Remove the lines that are not kept, all at the end of a file: a search finds where, and what is before is not read.
+    """Remove the lines of a file that are not kept, all of them at its end.
 
-    A damaged line stays where it is: it may be the user's.
+    A binary search finds the first one, so most of the file is not read. Damaged lines stay, because they may be the
+    user's.
     """
     low, high = 0, path.stat().st_size
     kept, is_prefix, has_removed = [], True, False
     with path.open("rb") as file:
         while high - low > _TAIL_BYTES:
             file.seek(middle := (low + high) // 2)
-            file.readline()  # its beginning is not read
+            # Skip to the next line start.
+            file.readline()
             records = (parse_line(line, "split")[0] for line in file)
             found = next((record["step"] for record in records if record is not None), step)
             low, high = (middle, high) if found < step else (low, middle)
@@ -311,9 +334,10 @@ def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: in
         begin = low + (len(file.readline()) if low else 0)
         for line in file:
             later = _TRAIN_LINE.fullmatch(line)
-            is_later = later is not None and int(later[1]) > step  # most of them: not parsed
+            # True for most lines, so they need not be parsed.
+            is_later = later is not None and int(later[1]) > step
             record = None if is_later else parse_line(line, "split")[0]
-            # A last line without an end was torn by a kill: it was never a line.
+            # A last line without a newline was torn by a kill and does not count.
             if is_later or not line.endswith(b"\n") or (record is not None and not is_kept(record)):
                 has_removed = True
             else:
@@ -329,11 +353,12 @@ def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: in
 
 
 def _append_line(fd: int, record: Mapping[str, Any]) -> None:
-    """One write() of one line: a kill tears at most this one."""
+    """Append one line with a single write(), so a kill tears at most this line."""
     line = json.dumps(to_json(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
     size_before, written = os.fstat(fd).st_size, 0
     try:
-        while written < len(line):  # a full disk first takes a part of the line, and then raises
+        # A full disk first accepts a part of the line and then raises.
+        while written < len(line):
             written += os.write(fd, line[written:])
     except OSError:
         if written:
@@ -342,12 +367,16 @@ def _append_line(fd: int, record: Mapping[str, Any]) -> None:
 
 
 def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, JsonRecord | None]]:
-    """Yield each line that has an end, as bytes and as a record; None where it is damaged, and then `faults` gets where and why."""
+    """Yield each complete line as bytes and as a record, or as bytes and None if it is damaged.
+
+    `faults` gets the line number and the reason for each damaged line.
+    """
     kind = "split" if path.name == METRICS_FILE else "event"
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                return  # torn by a kill: it was never a line
+                # Torn by a kill: does not count as a line.
+                return
             record, fault = parse_line(line, kind)
             if fault:
                 faults.append(f"{number} is damaged ({fault})")
@@ -355,7 +384,10 @@ def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, Json
 
 
 def parse_line(line: bytes, kind: str) -> tuple[JsonRecord | None, str]:
-    """Return a line as a record or None, and why it is damaged. `kind` is its key that names a split or event."""
+    """Parse a line into a record, and return the record or None and the reason why the line is damaged.
+
+    `kind` is the key that holds the split or event.
+    """
     try:
         record = from_json(json.loads(line))
     except (ValueError, RecursionError) as error:
@@ -365,7 +397,7 @@ def parse_line(line: bytes, kind: str) -> tuple[JsonRecord | None, str]:
 
 
 def _fault_of(record: Any, kind: str) -> str:
-    """Return why a line is not what every reader needs; empty where it is sound."""
+    """Return why a line lacks the fields that every reader needs, or an empty string if it is valid."""
     if not isinstance(record, dict):
         return f"it holds a {type(record).__name__}, not an object"
     step, loss = record.get("step"), record.get("loss")

@@ -1,4 +1,4 @@
-"""Measure what the machine does while a run trains: CPU, memory, and the GPU of the main process."""
+"""Measure the machine during training: CPU, memory, and the main process's GPU."""
 
 import time
 from collections.abc import Callable
@@ -7,24 +7,31 @@ from typing import Any
 from accel_train.core.state import JsonRecord
 
 LEAST_SECONDS = 1.0
-"""Time between two samples at least."""
+"""Minimum time between two samples, in seconds."""
 LARGEST_SHARE = 0.001
-"""Largest share of the time that sampling may take: a slow driver is asked less often."""
+"""Maximum share of the run's time that sampling may take. A slow driver is sampled less often."""
 OF_GPU: dict[str, tuple[str, float]] = {
     "gpu_percent": ("utilization", 1.0),
     "gpu_memory_bytes": ("device_memory_used", 1.0),
     "gpu_celsius": ("temperature", 1.0),
-    "gpu_watts": ("power_draw", 0.001),  # of milliwatts
+    # torch returns milliwatts.
+    "gpu_watts": ("power_draw", 0.001),
 }
-"""The function of torch.cuda that tells it, and its unit in ours. They need the package nvidia-ml-py."""
+"""Functions of torch.cuda that measure each metric, with the factor to our unit. They need the package nvidia-ml-py."""
 
 
 class SystemMetrics:
-    """Samples the machine; `device` is the torch device of this process.
+    """A sampler of machine metrics. `device` is the torch device of this process.
 
-    A sample has `cpu_percent` (of all cores together, 0 to 100), `process_cpu_percent` (100 is one core), `memory_bytes` (used on
-    this machine) and `process_memory_bytes` (resident, data workers left out); on a GPU those of `OF_GPU` that can be read, and
-    `gpu_reserved_bytes` (by torch's allocator).
+    A sample always has four numbers:
+
+    - `cpu_percent`: load of all cores together, 0 to 100.
+    - `process_cpu_percent`: load of this process, where 100 is one core.
+    - `memory_bytes`: memory in use on this machine.
+    - `process_memory_bytes`: resident memory of this process, without data workers.
+
+    On a GPU it also has `gpu_reserved_bytes` (reserved by torch's allocator) and the metrics of `OF_GPU` that can be
+    read.
     """
 
     def __init__(self, device: Any, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -32,12 +39,13 @@ class SystemMetrics:
 
         self._device, self._clock, self._next = device, clock, clock()
         self._process = psutil.Process()
-        psutil.cpu_percent()  # the first call begins the interval of the next one
+        # The first call starts the interval that the next call measures.
+        psutil.cpu_percent()
         self._process.cpu_percent()
         self._of_gpu = dict(OF_GPU) if device.type == "cuda" else {}
 
     def sample(self) -> JsonRecord:
-        """Return the numbers since the last sample; empty where that was a moment ago."""
+        """Return the metrics since the last sample, or an empty dict if that sample is too recent."""
         began = self._clock()
         if began < self._next:
             return {}
@@ -65,8 +73,7 @@ class SystemMetrics:
             try:
                 value = getattr(torch.cuda, function)(self._device) * unit
                 numbers[name] = int(value) if name.endswith("_bytes") else float(value)
-            except (
-                Exception
-            ):  # no nvidia-ml-py, or a driver or GPU that does not tell: it would not at the next sample either
+            # Without nvidia-ml-py or support by the driver or GPU, later samples would fail too.
+            except Exception:
                 del self._of_gpu[name]
         return numbers

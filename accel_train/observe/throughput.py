@@ -1,4 +1,4 @@
-"""Throughput of a run: tokens and samples per second, and the share of the hardware's arithmetic that it uses."""
+"""Throughput of a run: tokens and samples per second, and model FLOPs utilization (MFU)."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +14,12 @@ def model_flops_per_token(
     *,
     num_frozen: int = 0,
 ) -> int:
-    """Floating-point operations that training on one token needs: 6 N - 2 F + 12 L D T, forward and backward.
+    """Return the floating-point operations of one training token, forward and backward: 6 N - 2 F + 12 L D T.
 
-    N parameters without position embeddings, F of them frozen (gradients pass through them, and none is computed for them),
-    L layers, D hidden size, T tokens of context; recomputation does not count, and causal attention is not halved.
-    PaLM (arXiv:2204.02311) appendix B; nanoGPT's `estimate_mfu`.
+    N is the number of parameters without position embeddings, and F the number of frozen ones. Gradients pass through
+    frozen parameters but are not computed for them. L is the number of layers, D the hidden size, and T the context
+    length in tokens. Recomputation does not count, and causal attention is not halved. Sources: PaLM (arXiv:2204.02311)
+    appendix B; nanoGPT's `estimate_mfu`.
     """
     weights = 6 * num_parameters_without_position_embeddings - 2 * num_frozen
     return weights + 12 * num_layers * hidden_size * sequence_length
@@ -26,24 +27,27 @@ def model_flops_per_token(
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a stretch of training; None where it took no time, or where the hardware's peak is not known."""
+    """Rates over an interval of training, or None if the interval took no time.
+
+    `mfu` is also None if the model's operations or the hardware's peak are unknown.
+    """
 
     tokens_per_second: float | None
     samples_per_second: float | None
     mfu: float | None
-    """Model FLOP utilisation: the operations the model needs, over those the devices could have done (0 to 1)."""
+    """Model FLOPs utilization: operations that the model needs, divided by the peak of all devices (0 to 1)."""
 
 
 class Meter:
-    """A clock that runs while the run trains: rates between two log lines and over the whole launch.
+    """A clock of training time that returns rates since the last log line or over the whole launch.
 
-    Evaluation and checkpoints are left out with `paused()`. All numbers are of the whole run, over all processes.
+    Use `paused()` to leave out evaluation and checkpoints. All numbers cover the whole run, over all processes.
 
     Args:
-        flops_per_token: of `model_flops_per_token`; None if the model's shape is not known: no MFU then.
-        peak_flops: of all devices together, operations per second; None if not known: no MFU then.
+        flops_per_token: result of `model_flops_per_token`. None if the model's shape is unknown; MFU is then None.
+        peak_flops: operations per second of all devices together. None if unknown; MFU is then None.
         train_seconds: training time of earlier launches, from the checkpoint.
-        clock: seconds, rising.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(
@@ -68,17 +72,20 @@ class Meter:
 
     @property
     def train_seconds(self) -> float:
-        """Training time over all launches, pauses left out."""
+        """Training time over all launches in seconds, without pauses."""
         return self.train_seconds_at(None)
 
     def train_seconds_at(self, time: float | None) -> float:
-        """Return the training time up to a time of the clock, since when there was no pause; None: now."""
+        """Return the training time in seconds up to `time` on the clock, or up to now if None.
+
+        No pause may lie after `time`.
+        """
         return self._seconds_before + (self._now() if time is None else time) - self._begin
 
     def window(self, *, restart: bool, until: float | None = None) -> Rates:
-        """Return the rates since the last restart, up to a time of the clock (since when there was no pause) or now.
+        """Return the rates since the last restart, up to `until` on the clock, or up to now if None.
 
-        `restart` begins the next window there.
+        No pause may lie after `until`. `restart` begins the next window there.
         """
         now = self._now() if until is None else until
         rates = self._rates(
@@ -89,12 +96,12 @@ class Meter:
         return rates
 
     def overall(self) -> Rates:
-        """Return the rates of this launch, its first steps (compilation, warm-up of the allocator) included."""
+        """Return the rates of this launch, including its first steps (compilation, allocator warm-up)."""
         return self._rates(self._num_tokens, self._num_samples, self._now() - self._begin)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context for time that is not training; pauses may be nested."""
+        """Return a context for time that is not training. Pauses may be nested."""
         if self._paused_since is not None:
             yield
             return
@@ -104,7 +111,8 @@ class Meter:
         finally:
             pause_seconds = self._clock() - self._paused_since
             self._paused_since = None
-            self._begin += pause_seconds  # a clock that stood still: both origins move by the pause
+            # Moving both origins by the pause has the effect of a clock that stood still.
+            self._begin += pause_seconds
             self._window_begin += pause_seconds
 
     def _now(self) -> float:

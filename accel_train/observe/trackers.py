@@ -1,4 +1,4 @@
-"""Experiment trackers (TensorBoard, Weights & Biases, ...) through Accelerate; a broken one never stops training."""
+"""Experiment trackers (TensorBoard, Weights & Biases, ...) through Accelerate. A failure never stops training."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ PACKAGES = {
     "dvclive": "dvclive",
     "swanlab": "swanlab",
 }
-"""Packages to install for the trackers that Accelerate knows, where they can be missing."""
+"""Packages to install for Accelerate's trackers, if they can be missing."""
 RUN_NAME_OF = {
     "wandb": "name",
     "trackio": "name",
@@ -30,19 +30,20 @@ RUN_NAME_OF = {
     "clearml": "task_name",
     "swanlab": "experiment_name",
 }
-"""Each tracker's own argument for the run's name: Accelerate passes the project's name only."""
+"""Name of each tracker's argument for the run name. Accelerate only passes the project name."""
 
 RUN_IDS = "trackers.json"
-"""File in the run folder: the id of the run in W&B and MLflow, which a resume continues."""
+"""File in the run folder with the run's ids in W&B and MLflow. A resume continues these runs."""
 
 
 def check_tracker_names(names: Sequence[str]) -> None:
-    """Find out, before anything is built, whether every tracker can be used.
+    """Check that every tracker can be used, before anything is built.
 
-    Names are Accelerate's, `all` (every installed one), and those of `accelerate.tracking.register_tracker_class`.
+    Valid names are Accelerate's, `all` (every installed tracker), and the names of trackers registered with
+    `accelerate.tracking.register_tracker_class`.
 
     Raises:
-        ValueError: a name is not known (the nearest one is named), or its package is missing (what to install is).
+        ValueError: a name is unknown or its package is missing. The message suggests the closest name or the package.
     """
     if not names:
         return
@@ -64,20 +65,21 @@ def check_tracker_names(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run; each that fails is switched off and reported once, and the others continue.
+    """The trackers of one run. A failing tracker is switched off and reported once; the others continue.
 
-    Only the main process uses them. The accelerator's `trackers` are those that still work, so `accelerator.log` and
+    Only the main process uses them. The accelerator's `trackers` are the working ones, so `accelerator.log` and
     `accelerator.get_tracker` stay usable.
 
     Args:
         names: `Recipe.log.trackers`.
-        project: project name; for TensorBoard a folder under `logging_dir`.
-        config: settings of the run, nested; trackers get them flat (`optimizer.learning_rate`).
-        logging_dir: for trackers that write files.
-        initial_step: resumed runs: TensorBoard removes its values after this step.
+        project: project name. For TensorBoard, a folder under `logging_dir`.
+        run_name: name of the run, passed to the trackers of `RUN_NAME_OF`.
+        config: nested settings of the run. Trackers receive them flat (`optimizer.learning_rate`).
+        logging_dir: folder for trackers that write files.
+        initial_step: steps done before a resume. TensorBoard removes its values after this step.
 
     Raises:
-        ValueError: as `check_tracker_names`.
+        ValueError: as for `check_tracker_names`.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Trackers:
         self._on_failure: Callable[[str], None] = lambda message: None
 
     def start(self, on_failure: Callable[[str], None]) -> None:
-        """Open them one by one; `on_failure(message)` is called once for each that had to be switched off."""
+        """Open the trackers one by one. Calls `on_failure(message)` once for each tracker that is switched off."""
         if not self._names:
             return
         from accelerate.tracking import filter_trackers
@@ -116,18 +118,19 @@ class Trackers:
         accelerator.project_configuration.logging_dir = str(self._logging_dir)
         chosen = filter_trackers(list(self._names), self._logging_dir)
         for tracker in chosen:
-            # init_trackers stops at the first that raises, so each is opened alone.
+            # init_trackers stops at the first tracker that raises, so each is opened separately.
             accelerator.log_with, accelerator.trackers = [tracker], []
             try:
                 accelerator.init_trackers(self._project, config=self._config, init_kwargs=self._init_kwargs)
                 working += accelerator.trackers
-            except Exception as error:  # any error of a third party's service
+            # Any error of a third-party service.
+            except Exception as error:
                 self._report(str(tracker), "could not be opened", error)
         accelerator.log_with, accelerator.trackers = chosen, working
         self._keep_ids()
 
     def _keep_ids(self) -> None:
-        """Write the ids of runs that are open, for a resume."""
+        """Store the ids of the open tracker runs for a resume."""
         trackers = self._accelerator.trackers
         for tracker in trackers:
             if tracker.name == "mlflow" and (run := getattr(tracker, "active_run", None)) is not None:
@@ -139,14 +142,14 @@ class Trackers:
                 self._on_failure(f"{RUN_IDS} could not be written ({error.strerror}): a resume begins new tracker runs")
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Send numbers to every working tracker; None values are left out."""
+        """Send values to every working tracker, without None values."""
         if not self._names:
             return
         present = {name: value for name, value in values.items() if value is not None}
         self._each("could not log", lambda tracker: tracker.log(present, step=step))
 
     def finish(self) -> None:
-        """Close them all; `accelerator.end_training()` has none left to close then."""
+        """Close all trackers, so that `accelerator.end_training()` does not close them again."""
         if not self._names:
             return
         self._each("could not be closed", lambda tracker: tracker.finish())
@@ -166,7 +169,7 @@ class Trackers:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """Return the ids that an earlier launch kept; none where the file is missing or damaged."""
+    """Return the ids stored by an earlier launch, or an empty dict if the file is missing or damaged."""
     try:
         return {str(name): str(value) for name, value in read_plain_json(path).items()}
     except (OSError, ValueError, AttributeError):
@@ -174,7 +177,10 @@ def read_ids(path: Path) -> dict[str, str]:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return nested settings as one level with dotted names; lists as text, None left out: the form every tracker takes."""
+    """Return nested settings as a flat dict with dotted names, the form that every tracker accepts.
+
+    Lists become text, and None values are left out.
+    """
     flat: dict[str, bool | int | float | str] = {}
     for name, value in dotted_items(config):
         if isinstance(value, bool | int | float | str):

@@ -1,3 +1,4 @@
-"""The needs of a run, before it starts: steps, memory, traffic, time, saving.
+"""Plan a run before it starts: steps, memory, traffic, time, and saving.
 
-Nothing here builds a model's weights."""
+This package never builds a model's weights.
+"""

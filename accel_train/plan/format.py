@@ -1,4 +1,4 @@
-"""A plan as aligned text: what each number is, and whether it is arithmetic, an estimate or a model."""
+"""A plan as aligned text. Each number is marked as arithmetic, an estimate, or a model."""
 
 from collections.abc import Iterator
 
@@ -15,18 +15,25 @@ from accel_train.recipe.writer import format_settings
 Row = tuple[str, str]
 MUCH_PADDING = 0.02
 DATA_FACTS = {
-    "num_documents": "documents", "train_tokens": "tokens to train on", "eval_tokens": "tokens held out", "num_train": "samples to train on", "num_eval": "samples held out",
-}  # fmt: skip
+    "num_documents": "documents",
+    "train_tokens": "tokens to train on",
+    "eval_tokens": "tokens held out",
+    "num_train": "samples to train on",
+    "num_eval": "samples held out",
+}
 MODEL_ROWS = {
     "model.attn_implementation": "attention",
     "model.fused_kernels": "fused kernels",
     "loss.chunked": "loss in chunks",
 }
-"""Names of rows for what is chosen of a model; another choice has its setting's."""
+"""Row names of the model's resolved settings. A setting that is not listed keeps its own name."""
 
 
 def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = False) -> str:
-    """Return the plan as aligned text: what it comes to, the settings that somebody set (or all of them), and each number's origin."""
+    """Return the plan as aligned text: a verdict, the settings, and the origin of each number.
+
+    By default only settings that the user set are included; with `show_all`, all of them.
+    """
     lines = format_blocks([("Plan", list(_verdict(plan, colour)))], colour=colour)[1:]
     lines += ["", *format_settings(plan.recipe, colour=colour, show_all=show_all)]
     return str(redact("\n".join(lines + format_blocks(_blocks(plan), colour=colour))))
@@ -157,8 +164,8 @@ def _time(plan: Plan) -> str:
         return "unknown: the FLOPs of this task are not known"
     peak = f"{plan.world_size} x {plan.peak_flops / 1e12:g} TFLOP/s"
     return (
-        f"{format_seconds(seconds)}, an estimate: at an MFU of {mfu.value:.3g} ({mfu.reason}) of {peak} ({plan.device}), whose memory and "
-        "links are not known: communication and evaluation left out"
+        f"{format_seconds(seconds)}, an estimate: at an MFU of {mfu.value:.3g} ({mfu.reason}) of {peak} "
+        f"({plan.device}), whose memory and links are not known: communication and evaluation left out"
     )
 
 
@@ -166,14 +173,17 @@ def _room(plan: Plan, needed: int, device_bytes: int) -> str:
     if needed <= device_bytes:
         return f", of {size(device_bytes)}"
     if is_open(plan.recipe.batch) and plan.sizes.per_device_batch_size > 1:
-        return f", MORE than the {size(device_bytes)} of this GPU: a run cuts its samples into smaller micro-batches (Notes)"
+        return (
+            f", MORE than the {size(device_bytes)} of this GPU: a run cuts its samples into smaller "
+            "micro-batches (Notes)"
+        )
     ways = list(_ways_to_less(plan))
     remedy = " or ".join(filter(None, [", ".join(ways[:-1]), *ways[-1:]]))
     return f", MORE than the {size(device_bytes)} of this GPU: {remedy}"
 
 
 def _ways_to_less(plan: Plan) -> Iterator[str]:
-    """Yield what can still be changed so that each process needs less memory."""
+    """Yield the changes that would lower the memory of each process."""
     parallel, spread = plan.recipe.parallel, plan.scale.layout.shard_size
     if plan.sizes.per_device_batch_size > 1:
         yield "lower batch.per_device_batch_size"
@@ -241,17 +251,17 @@ def _save_every(found: SaveInterval, step_seconds: float, every_steps: int) -> s
 
 
 def row(name: str, value: str, text: str) -> Row:
-    """Return a row whose value stands in ten columns before its text."""
+    """Return a row with the value right-aligned in ten columns before its text."""
     return name, f"{value:>10}  {text}"
 
 
 def size(num_bytes: float | None) -> str:
-    """`1.5 GiB`, `10.0 MiB`, or `unknown`."""
+    """Return a size as text: `1.5 GiB`, `10.0 MiB`, or `unknown` for None."""
     return "unknown" if num_bytes is None else format_bytes(num_bytes)
 
 
 def duration(seconds: float) -> str:
-    """`3m 07s` from two minutes on, below that `1.23 s` or `4.56 ms`."""
+    """Return a duration as text: `3m 07s` from two minutes on, below that `1.23 s` or `4.56 ms`."""
     if seconds >= 120:
         return format_seconds(seconds)
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

@@ -1,4 +1,4 @@
-"""The memory of a process and the traffic of a step, by the formulas of its strategy."""
+"""Memory of a process and traffic of a step, by the formulas of each strategy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +12,15 @@ from accel_train.plan.traffic import Collective, Ring, backward_order
 BUCKET_BYTES = 25 * 2**20
 """DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
 FRAGMENTATION = 0.05
-"""Fraction of what comes and goes in a step that is lost between the allocator's blocks: assumed."""
+"""Assumed fraction of temporary memory in a step that is lost between the allocator's blocks."""
 NCCL_BUFFER_BYTES = 24 * 2 * 4 * 2**20
-"""Bytes of one communicator: 24 channels, each with two neighbours and NCCL_BUFFSIZE (4 MiB): an estimate."""
+"""Estimated bytes of one communicator: 24 channels, each with two neighbors and NCCL_BUFFSIZE (4 MiB)."""
 PROCESS_BYTES = 430 * 2**20
-"""Bytes of a process on CPU without its tensors: interpreter and libraries. Resident with Python 3.11, torch 2.13 (CPU) and transformers
-5.23 on Linux, at the end of ten steps of a model of 6 MiB: 428 MiB alone, 432 as one of two processes."""
+"""Bytes of a CPU process without its tensors: interpreter and libraries.
+
+Measured as resident memory on Linux after ten steps of a 6 MiB model. A single process took 428 MiB, and one of two
+processes took 432 MiB. Versions: Python 3.11, torch 2.13 (CPU), transformers 5.23.
+"""
 COMES_AND_GOES = frozenset({"activations", "logits", "exchange", "gathered weights", "whole gradients", "collectives"})
 UNCHANGED = ("activations", "logits", "exchange", "CUDA context")
 
@@ -55,11 +58,12 @@ COLLECTIVES = {"ddp": _ddp_collectives, "fsdp2": fsdp2.collectives, "deepspeed":
 def collectives(
     layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int = FP32_BYTES
 ) -> tuple[Collective, ...]:
-    """Return all large collectives of a step but those of split layers and sequences (`traffic_model_parallel.py`).
+    """Return all large collectives of a step, without the exchanges of split layers and sequences.
 
-    `compute_bytes` are of an element of gathered weights (2 in mixed precision, else 4), `reduce_bytes` of one of reduced
-    gradients (always 4 here: others reduce in 16 bits). Left out: a few bytes a step by which the processes agree, the
-    gradients' norm, and the checks of drift.
+    `traffic_model_parallel.py` returns those exchanges. `compute_bytes` is the element size of gathered weights: 2 in
+    mixed precision, otherwise 4. `reduce_bytes` is the element size of reduced gradients: always 4 here, while other
+    trainers reduce in 16 bits. Step sync, gradient norm, and checks of replica drift are left out: a few bytes per
+    step.
     """
     return tuple(COLLECTIVES[layout.strategy.name](layout, weights, compute_bytes, reduce_bytes))
 
@@ -67,7 +71,7 @@ def collectives(
 def spread_memory(
     parts: Sequence[MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int, device_type: str
 ) -> tuple[MemoryPart, ...]:
-    """Return the memory of one process of this layout; `parts` are those of one that holds the whole model."""
+    """Return the memory parts of one process in this layout. `parts` describe a process that holds the whole model."""
     whole = {part.name: part for part in parts}
     found = [*MEMORY[layout.strategy.name](whole, layout, weights, compute_bytes)]
     for name in UNCHANGED:

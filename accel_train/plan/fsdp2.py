@@ -12,7 +12,10 @@ from accel_train.plan.traffic import Collective, Kind, Phase, Ring
 def memory(
     whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
 ) -> Iterator[MemoryPart]:
-    """Yield what the first process holds, which holds most: rows are dealt out whole, beginning there."""
+    """Yield the memory parts of the first process.
+
+    It holds the most, because fsdp2 deals out whole rows and starts there.
+    """
     size, split = layout.shard_size, layout.tp_size
     dealt = f"1/{size} of the rows" if split == 1 else f"of split layers 1/{split}"
     dealt += f", and of that 1/{size} of the rows" if split > 1 and size > 1 else ""
@@ -34,8 +37,11 @@ def memory(
 
 
 def matrix_collectives(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
-    """Yield Muon's collectives, for rounds of a matrix for each process: the parts of sharded matrices to whom makes them orthogonal
-    and back, or a gather of whole ones (DDP on one machine). Nothing runs beside them."""
+    """Yield Muon's collectives. In each round, every process orthogonalizes one matrix.
+
+    For sharded matrices, one all-to-all sends the parts to that process and another one returns the results. For whole
+    matrices (DDP on one machine), an all-gather shares the results. None of these collectives overlaps with computing.
+    """
     parts = layout.shard_size * layout.tp_size
     sharing = layout.world_size if layout.strategy.name == "ddp" and layout.num_nodes == 1 else parts
     matrices = [each for block in weights.blocks for each in block.weights if each.trainable and each.row_numel > 1]
@@ -75,9 +81,9 @@ def _gathered(layout: Layout, weights: ModelWeights, compute_bytes: int) -> Iter
 
 
 def collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Iterator[Collective]:
-    """Yield the gathers and reductions of each block and of the rest, in the order of a step.
+    """Yield the gathers and reductions of all blocks and the rest of the model, in the order of a step.
 
-    Not hidden behind computing: the first gather, and the last reduction of a backward pass.
+    The first gather and the last reduction of a backward pass do not overlap with computing.
     """
     size, reshards = layout.shard_size, layout.strategy.section.reshard_after_forward
     if size == 1:

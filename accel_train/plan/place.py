@@ -1,4 +1,4 @@
-"""The place of a planned run: nodes, who shares a copy of the model with whom, and the device, here or only named."""
+"""The place of a planned run: nodes, groups of processes that share a model, and a local or named device."""
 
 import os
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ USUAL_GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes on nodes. Those that share a copy of the model are neighbours, as in Accelerate's mesh."""
+    """A layout of processes on nodes. Processes that share a model copy are neighbors, as in Accelerate's mesh."""
 
     world_size: int
     gpus_per_node: int
@@ -30,35 +30,40 @@ class Layout:
 
     @property
     def shard_size(self) -> int:
-        """Processes that share one copy of the model by rows; 1: each holds all of it, or ZeRO shards it its own way."""
+        """Number of processes that share one copy of the model by rows.
+
+        1 if each process holds the whole model, or if ZeRO shards it.
+        """
         return self.strategy.shard_size
 
     @property
     def tp_size(self) -> int:
-        """Neighbours that split each layer."""
+        """Number of neighboring processes that split each layer."""
         return self.strategy.section.tp_size
 
     @property
     def sp_size(self) -> int:
-        """Neighbours that split each sequence."""
+        """Number of neighboring processes that split each sequence."""
         return self.strategy.section.sp_size
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, all of them full."""
+        """Number of nodes, all of them full."""
         return self.world_size // self.gpus_per_node
 
     @property
     def num_copies(self) -> int:
-        """Copies of the model, whose gradients are averaged."""
+        """Number of copies of the model whose gradients are averaged."""
         return self.world_size // (self.shard_size * self.tp_size)
 
 
 def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per_node: int | None = None) -> Layout:
-    """Return the layout on nodes of `gpus_per_node`; else of 8, or the next smaller number that the processes fill.
+    """Return the layout of `world_size` processes on nodes of `gpus_per_node`.
+
+    By default a node has 8 GPUs, or the next smaller number that the processes fill.
 
     Raises:
-        ValueError: the processes do not fill the nodes, or the sharding cannot be, in the words of the run.
+        ValueError: the processes do not fill the nodes, or a run would refuse this sharding.
     """
     filled = [n for n in range(min(USUAL_GPUS_PER_NODE, world_size), 0, -1) if world_size % n == 0]
     size = filled[0] if gpus_per_node is None else gpus_per_node
@@ -75,51 +80,54 @@ def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a plan is for, as its flags say it."""
+    """The hardware of a plan, from the command's flags."""
 
     gpus_per_node: int | None = None
     interconnect: str | None = None
     mfu: float | None = None
     mtbf_hours: float | None = None
-    """Mean time between two failures of the whole run."""
+    """Mean time between two failures of the whole run, in hours. Default: None, a published rate."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Processes and what each of them computes on."""
+    """The layout of the processes, and the device and precision of each."""
 
     device: str
-    """The name of a GPU, or `cpu`."""
+    """Name of a GPU, or `cpu`."""
     device_bytes: int | None
-    """Memory of that GPU, where it is known."""
+    """Memory of that GPU in bytes, or None if unknown."""
     precision: Choice[str]
     peak_flops: float | None
-    """Peak of one GPU in this precision; None where it is not known."""
+    """Peak of one GPU in this precision, in FLOP/s, or None if unknown."""
     layout: Layout
     hardware: Hardware
 
     @property
     def device_type(self) -> str:
-        """Its type, as torch names it."""
+        """Type of the device in torch's terms: `cpu` or `cuda`."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a number that the forward computes with."""
+        """Bytes of a number in the forward pass."""
         return 4 if self.precision.value == "no" else 2
 
 
 def count_processes(world_size: int | None, gpu: str | None) -> int:
-    """Return the number of processes that a flag sets; else those of the launcher; else one for a GPU that is only named, or the GPUs here."""
+    """Return the number of processes: from the flag, the launcher, or the GPUs of this machine, in this order.
+
+    Without a flag and a launcher, a GPU that is only named counts as one process.
+    """
     launched = int(os.environ.get("WORLD_SIZE") or 0)
     return world_size or launched or (1 if gpu or not has_accelerator() else max(1, torch.cuda.device_count()))
 
 
 def choose_place(recipe: Recipe, world_size: int, gpu: str | None, hardware: Hardware) -> Place:
-    """Return the device, the layout of the processes and the precision, chosen as a run there would.
+    """Return the device, the layout of the processes, and the precision, chosen as in a run on that device.
 
     Raises:
-        ValueError: the processes cannot be laid out like this, or the device has not that precision.
+        ValueError: the processes cannot be laid out like this, or the device does not support the precision.
     """
     device, device_bytes = _device(gpu)
     section = recipe.precision
@@ -148,7 +156,7 @@ def _device(gpu: str | None) -> tuple[str, int | None]:
 
 
 def _precision_on(section: Precision, gpu: str) -> Choice[str]:
-    """Return `precision.choose_mixed_precision` for a GPU that is not here, by the table of peaks."""
+    """Return the result of `precision.choose_mixed_precision` for a GPU that is not here, from the table of peaks."""
     asked = section.mixed_precision
     has_bf16 = peak_flops(gpu, "bf16") is not None
     if asked == "bf16" and not has_bf16:

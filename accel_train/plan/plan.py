@@ -1,4 +1,4 @@
-"""Everything that a run will be, before it costs anything: resolved like a run, with a model that has no weights."""
+"""A plan: a run resolved before it costs anything, with a model that has no weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,72 +45,79 @@ from accel_train.task import TARGET_UNITS, Task, TaskData, prove_forward, read_d
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, resolved. Sizes in bytes and FLOPs are of one process unless the name says total."""
+    """A resolved run. Sizes in bytes and FLOPs are per process unless the name says total."""
 
     recipe: Recipe
     world_size: int
     device: str
-    """The device that it would run on: the name of a GPU, or `cpu`."""
+    """Device of the run: the name of a GPU, or `cpu`."""
     device_bytes: int | None
-    """Memory of that GPU, where it is known."""
+    """Memory of that GPU in bytes, or None if unknown."""
     precision: Choice[str]
     sizes: BatchSizes
     steps: StepPlan
     learning_rate: Choice[float]
-    """The peak, after scaling; the reason is the formula with its numbers."""
+    """Peak learning rate after scaling. The reason is the formula with its numbers."""
     num_samples: int
-    """Training samples in an epoch."""
+    """Number of training samples in an epoch."""
     num_targets: int
-    """Targets of the whole run: tokens with a label, for a language model."""
+    """Number of labels in the whole run: tokens with a label, for a language model."""
     data_facts: Mapping[str, Any]
     num_parameters: int
     num_trainable: int
     vocabulary: tuple[int, int] | None
-    """Tokens of the tokenizer and rows of the embedding; None where there is no tokenizer."""
+    """Number of tokens in the tokenizer and rows in the embedding, or None without a tokenizer."""
     model_choices: Mapping[str, Choice[Any]]
-    """What was chosen for the model, by the setting: attention, kernels, adapters, frozen weights, the loss."""
+    """Resolved settings of the model, by name: attention, kernels, adapters, frozen weights, the loss."""
     flops_per_target: float | None
     memory: tuple[MemoryPart, ...]
     checkpoint_bytes: int
     num_checkpoints: int
-    """Checkpoints on disk at most: those kept, the best one, and the one being written."""
+    """Maximum number of checkpoints on disk, as returned by `most_checkpoints`."""
     peak_flops: float | None
-    """Peak of one GPU in this precision; None where it is not known."""
+    """Peak of one GPU in this precision, in FLOP/s, or None if unknown."""
     scale: Scale
-    """The estimate for several processes: traffic, the time of a step, how often to save."""
+    """Estimate for several processes: traffic, time of a step, and interval between saves."""
     notes: tuple[str, ...]
     reads_data: bool = True
-    """Else the plan follows from the sequence length and the vocabulary alone."""
+    """Whether the plan reads the data. Default: True.
+
+    Otherwise it follows from the sequence length and vocabulary alone.
+    """
 
     @property
     def has_length(self) -> bool:
-        """The number of steps is known."""
+        """Whether the number of steps is known."""
         return self.reads_data or self.recipe.schedule.max_steps is not None
 
     @property
     def targets(self) -> str:
-        """The unit of a target: tokens, images, ..."""
+        """Unit of labels: tokens, images, ..."""
         return TARGET_UNITS.get(self.recipe.task, "targets")
 
     @property
     def total_flops(self) -> float | None:
-        """FLOPs of the whole run on all processes, evaluation left out."""
+        """FLOPs of the whole run on all processes without evaluation, or None if unknown."""
         return None if self.flops_per_target is None else self.flops_per_target * self.num_targets
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of one process; None where a part is not known."""
+        """Memory of one process in bytes, or None if a part is unknown."""
         sizes = [part.num_bytes for part in self.memory]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all checkpoints, at most, and of the final weights."""
+        """Maximum bytes of all checkpoints plus the final weights."""
         return self.num_checkpoints * self.checkpoint_bytes + 4 * self.num_parameters
 
     @property
     def train_seconds(self) -> float | None:
-        """Time of all steps, evaluation, saves and failures left out; None where the GPU or the operations are not known."""
+        """Seconds of all steps, without evaluation, saves and failures.
+
+        None if the number of steps, the GPU's peak, or the operations are unknown, and if the time cannot be modeled
+        (cpu_offload).
+        """
         if not self.has_length:
             return None
         if self.scale.step is not None:
@@ -129,13 +136,13 @@ def resolve_plan(
     progress: bool = False,
     no_data: bool = False,
 ) -> Plan:
-    """Resolve a recipe as a run would, for `world_size` processes on `gpu` (by default: what is here).
+    """Resolve a recipe as a run would, for `world_size` processes on `gpu`, and return the plan.
 
-    Text is tokenised, once, as a run would do it; no weights are made. With `no_data` nothing is read: a language model is
-    planned from `data.sequence_length` and the vocabulary alone.
+    By default the plan is for this machine. Text is tokenized once, as in a run, but no weights are built. With
+    `no_data` no data is read: a language model is planned from `data.sequence_length` and the vocabulary alone.
 
     Raises:
-        ValueError: what a run would refuse, in the words of the run; or `hardware` is no machine.
+        ValueError: a run would refuse the recipe, or `hardware` is not a valid machine.
     """
     recipe = with_launch_environment(recipe)
     task = check_recipe(recipe)
@@ -188,20 +195,23 @@ def resolve_plan(
 
 @dataclass(frozen=True)
 class _Model:
-    """Facts that a model without weights gives about one with them."""
+    """The facts that a model without weights provides about the real model."""
 
     weights: ModelWeights
     choices: Mapping[str, Choice[Any]]
     held: ModelWeights
-    """By each group of processes among which fsdp2 deals out rows: all of it, unless neighbours split the layers."""
+    """Weights held by each group of processes that fsdp2 shards over.
+
+    These are all weights, unless tensor parallelism splits layers.
+    """
     vocabulary: tuple[int, int] | None
     flops_per_target: float | None
     num_targets_per_epoch: int
     checkpoint_bytes: int
     memory: Sequence[MemoryPart]
-    """Bytes of a process that holds all of it."""
+    """Memory parts of a process that holds the whole model."""
     of_neighbours: Sequence[Collective]
-    """Traffic between processes that split layers or sequences."""
+    """Collectives between processes that split layers or sequences."""
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
@@ -222,7 +232,8 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         check_model(model, sequences)
         micro_batch = slice_of(micro_batch, 0, sequences)
     num_positions = next(iter(micro_batch.values())).numel()
-    checkpointed = recipe.precision.recomputed in ("blocks", "selective")  # which does exchanges again, too
+    # Recomputation also repeats the exchanges.
+    checkpointed = recipe.precision.recomputed in ("blocks", "selective")
     num_targets = (
         data.facts.get("train_targets")
         or max(data.facts.get("train_tokens", 0) - 1, 0)
@@ -246,8 +257,11 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
 
 
 def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
-    """Return how many checkpoints are on the disk at once: those kept, one being written, the best, and two for a rollback where
-    none of those kept is old enough for it."""
+    """Return the maximum number of checkpoints on disk at once.
+
+    They are the kept ones, one being written, and the best one. Two more are for a rollback if no kept one is old
+    enough.
+    """
     section, guard = recipe.checkpoint, recipe.guard
     oldest_kept_steps = (section.keep - 1) * section.every_steps
     too_young = bool(guard.max_rollbacks and section.every_steps and oldest_kept_steps < guard.healthy_after_steps)
@@ -273,7 +287,10 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
             if is_searched
             else f"a run whose model is sharded begins with {of}, and takes half where memory runs out"
         )
-        yield f"per_device_batch_size and gradient_accumulation_steps are auto: {taken}; the memory above is that of the largest"
+        yield (
+            f"per_device_batch_size and gradient_accumulation_steps are auto: {taken}; the memory above is that of "
+            "the largest"
+        )
     found = checkpoint_folders(Path(recipe.output_dir) / "checkpoints")
     if found and recipe.checkpoint.resume in ("auto", "unchanged"):
         yield f"{recipe.output_dir} holds {found[-1].name}: if it is valid and of this run, the run resumes there"

@@ -1,4 +1,4 @@
-"""The interval between saves, from the time that a save stops the training and the mean time between failures of the run."""
+"""The interval between saves, from the time that a save stops training and the run's mean time between failures."""
 
 import math
 from dataclasses import dataclass
@@ -13,40 +13,44 @@ from accel_train.plan.place import Layout
 from accel_train.recipe.reliability import Checkpoint
 
 WRITE_BYTES_PER_SECOND = 1 * GB
-"""Write speed of one process, hashing and syncing included: assumed."""
+"""Assumed write speed of one process in bytes per second, including hashing and syncing."""
 STORAGE_BYTES_PER_SECOND = 20 * GB
-"""Write speed of a shared file system, over all processes that write at once: assumed."""
+"""Assumed write speed of a shared file system in bytes per second, over all processes that write at once."""
 COPY_BYTES_PER_SECOND = 10 * GB
-"""Copy speed from a GPU to host memory, which the training waits for: assumed."""
+"""Assumed copy speed from a GPU to host memory in bytes per second. Training waits for this copy."""
 GPU_HOURS_BETWEEN_FAILURES = 7.9 * 1024
-"""7.9 h on 1,024 A100 (arXiv 2410.21680); failures grow with the GPUs and with time."""
+"""GPU hours between failures: 7.9 h on 1,024 A100 (arXiv 2410.21680). Failures grow with the GPUs and with time."""
 RATE_SOURCE = "the rate of Meta's research clusters, arXiv 2410.21680; set yours with --mtbf"
 
 
 @dataclass(frozen=True)
 class SavingCost:
-    """The cost of one checkpoint, in seconds."""
+    """The cost of one checkpoint in seconds."""
 
     stall_seconds: Choice[float]
-    """Time that the training waits for it."""
+    """Seconds that training waits for the checkpoint."""
     total_seconds: float
-    """Until it is published: the next one cannot begin before."""
+    """Seconds until the checkpoint is published. The next one cannot begin before."""
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """The interval between saves, and the two times that it follows from."""
+    """The interval between saves, and the two times that determine it."""
 
     seconds: float
-    """Young's sqrt(2 d M) of training between two saves, but never less than a save takes (Young 1974, CACM 17 (9))."""
+    """Interval in seconds of training: Young's sqrt(2 d M), but at least the duration of a save.
+
+    Source: Young 1974, CACM 17 (9).
+    """
     stall_seconds: Choice[float]
     mtbf_seconds: Choice[float]
 
 
 def saving_cost(section: Checkpoint, layout: Layout, num_bytes: int, run_folder: Path) -> SavingCost:
-    """Return the cost of a checkpoint: measured by the launches of `run_folder` on as many processes, or estimated.
+    """Return the cost of a checkpoint of `num_bytes`, measured or estimated.
 
-    One process writes a whole model; of a sharded model each process writes its shards.
+    A measurement comes from launches in `run_folder` with the same number of processes. One process writes a whole
+    model. If the model is sharded, each process writes its shards.
     """
     parts = layout.shard_size * layout.tp_size
     writers = layout.world_size if parts > 1 else 1
@@ -65,7 +69,7 @@ def saving_cost(section: Checkpoint, layout: Layout, num_bytes: int, run_folder:
 
 
 def save_interval(cost: SavingCost, world_size: int, mtbf_hours: float | None) -> SaveInterval:
-    """Return how often to save; `mtbf_hours` between two failures of the run, or None for a published rate.
+    """Return the interval between saves. `mtbf_hours` is the mean time between failures, or None for a published rate.
 
     Raises:
         ValueError: --mtbf is not above 0.

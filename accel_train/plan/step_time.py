@@ -1,6 +1,7 @@
-"""A run on any number of GPUs: where its processes are, what they send, the time of a step, how often to save.
+"""The time of a step on any number of GPUs, from the layout, the traffic, and the links.
 
-A step's time is a roofline of arithmetic, memory and links, with what hides behind what.
+The model is a roofline of arithmetic, memory and links, including the overlap between them. It also yields the interval
+between saves.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,33 +20,42 @@ from accel_train.plan.traffic import Collective, Traffic, traffic_of
 from accel_train.recipe.schema import Recipe
 
 ASSUMED_MFU = 0.35
-"""Fraction of a GPU's peak that GPT-like models of 100M parameters and more reach, compiled; small models reach less."""
+"""Assumed fraction of a GPU's peak for compiled GPT-like models of 100M or more parameters. Small models reach less."""
 RECOMPUTED_FORWARDS = {"nothing": 0.0, "blocks": 1.0, "selective": 0.1, "budget": 1.0}
-"""Forward passes that the backward pass does again, beside the 3 passes' worth of arithmetic that MFU counts. `selective` does
-no product of GPT-2 again and 9 % of a Llama's; of a memory budget only the most is known."""
+"""Number of forward passes that the backward pass repeats, by `precision.recomputed`.
+
+They add to the arithmetic of 3 passes that MFU counts. `selective` repeats none of GPT-2's matrix products and 9 % of a
+Llama's. For a memory budget, only the maximum is known.
+"""
 OPTIMIZER_ACCESSES = 8
-"""Transfers of 4 bytes for each element: AdamW reads weight, gradient and two moments and writes three of them; the norm reads the gradient."""
+"""Transfers of 4 bytes for each updated element.
+
+AdamW reads weight, gradient and two moments, and writes three of them. The gradient norm reads the gradient.
+"""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The parts of a step, in seconds. A model: stragglers, and computing that is slower beside communication, are not in it."""
+    """The modeled parts of a step, in seconds.
+
+    The model leaves out stragglers and the slowdown of computing during communication.
+    """
 
     compute_seconds: float
     optimizer_seconds: float
     communication_seconds: float
-    """Time of all collectives, as if nothing overlapped with them."""
+    """Time of all collectives without overlap, in seconds."""
     exposed_seconds: float
-    """The part that nothing hides: the GPU waits."""
+    """Communication time that does not overlap with computing, in seconds. The GPU waits."""
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Duration of the whole step, in seconds."""
         return self.compute_seconds + self.optimizer_seconds + self.exposed_seconds
 
     @property
     def efficiency(self) -> float:
-        """Share of the speed of a run that never waited for another process, 0 to 1."""
+        """Share of the speed without waiting for other processes, 0 to 1."""
         return (self.compute_seconds + self.optimizer_seconds) / self.seconds
 
 
@@ -54,20 +64,21 @@ class StepWork:
     """The work of one process in a step, without communication."""
 
     compute_seconds: float
-    """Arithmetic: a third forward, two thirds backward."""
+    """Seconds of arithmetic: one third forward, two thirds backward."""
     num_micro_batches: int
     optimizer_elements: int
-    """Numbers that are updated here."""
+    """Number of elements that this process updates."""
     num_moments: int
 
 
 def model_step(
     found: Sequence[Collective], work: StepWork, gpu: Gpu, network: Interconnect, *, overlap: bool = True
 ) -> StepTime:
-    """Return the time of a step with these collectives.
+    """Return the modeled time of a step with the collectives `found`.
 
-    Hidden collectives run beside the pass they belong to, one after the other, as they share the links; what of them is
-    longer than the pass is waited for, and so are those that nothing runs beside. `overlap` off: all are waited for.
+    Hidden collectives overlap with the pass they belong to. They run one after the other because they share the links.
+    The GPU waits for the part that is longer than the pass, and for all collectives that are not hidden. Without
+    `overlap`, the GPU waits for all collectives.
     """
     accesses = OPTIMIZER_ACCESSES - 2 * (2 - work.num_moments)
     optimizer = 4 * accesses * work.optimizer_elements / (gpu.memory_gb_per_second * GB * MEMORY_EFFICIENCY)
@@ -92,22 +103,25 @@ def model_step(
 
 @dataclass(frozen=True)
 class Scale:
-    """The estimate of a run on many processes. Bytes are of one process and step, unless the name says otherwise."""
+    """The estimate of a run on many processes. Bytes are per process and step unless the name says otherwise."""
 
     layout: Layout
     weights: ModelWeights
     traffic: tuple[Traffic, ...]
     gpu: Gpu | None
-    """None where its memory and links are not known."""
+    """GPU of the run, or None if its memory and links are unknown."""
     network: Choice[Interconnect]
     mfu: Choice[float]
     step: StepTime | None
-    """None where the GPU's peak, memory or links, or the model's operations are not known; with cpu_offload, which is not modelled."""
+    """Time of a step, or None if it cannot be modeled.
+
+    This is the case if the GPU's peak, memory or links, or the model's operations are unknown, and with cpu_offload.
+    """
     save_interval: SaveInterval
 
 
 def choose_mfu(recipe: Recipe, asked: float | None) -> Choice[float]:
-    """Return the share of the peak that computing reaches between two waits.
+    """Return the share of the peak that computing reaches between two waits: `asked`, or an assumption.
 
     Raises:
         ValueError: --mfu is not above 0 and at most 1.
@@ -135,11 +149,13 @@ def estimate_scale(
     flops_per_step: float | None,
     checkpoint_bytes: int,
 ) -> Scale:
-    """Return all of it for a run in this place; `flops_per_step` are of all processes together, `weights` of a group of
-    neighbours, and `of_neighbours` what these exchange.
+    """Return the estimate for a run in this place.
+
+    `flops_per_step` covers all processes together. `weights` are held by one group of neighbors, and `of_neighbours`
+    are the collectives within such a group.
 
     Raises:
-        ValueError: the interconnect is not known, or --mfu or --mtbf is out of range.
+        ValueError: the interconnect is unknown, or --mfu or --mtbf is out of range.
     """
     layout = place.layout
     of_matrices = matrix_collectives(layout, weights) if recipe.optimizer.name == "muon" else ()

@@ -1,8 +1,8 @@
 """Traffic between processes in a step, in bytes and, over given links, in seconds.
 
-A collective of S bytes among n processes makes each of them send S (n - 1) / n (all-gather, reduce-scatter), or twice that
-(all-reduce), as rings do; trees send no less. In an all-to-all S is what each of them holds. Time is that over the slowest link of
-the ring, plus a latency for each hop.
+In an all-gather or reduce-scatter of S bytes among n processes, each process sends S (n - 1) / n. In an all-reduce it
+sends twice as much. Rings do so, and trees do not send less. In an all-to-all, S is the size of each process's tensor.
+The time is these bytes over the slowest link of the ring, plus a latency for each hop.
 """
 
 import math
@@ -24,7 +24,7 @@ TREE_LINK_LATENCY_SECONDS = 4.0e-6
 
 @dataclass(frozen=True)
 class Ring:
-    """Processes that take part in a collective, each `stride` ranks after the one before; all ranks are in rings like it."""
+    """The processes of a collective, `stride` ranks apart. All ranks belong to rings of the same shape."""
 
     size: int
     stride: int
@@ -32,7 +32,7 @@ class Ring:
 
     @cached_property
     def _members(self) -> list[Counter[int]]:
-        """Return for each ring, until nodes and rings begin together again: how many of its members each node has."""
+        """Number of members on each node, for each ring up to where the pattern of rings and nodes repeats."""
         span = self.size * self.stride
         firsts = range(0, math.lcm(span, self.gpus_per_node), span)
         rings = [first + offset for first in firsts for offset in range(self.stride)]
@@ -40,17 +40,19 @@ class Ring:
 
     @cached_property
     def size_in_node(self) -> int:
-        """Members on one node, at most."""
+        """Maximum number of members on one node."""
         return max(max(nodes.values()) for nodes in self._members)
 
     @cached_property
     def num_nodes(self) -> int:
-        """Nodes that it reaches over, at most."""
+        """Maximum number of nodes that a ring spans."""
         return max(len(nodes) for nodes in self._members)
 
     def leaves_node(self, network: Interconnect) -> float:
-        """Bytes a second that a ring of several nodes sends from one to the next, nominal: the slowest of them, as others that
-        reach further than a node share its network."""
+        """Return the nominal rate of the slowest ring between nodes, in bytes per second.
+
+        Rings that span several nodes share the network of each node.
+        """
         reaching = [nodes for nodes in self._members if len(nodes) > 1]
         sharing = Counter(node for nodes in reaching for node in nodes)
         if network.per == "GPU":
@@ -58,7 +60,10 @@ class Ring:
         return network.gb_per_second * GB / max(sharing.values())
 
     def seconds(self, kind: Kind, num_bytes: float, gpu: Gpu, network: Interconnect) -> float:
-        """Return the time of a collective of `num_bytes` in all (what an all-gather ends with): NCCL's own model."""
+        """Return the seconds of a collective, by NCCL's cost model.
+
+        `num_bytes` is the size of the whole tensor, such as the result of an all-gather.
+        """
         if self.size == 1:
             return 0.0
         if kind == "all-to-all" and self.num_nodes > 1:
@@ -76,7 +81,10 @@ class Ring:
         return sent_bytes(kind, num_bytes, self.size) / (rate * LINK_EFFICIENCY) + BASE_LATENCY_SECONDS + latency
 
     def _exchange_seconds(self, num_bytes: float, gpu: Gpu, network: Interconnect) -> float:
-        """Each member sends to each: what goes to other nodes shares their network, beside what stays in the node."""
+        """Return the seconds of an all-to-all over several nodes.
+
+        Traffic between nodes shares their network, and overlaps with traffic inside a node.
+        """
         here = self.size_in_node
         between = here * num_bytes * (self.size - here) / self.size / self.leaves_node(network)
         within = num_bytes * (here - 1) / self.size / (gpu.link_gb_per_second * GB)
@@ -84,7 +92,7 @@ class Ring:
 
 
 def sent_bytes(kind: Kind, num_bytes: float, size: int) -> float:
-    """Return what each of `size` processes sends in a collective of `num_bytes`."""
+    """Return the bytes that each of `size` processes sends in a collective of `num_bytes`."""
     return (2 if kind == "all-reduce" else 1) * num_bytes * (size - 1) / size
 
 
@@ -94,31 +102,34 @@ class Collective:
 
     kind: Kind
     num_bytes: int
-    """The kind of work that an all-gather ends with and a reduction begins with."""
+    """Bytes of the whole tensor: the result of an all-gather, or the input of a reduction."""
     ring: Ring
     phase: Phase
-    """The work it overlaps with; of several micro-batches, each has it unless `per_step`."""
+    """Pass that the collective belongs to. Every micro-batch repeats the collective unless `per_step`."""
     per_step: bool
-    """Once a step, with the last micro-batch; else once a micro-batch."""
+    """Whether the collective runs once per step, with the last micro-batch, instead of once per micro-batch."""
     is_hidden: bool = True
-    """Computing overlaps with it. Not so the first gather, and the last reduction of a backward pass."""
+    """Whether computing overlaps with the collective. Default: True.
+
+    False for the first gather, and for the last reduction of a backward pass.
+    """
     purpose: str = ""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each process sends in a step by one kind of collective."""
+    """The bytes that each process sends in a step in one kind of collective."""
 
     kind: Kind
     purpose: str
     times: int
     payload_bytes: int
-    """The tensors that the collectives are of."""
+    """Bytes of the collectives' whole tensors, added up."""
     sent_bytes: float
 
 
 def traffic_of(found: Sequence[Collective], num_micro_batches: int) -> tuple[Traffic, ...]:
-    """Return the collectives of a step, added up by kind."""
+    """Return the traffic of a step: its collectives, added up by kind and purpose."""
     sums: dict[tuple[Kind, str], list[float]] = {}
     for each in found:
         times = 1 if each.per_step else num_micro_batches

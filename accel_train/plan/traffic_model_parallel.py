@@ -1,9 +1,10 @@
-"""Traffic in groups of processes that split layers (tensor parallelism) or sequences (sequence parallelism) send each other with every micro-batch.
+"""Traffic within groups that split layers (tensor parallelism) or sequences (sequence parallelism), per micro-batch.
 
-Layers are counted by the styles of the model's plan, as transformers carries them out: a layer split by rows sums the gradients
-of its input over the neighbours, one split by columns sums its output. Sequences are counted by the calls of DeepSpeed's
-UlyssesSPAttentionHF: queries, keys and values go from slices of the sequence to slices of the heads, and what was attended goes
-back; four all-to-alls a layer, and as many for the gradients. Nothing of it runs beside computing.
+Layers are counted by the styles of the model's plan, as transformers applies them. A `colwise` layer sums its input's
+gradients over the group, and a `rowwise` layer sums its output. Sequences are counted by the calls of DeepSpeed's
+UlyssesSPAttentionHF. Queries, keys and values go from sequence slices to head slices, and the attention output goes
+back. These are four all-to-alls per layer, and four more for the gradients. None of this traffic overlaps with
+computing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,19 +30,20 @@ _BACKWARD: dict[str, Kind] = {
     "rowwise_split_input": "all-gather",
 }
 _Exchange = tuple[Kind, int, Phase]
-"""One collective: its kind, its numbers a position, and the pass it is in."""
+"""One collective: its kind, the elements per position, and its pass."""
 
 
 def neighbour_collectives(
     model: nn.Module, layout: Layout, num_positions: int, compute_bytes: int, *, checkpointed: bool, chunked: bool
 ) -> tuple[Collective, ...]:
-    """Return the collectives of split layers or sequences; a process has `num_positions` tokens, with numbers of `compute_bytes`.
+    """Return the collectives of split layers or sequences in one micro-batch.
 
-    `checkpointed` blocks do their forward a second time; a `chunked` loss gathers no logits. Left out: gradients of the few
-    weights that all hold and sum, and positions, a few bytes a layer that DeepSpeed gathers.
+    A process has `num_positions` tokens and elements of `compute_bytes`. `checkpointed` blocks repeat their forward
+    pass. A `chunked` loss does not gather logits. Left out are the gradients of the few weights that all processes hold
+    and sum. Also left out are positions, a few bytes per layer that DeepSpeed gathers.
 
     Raises:
-        ValueError: as `tensor_parallel.styles_of`.
+        ValueError: as for `tensor_parallel.styles_of`.
     """
     exchanges: Iterable[_Exchange] = ()
     size, purpose = layout.tp_size, "activations of split layers"
@@ -58,7 +60,11 @@ def neighbour_collectives(
 
 
 def _of_layers(model: Any, size: int, checkpointed: bool, of_sums: int | None) -> Iterator[_Exchange]:
-    """A chunked loss sums fp32 numbers, each as large as `of_sums` of the numbers computed in; None: logits are gathered."""
+    """Yield the exchanges of split layers.
+
+    `of_sums` is the size of an fp32 sum of a chunked loss, in elements of the compute dtype. None means that logits are
+    gathered.
+    """
     chunked_head = None if of_sums is None else model.get_output_embeddings()
     in_blocks = {id(part) for block in repeated_blocks(model) for part in block.modules()}
     modules = dict(model.named_modules())
@@ -69,9 +75,12 @@ def _of_layers(model: Any, size: int, checkpointed: bool, of_sums: int | None) -
         width_in = 0 if is_embedding else int(getattr(module, "in_features", 0))
         width_out = int(getattr(module, "embedding_dim" if is_embedding else "out_features", 0))
         if module is chunked_head and of_sums is not None:
-            yield "all-reduce", of_sums, "forward"  # the largest logit of a position
-            yield "all-reduce", 3 * of_sums, "forward"  # its sum of exponentials, the logit of its label, the mean
-            yield "all-reduce", width_in * of_sums, "forward"  # the gradients are made there
+            # The largest logit of a position.
+            yield "all-reduce", of_sums, "forward"
+            # Its sum of exponentials, the logit of its label, and the mean.
+            yield "all-reduce", 3 * of_sums, "forward"
+            # The chunked loss computes the gradients of its input in the forward pass.
+            yield "all-reduce", width_in * of_sums, "forward"
             continue
         if (kind := _FORWARD.get(style)) is not None:
             yield kind, width_out, "forward"
@@ -92,7 +101,7 @@ def _of_sequences(model: Any, size: int, checkpointed: bool) -> Iterator[_Exchan
 def with_exchange(
     parts: Sequence[MemoryPart], model: Any, layout: Layout, num_positions: int, compute_bytes: int
 ) -> list[MemoryPart]:
-    """Return the memory of a process that computes its slices alone, and what is sent while one layer exchanges them."""
+    """Return the memory parts of a process with its slices only, and the buffers of one layer's exchange."""
     if layout.sp_size == 1:
         return [*parts]
     size = sum(_head_widths(model, layout.sp_size)[:3]) * compute_bytes * num_positions
@@ -101,7 +110,10 @@ def with_exchange(
 
 
 def _head_widths(model: Any, size: int) -> tuple[int, int, int, int]:
-    """Return the numbers a position: queries, keys, values, and what was attended. Keys are repeated where there are fewer than processes."""
+    """Return the elements per position of queries, keys, values, and attention output.
+
+    Keys and values are repeated if there are fewer key heads than processes.
+    """
     text = model.config.get_text_config()
     heads = int(text.num_attention_heads)
     key_heads = int(getattr(text, "num_key_value_heads", None) or heads)

@@ -1,7 +1,8 @@
-"""Memory of a process and traffic of a step under DeepSpeed's ZeRO, counted on real ones: weights in fp32, computed under autocast.
+"""Memory of a process and traffic of a step under DeepSpeed's ZeRO, with fp32 weights and autocast.
 
-Stages 1 and 2 sum whole gradients (DeepSpeed 0.19 keeps a part of what it has summed), and gather what each process has updated.
-Stage 3 gathers weights for each micro-batch, and scatters the sums of their gradients.
+The formulas were counted in real runs. Stages 1 and 2 reduce whole gradients; DeepSpeed 0.19 then keeps a part of them.
+They gather the weights that each process has updated. Stage 3 gathers weights for each micro-batch, and reduce-scatters
+their gradients.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from accel_train.plan.place import Layout
 from accel_train.plan.traffic import Collective, Phase, Ring, backward_order
 
 MAX_LIVE_ELEMENTS = 1_000_000_000
-"""DeepSpeed's stage3_max_live_parameters: weights that stay gathered from their forward to their backward."""
+"""DeepSpeed's stage3_max_live_parameters: maximum number of elements that stay gathered from forward to backward."""
 PERSISTENT_ELEMENTS = 100_000
 """DeepSpeed's stage3_param_persistence_threshold: weights up to this size are whole on every process between steps."""
 GRADIENTS, UPDATED, WEIGHTS = "gradients, fp32", "updated weights, fp32", "weights, fp32"
@@ -22,7 +23,10 @@ GRADIENTS, UPDATED, WEIGHTS = "gradients, fp32", "updated weights, fp32", "weigh
 def memory(
     whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
 ) -> Iterator[MemoryPart]:
-    """Yield weights, gradients, optimizer and what moves between processes, as DeepSpeed 0.19 holds them between its calls."""
+    """Yield the memory parts of a process as DeepSpeed 0.19 holds them between its calls.
+
+    They are weights, gradients, optimizer state, and the buffers of collectives.
+    """
     stage, world_size = layout.strategy.section.zero_stage, layout.world_size
     numel, trainable, share = weights.numel, weights.trainable_numel, f"1/{world_size}"
     part, fp32 = -(-trainable // world_size), whole["parameters"].how
@@ -44,12 +48,12 @@ def memory(
 
 
 def collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Iterator[Collective]:
-    """Yield all large collectives of a step; all numbers are fp32, whatever is computed with."""
+    """Yield all large collectives of a step. All elements are fp32, independent of the compute dtype."""
     ring, stage = Ring(layout.world_size, 1, layout.gpus_per_node), layout.strategy.section.zero_stage
     if stage == 3:
         yield from _stage_3(ring, weights)
         return
-    # Nothing runs beside these (overlap_comm is off): a backward pass waits for each bucket.
+    # These do not overlap with computing, because overlap_comm is off. A backward pass waits for each bucket.
     for size in _buckets([each.numel for each in backward_order(weights)]):
         yield Collective("all-reduce", 4 * size, ring, "backward", stage == 1, False, GRADIENTS)
     updated = _padded(weights.trainable_numel, ring.size)
@@ -57,7 +61,10 @@ def collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduc
 
 
 def _stage_3(ring: Ring, weights: ModelWeights) -> Iterator[Collective]:
-    """Weights of more than `MAX_LIVE_ELEMENTS` are released between forward and backward, and gathered again."""
+    """Yield the collectives of stage 3.
+
+    A model of more than `MAX_LIVE_ELEMENTS` elements is released between forward and backward, and gathered again.
+    """
     phases: tuple[Phase, ...] = ("forward",) if weights.numel <= MAX_LIVE_ELEMENTS else ("forward", "backward")
     for phase in phases:
         for number, group in enumerate(weights.groups):
@@ -73,7 +80,7 @@ def _stage_3(ring: Ring, weights: ModelWeights) -> Iterator[Collective]:
 
 
 def _buckets(sizes: Sequence[int]) -> list[int]:
-    """Return the elements that are summed at once: a bucket is sent before one comes that it has no room for."""
+    """Return the number of elements in each bucket. A bucket is sent when the next weight does not fit."""
     found = [0]
     for size in sizes:
         if found[-1] and found[-1] + size > BUCKET_ELEMENTS:

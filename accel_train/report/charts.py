@@ -1,4 +1,4 @@
-"""The curves of runs as plain values, which the page's script draws: fits, fewer points, axis labels."""
+"""The curves of one or more runs as plain values for the page's script."""
 
 import math
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from accel_train.report.run import Run
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 POINTS_ON_PAGE = 60_000
-"""About 16 bytes each."""
+"""Maximum number of points on a page, about 16 bytes each."""
 POINTS_OF_CURVE = (400, 8_000)
-"""A curve has at least as many where it is thinned, and at most."""
+"""Smallest and largest number of points to which a curve is thinned."""
 PARTS_OF_TREND = 1_200
-"""A thinned curve is smoothed from the means of as many parts."""
+"""Number of part means from which a thinned curve is smoothed."""
 MIN_TO_SMOOTH = 20
-"""A curve with fewer points has no trend of its own."""
+"""Minimum number of points for a smoothed curve."""
 MOST_MARKS = 1_000
-"""Of a kind; more lie in one place on any screen."""
+"""Maximum number of marks of each kind. More would overlap on any screen."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The look of a kind of event: a shape on the curve, or a line across the chart, in a colour of the page."""
+    """The appearance of a kind of event: its color, and a shape on the curve or a line across the chart."""
 
     label: str
     color: str
@@ -51,7 +51,7 @@ EVENT_MARKS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One chart: its column, its axis, and whether single values scatter around a trend."""
+    """One kind of chart: its column, its axis, and whether values scatter around a trend."""
 
     name: str
     title: str
@@ -59,10 +59,10 @@ class Kind:
     scale: Literal["linear", "log", "log2", "log if wide"] = "linear"
     noisy: bool = True
     from_zero: bool = False
-    across: bool = False  # the whole width of the page
-    group: Literal["run", "evaluation", "machine"] = (
-        "run"  # a column of the steps, of the evaluations, or of the machine
-    )
+    # Whether the chart takes the whole width of the page.
+    across: bool = False
+    # Source of the column: training steps, evaluations, or machine metrics.
+    group: Literal["run", "evaluation", "machine"] = "run"
 
     def lines(self, run: Run) -> Sequence[JsonRecord]:
         return {"run": run.train, "evaluation": run.evals, "machine": run.system}[self.group]
@@ -91,9 +91,10 @@ KINDS = (
 
 
 def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRecord]:
-    """Return every chart for which some run has numbers, and each evaluation metric but the loss, as JSON values.
+    """Return all charts with data, and a chart for each evaluation metric except the loss, as JSON values.
 
-    `targets` is what the runs count: tokens, images, ... Numbers have five digits. A long curve is thinned; its extremes stay.
+    `targets` is the unit of labels: tokens, images, ... Numbers have five digits. Long curves are thinned but keep
+    their extremes.
     """
     kinds = [
         kind for kind in KINDS if any(line.get(kind.column) is not None for run in runs for line in kind.lines(run))
@@ -134,14 +135,14 @@ def _describe(kind: Kind, runs: Sequence[Run], title: str, most: int) -> JsonRec
 
 
 def _scale(kind: Kind, values: Array) -> str:
-    # The loss falls from 11 to 3 in the first percent of a run: on a log axis the rest stays readable.
+    # The loss falls from 11 to 3 in the first percent of a run. A log axis keeps the rest readable.
     if kind.scale != "log if wide":
         return kind.scale
     return "log" if len(values) and values.min() > 0 and values.max() > 2 * values.min() else "linear"
 
 
 def _curve(kind: Kind, points: tuple[Array, Array], scale: str, most: int) -> JsonRecord:
-    """Return finite points, thinned, and where that leaves some out the means that a trend is made from."""
+    """Return the finite points, thinned, and the means for a trend if thinning leaves points out."""
     steps, values = points
     x, y = _points(steps, values, most)
     curve: JsonRecord = {"x": x, "y": y, "thinned": len(steps) > most}
@@ -154,19 +155,22 @@ def _curve(kind: Kind, points: tuple[Array, Array], scale: str, most: int) -> Js
 
 
 def _off_axis(kind: Kind, run: Run, points: tuple[Array, Array]) -> JsonRecord:
-    """Return the steps of what no axis can show: `up` (NaN, Inf) and `down` (-Inf)."""
+    """Return the steps of values that an axis cannot show: `up` (NaN, Inf) and `down` (-Inf)."""
     steps, values = column((*map(_of_its_step, run.train), *run.evals), "loss") if kind.name == "loss" else points
     return _marks("up", steps[np.isnan(values) | (values == np.inf)]) | _marks("down", steps[values == -np.inf])
 
 
 def _of_its_step(line: JsonRecord) -> JsonRecord:
-    """Return a line whose mean loss leaves out its own step, which was not finite, with the loss of that step."""
+    """Return a log line, with `step_loss` as its loss if that is not finite.
+
+    Otherwise the loss of a line is a mean that leaves out such steps.
+    """
     own = line.get("step_loss")
     return {**line, "loss": own} if isinstance(own, float) and not math.isfinite(own) else line
 
 
 def _ceiling(values: Array) -> float | None:
-    """Return the end of a linear axis where single spikes would otherwise press the curve flat."""
+    """Return an upper end for a linear axis if spikes would otherwise flatten the curve, or None."""
     if len(values) < MIN_TO_SMOOTH:
         return None
     low, high = np.quantile(values, [0.02, 0.98])
@@ -184,7 +188,7 @@ def _event_marks(run: Run) -> list[JsonRecord]:
 
 
 def _marks(name: str, steps: Array) -> JsonRecord:
-    """Return the steps, evenly thinned, and how many there are."""
+    """Return the steps, evenly thinned, and their number before thinning."""
     steps = np.unique(steps)
     kept = steps[np.linspace(0, len(steps) - 1, MOST_MARKS).astype(int)] if len(steps) > MOST_MARKS else steps
     return {name: kept.astype(int).tolist(), f"num_{name}": len(steps)}

@@ -1,6 +1,7 @@
-"""The report's section on a run's last evaluation: its metrics, and the results by class.
+"""The report's section on the last evaluation of a run: metrics and results by class.
 
-Its parts are read from evaluation.json, which a custom task may have filled: what is missing or of another shape is left out.
+Its parts come from evaluation.json. A custom task may have written that file, so missing or malformed parts are left
+out.
 """
 
 import math
@@ -25,21 +26,21 @@ from accel_train.report.metric_names import (
 from accel_train.report.run import Run
 
 MAX_CLASSES = 25
-"""A confusion matrix of more has no room on a screen."""
+"""Maximum number of classes in a confusion matrix, limited by the screen."""
 MAX_CLASSES_BESIDE = 8
-"""A confusion matrix of more takes the whole width of the page."""
+"""Maximum number of classes in a confusion matrix that does not take the whole page width."""
 DEEPEST = 0.55
-"""Opacity of a cell that has its whole row: text on it stays readable in light and dark."""
+"""Opacity of a cell that holds its whole row. Its text stays readable in light and dark mode."""
 MAX_ROWS = 20
-"""Longer tables of classes are folded."""
+"""Number of rows above which a table of classes is folded."""
 MAX_PAIRS = 10
-"""Rows of the table of the most frequent mistakes."""
+"""Maximum number of rows in the table of the most frequent mistakes."""
 Block = dict[str, Any]
-"""A piece of the section, as the template takes it: `kind` is table, matrix, bars or text."""
+"""Part of the section as template data. `kind` is examples, table, matrix, bars or text."""
 
 
 def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
-    """Return the section on the last evaluation, piece by piece; empty where the headline numbers say it all."""
+    """Return the parts of the section on the last evaluation, or an empty list if the headline numbers suffice."""
     blocks = [_table_of_metrics(runs)]
     if len(runs) == 1:
         details = runs[0].details
@@ -56,7 +57,7 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
 
 
 def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
-    """Return the samples that the run got wrong, with their pictures or texts."""
+    """Return the part with samples that the run got wrong, with their images or texts."""
     of_pixels = found.get("kind") == "mask"
     needed = {"wrong": float} if of_pixels else {"truth": str, "prediction": str, "score": float}
     examples = [
@@ -104,18 +105,22 @@ def _list(found: Any) -> list[Any]:
 
 
 def confusion_matrix(part: Mapping[str, Any]) -> tuple[NDArray[np.int64], list[str]] | None:
-    """Return the matrix and the names of a part of the details; None unless it is square, and counts something."""
+    """Return the confusion matrix and class names in `details`, or None if it is not square or counts nothing."""
     names = _names(part)
     try:
         matrix = np.array(part.get("confusion_matrix"))
-    except ValueError:  # rows of different lengths
+    # Rows have different lengths.
+    except ValueError:
         return None
     is_counts = matrix.dtype.kind == "i" and matrix.shape == (len(names), len(names)) and (matrix >= 0).all()
     return (matrix.astype(np.int64), names) if is_counts and matrix.any() else None
 
 
 def _table_of_metrics(runs: Sequence[Run]) -> Block:
-    """Return every metric of each run; of a single one beside its baselines, without the averages below the table of classes."""
+    """Return a table of all metrics of each run.
+
+    A single run is shown next to its baselines. Averages that the table of classes repeats are left out.
+    """
     columns = [{name: value for name, value in run.final_metrics().items() if name not in NOT_A_SCORE} for run in runs]
     head, names = [run.name for run in runs], list(dict.fromkeys(name for metrics in columns for name in metrics))
     if not set(names) - FOLLOWS_FROM_LOSS:
@@ -163,11 +168,10 @@ def _table_of_classes(report: Mapping[str, Any]) -> Block:
 
 
 def _matrix(matrix: NDArray[np.int64], names: Sequence[str]) -> Block:
-    """Return a (C, C) matrix as counts, rows are the truth, each with its depth of colour: the share of its row."""
+    """Return a (C, C) confusion matrix as counts with color depths. Rows are the truth; depth is the share of a row."""
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-    depths = (DEEPEST * shares**0.7).round(
-        3
-    )  # a tenth of a row is a fifth as deep, not a tenth: mistakes are looked for
+    # The exponent makes a tenth of a row a fifth as deep, not a tenth, so mistakes stand out.
+    depths = (DEEPEST * shares**0.7).round(3)
     cells = [
         [{"count": count, "depth": depth} for count, depth in zip(*row)]
         for row in zip(matrix.tolist(), depths.tolist())
@@ -236,7 +240,7 @@ def _describe_augmentation(part: Mapping[str, Any]) -> Block:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Block]) -> Block:
-    # The first column names the row; `text_columns` more are text, the rest numbers.
+    # The first column names the row. The next `text_columns` columns are text, the others numbers.
     shown = {"kind": "table", "title": title, "head": list(head), "rows": list(rows)}
     return shown | {"text_columns": 0}
 

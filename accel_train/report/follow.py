@@ -1,4 +1,4 @@
-"""The report of runs that go on, served on this machine: the page renews itself when their files have changed."""
+"""Serve a live report of running jobs on localhost. The page reloads when their files change."""
 
 import hmac
 import json
@@ -20,16 +20,17 @@ LARGEST_PORT = 65535
 _STRICT = "default-src 'none';"
 _MAY_ASK = "default-src 'none'; connect-src 'self';"
 _RENEW = (Path(__file__).parent / "follow.js").read_text(encoding="utf-8")
-"""Script that asks for the version every two seconds; VERSION stands for the version of the page."""
+"""Script that requests the version every two seconds. VERSION stands for the version of the page."""
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the report of runs at `address`, to this machine alone: `with ReportServer(runs) as server: server.serve_forever()`.
+    """A server that shows the report of runs at `address`, to this machine only.
 
-    It reads the runs' files and writes none. A `port` of 0 takes one that is free.
+    Use it as `with ReportServer(runs) as server: server.serve_forever()`. It reads the runs' files and does not write
+    any. If `port` is 0, it takes a free port.
 
     Raises:
-        ValueError: a folder holds no run, or the port cannot be had.
+        ValueError: a folder does not hold a run, or the port is not available.
     """
 
     daemon_threads = True
@@ -41,7 +42,8 @@ class ReportServer(ThreadingHTTPServer):
         self._folders = [Path(folder) for folder in run_folders]
         self._readers = [MetricsReader(folder / METRICS_FILE) for folder in self._folders]
         self._reading = threading.Lock()
-        load_runs(self._folders, self._readers)  # a folder without a run is refused before anybody opens the page
+        # Raises if a folder does not hold a run, before the page is opened.
+        load_runs(self._folders, self._readers)
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -49,24 +51,25 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Return the address to open in a browser; its token keeps out the other users of this machine."""
+        """Return the address to open in a browser. Its token keeps out other users of this machine."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print why a request failed, on one line; a browser that has gone away is not worth one."""
+        """Print on one line why a request failed, unless the browser closed the connection."""
         error = sys.exception()
         if not isinstance(error, ConnectionError):
             print(f"warning: the report could not be served ({type(error).__name__}: {error!s:.200})", file=sys.stderr)
 
     def version(self) -> str:
-        """Return a text that differs once a run has written something that the page shows."""
+        """Return a text that changes when a run writes a file that the page shows."""
         names = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, EVALUATION_FILE)
         stats = [path.stat() for folder in self._folders for name in names if (path := folder / name).is_file()]
         return "-".join(f"{stat.st_size}.{stat.st_mtime_ns}" for stat in stats)
 
     def page(self) -> bytes:
-        """Return the report as it is now, with a script that renews it."""
-        version = self.version()  # before the files are read: what is written meanwhile is another version
+        """Return the current report as HTML, with a script that reloads it."""
+        # Taken before the files are read, so that later writes count as a new version.
+        version = self.version()
         with self._reading:
             runs = load_runs(self._folders, self._readers)
         html = render_page(runs).replace(_STRICT, _MAY_ASK, 1)
@@ -75,7 +78,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"{before}<script>\n{script}</script>\n</body>{after}".encode()
 
     def file(self, path: str) -> Path | None:
-        """Return a file that the page of one run links to: of an incident, or a profile; None for any other path."""
+        """Return an incident or profile file that the page of a single run links to, or None for other paths."""
         if len(self._folders) > 1:
             return None
         folder = self._folders[0].resolve()
@@ -83,7 +86,8 @@ class ReportServer(ThreadingHTTPServer):
             found = (folder / path.lstrip("/")).resolve()
             linked = any(found.is_relative_to(folder / name) for name in (INCIDENTS, PROFILE_FOLDER))
             return found if linked and found.is_file() else None
-        except (OSError, ValueError):  # a name that no file can have
+        # The path is not a valid file name.
+        except (OSError, ValueError):
             return None
 
 
@@ -91,12 +95,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
-        """Answer with the page, its version, or a file that it links to."""
+        """Answer a request with the page, its version, or a file that the page links to."""
         prefix, path = f"/{self.server.token}/", self.path.partition("?")[0]
         is_invited = hmac.compare_digest(path[: len(prefix)].encode(errors="replace"), prefix.encode())
         path = path[len(prefix) - 1 :]
         name = self.headers.get("Host", "").rpartition(":")[0]
-        # A foreign page, whose name was made to mean this machine, or another user of it.
+        # Refuse foreign pages whose host name resolves to this machine, and other users of this machine.
         if name not in (HOST, "localhost") or not is_invited:
             self.send_error(403)
         elif path == "/":
@@ -119,4 +123,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing for each request."""
+        """Suppress the log line of each request."""

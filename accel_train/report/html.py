@@ -1,4 +1,4 @@
-"""The words, numbers and tables of the report on a run, its headline numbers first, and the comparison of runs."""
+"""The words, numbers and tables of the report: headline numbers of each run, details, and the comparison of runs."""
 
 import math
 from collections import Counter
@@ -16,13 +16,13 @@ from accel_train.report.metric_names import LABELS, MISSING, is_number, label, s
 from accel_train.report.run import Run
 
 MOST_EVENTS = 1_000
-"""Rows of the table of events: the first and the last."""
+"""Maximum number of rows in the table of events, half from the start and half from the end."""
 BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed", "notify_failed"})
 
 
 @dataclass(frozen=True)
 class Headline:
-    """One headline number; `label` and `unit` may hold `{targets}`, which is what the run counts."""
+    """A headline number of a run. `label` and `unit` may contain `{targets}`, the unit of labels."""
 
     label: str
     find: Callable[[Run], Any]
@@ -31,12 +31,12 @@ class Headline:
     better: Callable[..., float] | None = None
 
     def read(self, run: Run) -> float | None:
-        """Return the run's number; None where there is none."""
+        """Return the run's number, or None if it has not been recorded."""
         value = self.find(run)
         return value if isinstance(value, int | float) else None
 
     def label_for(self, targets: str) -> str:
-        """Return the label with `targets` in it, capitalised."""
+        """Return the capitalized label, with `targets` filled in."""
         text = self.label.format(targets=targets)
         return text[:1].upper() + text[1:]
 
@@ -45,18 +45,18 @@ class Headline:
 
 
 def shared_targets(runs: Sequence[Run]) -> str:
-    """Return what the compared runs count; `targets` where that differs."""
+    """Return the unit of labels that all compared runs share, or `targets` if units differ."""
     words = {run.targets for run in runs}
     return words.pop() if len(words) == 1 else "targets"
 
 
 def final_metric(metric: str, run: Run) -> Any:
-    """Return one value of the last evaluation."""
+    """Return one metric of the run's last evaluation."""
     return run.final_metrics().get(metric)
 
 
 def large_number(value: float) -> str:
-    """Return `950`, `12,300`, `124.4 M` or `2.10 G`."""
+    """Return a value as text with a unit prefix: `950`, `12,300`, `124.4 M` or `2.10 G`."""
     for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if abs(value) >= factor:
             return f"{value / factor:.4g} {unit}"
@@ -64,7 +64,7 @@ def large_number(value: float) -> str:
 
 
 def _logged(key: str, column: str, run: Run) -> Any:
-    """Return a value of the summary, or that of the last line where the run has not ended."""
+    """Return a value of the summary, or of the last log line if the run has not ended."""
     value = run.summary.get(key)
     return run.train[-1].get(column) if value is None and run.train else value
 
@@ -99,11 +99,12 @@ HEADLINES = (
 
 
 def describe_run(run: Run) -> dict[str, Any]:
-    """Return everything the page shows of one run beside its curves, as the template takes it."""
+    """Return the template data of one run, except its curves."""
     summary, targets = run.summary, run.targets
     status = str(summary.get("status", "no summary yet: still running, or killed"))
     sample = summary.get("sample") or {}
-    prompt = str(sample.get("prompt") or "")  # the text may repeat it
+    # The text may begin with the prompt.
+    prompt = str(sample.get("prompt") or "")
     kinds = Counter(event["event"] for event in run.events)
     return {
         "name": run.name,
@@ -130,7 +131,7 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def differ_in_evaluation_data(runs: Sequence[Run]) -> bool:
-    """Return whether the runs were evaluated on different samples, as far as their recipes and counts show."""
+    """Return whether the runs were evaluated on different samples, according to their recipes and sample counts."""
     known: list[set[str]] = [set(), set(), set()]
     for run in runs:
         settings, facts = (run.recipe or {}).get("data"), run.summary.get("data")
@@ -144,9 +145,10 @@ def differ_in_evaluation_data(runs: Sequence[Run]) -> bool:
 
 
 def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return one row per headline number that some run has; `best` are the columns with the best value, if they differ.
+    """Return one row per headline number that some run has.
 
-    No score is best where the runs were evaluated on different data.
+    `best` lists the columns with the best value if values differ. Scores have no best value if the runs were evaluated
+    on different data.
     """
     rows, targets, is_other = [], shared_targets(runs), differ_in_evaluation_data(runs)
     for headline in HEADLINES:
@@ -169,7 +171,7 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the settings in which the runs' recipes differ, with each run's value."""
+    """Return the settings that differ between the runs' recipes, with each run's value."""
     read = [run.recipe for run in runs]
     recipes = [{"recipe.yaml": "cannot be read"} if recipe is None else flatten(recipe) for recipe in read]
     settings = list(dict.fromkeys(name for recipe in recipes for name in recipe))
@@ -180,14 +182,15 @@ def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def compare_baselines(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return bars: each run's bits per byte beside what needs no training, xz and the frequencies of single bytes."""
+    """Return bars that compare each run's bits per byte with baselines without training: xz and byte frequencies."""
     bars: list[tuple[str, Any, int]] = [
         (run.name if len(runs) > 1 else "this run", final_metric("bits_per_byte", run), number)
         for number, run in enumerate(runs, start=1)
     ]
     baselines = [run.summary.get("baselines", {}) for run in runs]
     for key, name in (("xz_bits_per_byte", "xz -9"), ("unigram_bits_per_byte", "byte frequencies")):
-        values = {found[key] for found in baselines if is_number(found.get(key))}  # runs on the same data share them
+        # Runs on the same data share these values.
+        values = {found[key] for found in baselines if is_number(found.get(key))}
         bars += [(name, value, 0) for value in sorted(values)]
     present = [(name, value, run) for name, value, run in bars if is_number(value)]
     if all(run for _, _, run in present):
@@ -200,7 +203,10 @@ def compare_baselines(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _lead(run: Run, targets: str) -> str:
-    """Return `124.4 M parameters on 8 processes: 4,000 steps, 2.097 G tokens in 1h 15m. 2 steps were skipped.`"""
+    """Return the lead sentence of a run.
+
+    For example: `124.4 M parameters on 8 processes: 4,000 steps, 2.097 G tokens in 1h 15m. 2 steps were skipped.`
+    """
     summary = run.summary
     shown = {
         headline.label: headline.text(value) for headline in HEADLINES if (value := headline.read(run)) is not None
@@ -219,7 +225,7 @@ def _lead(run: Run, targets: str) -> str:
 
 
 def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
-    """Return the sentence on the baseline that the model does not beat, and the likely causes."""
+    """Return the sentence on a baseline that the model does not beat, with likely causes, or None."""
     found = summary.get("not_beaten") or {}
     sentence, causes = found.get("sentence"), found.get("causes")
     is_whole = isinstance(sentence, str) and isinstance(causes, list)
@@ -244,7 +250,7 @@ def _event_row(event: JsonRecord) -> dict[str, Any]:
 
 
 def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
-    """Return the tables below the curves, in words: choices, evaluation, memory, data, environment."""
+    """Return the tables below the curves: choices, evaluation, memory, data, environment."""
     phases = (summary.get("peak_memory_bytes") or {}).items()
     memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in phases if isinstance(size, int | float)}
     best = {"best evaluation": summary.get("best_metric"), "best at step": summary.get("best_step")}
@@ -264,7 +270,7 @@ def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
 
 
 def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the text of each value; what is empty is left out."""
+    """Yield the dotted name and text of each value, without empty values."""
     for name, value in dotted_items(values):
         if isinstance(value, bool):
             yield name, "yes" if value else "no"

@@ -1,4 +1,4 @@
-"""The picture of a learning-rate range test: the loss over the rate, and up to which rate it falls steeply."""
+"""The chart of a learning-rate range test: loss over learning rate, and the last rate with a steep fall."""
 
 import io
 import math
@@ -8,18 +8,19 @@ from PIL import Image, ImageDraw, ImageFont
 
 from accel_train.report.charts import Array, short_number
 
-# The colours of report.html on light paper.
+# The colors of report.html on light paper.
 PAPER, INK, MUTED, GRID, SMOOTHED, SUGGESTED = "#fdfdfb", "#33373b", "#6d7278", "#e3e2dc", "#2b6cb0", "#c9662b"
 EACH_STEP = "#9fbcd9"
-# Pixels of a drawing that is twice as large as the file: Pillow's lines have no smooth edges, and halving smooths them.
+# Pixels of a drawing twice as large as the file. Pillow does not smooth the edges of lines, and halving smooths them.
 SIZE, LEFT, TOP, WIDTH, HEIGHT = (3200, 1640), 180, 200, 2980, 1140
 LINE, TEXT = 4, 46
 
 
 def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int | None) -> bytes:
-    """Return a PNG of the losses over the learning rates; `smoothed` may be shorter, where the last losses are not finite.
+    """Return a PNG that plots the losses over the learning rates.
 
-    Losses far above the first ones, where the test has diverged, are cut off.
+    `smoothed` may be shorter than `losses` if the last losses are not finite. The chart cuts off losses far above the
+    first ones, from a test that diverged.
     """
     finite = np.isfinite(losses)
     low, high = _loss_range(losses[finite], max(5, len(rates) // 10))
@@ -66,7 +67,10 @@ def draw_range_test(rates: Array, losses: Array, smoothed: Array, suggested: int
 
 
 def _loss_range(losses: Array, num_first: int) -> tuple[float, float]:
-    """Return the ends of the loss axis for finite losses; it leaves out losses far above the median of the first ones."""
+    """Return the ends of the loss axis for finite losses.
+
+    The axis leaves out losses far above the median of the `num_first` first losses.
+    """
     if not len(losses):
         return 0.0, 1.0
     low, high = float(losses.min()), float(losses.max())
@@ -76,14 +80,17 @@ def _loss_range(losses: Array, num_first: int) -> tuple[float, float]:
 
 
 def _rate_ticks(first: float, last: float) -> list[float]:
-    """Return the powers of ten between 10^first and 10^last, 12 at most; of fewer than three decades 2 and 5 times them, too."""
+    """Return at most 12 powers of ten between 10^first and 10^last as ticks.
+
+    Below three decades, also return their multiples by 2 and 5.
+    """
     decades = range(math.floor(first), math.ceil(last) + 1, 1 + int((last - first) / 12))
     ticks = [factor * 10.0**decade for decade in decades for factor in ((1, 2, 5) if last - first < 3 else (1,))]
     return [tick for tick in ticks if first - 1e-9 <= math.log10(tick) <= last + 1e-9]
 
 
 def _loss_ticks(low: float, high: float) -> list[float]:
-    """Return at most 7 round losses between the ends of the axis."""
+    """Return at most 7 round losses between `low` and `high` as ticks."""
     decade = 10.0 ** math.floor(math.log10((high - low) / 6))
     step = next(factor * decade for factor in (1, 2, 5, 10) if 6 * factor * decade >= high - low)
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

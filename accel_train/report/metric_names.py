@@ -1,4 +1,4 @@
-"""Names and values of metrics on the page, and which of them get a curve."""
+"""Names and values of metrics on the page, and the choice of metrics with a curve."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from accel_train.report.run import Run
 
 MISSING = "–"
 MAX_CURVES = 12
-"""Charts of evaluation metrics on one page; the table has all of them."""
+"""Maximum number of charts of evaluation metrics on a page. The table contains all metrics."""
 
 LABELS = {
     "loss": "Loss",
@@ -48,14 +48,14 @@ LABELS = {
     "platform": "Platform",
 }
 NOT_A_SCORE = frozenset({"step", "split", "seconds", "num_targets"})
-"""Columns of an evaluation's line that tell of the evaluation, not of the model."""
+"""Columns of an evaluation's line that describe the evaluation, not the model."""
 
 FOLLOWS_FROM_LOSS = frozenset({"loss", "perplexity", "bits_per_byte"})
 _AVERAGED = re.compile(r"(.+)_(macro|micro|weighted|binary)")
 
 
 def label(name: str) -> str:
-    """Return `F1, macro` for `f1_macro`; an unknown name without its underscores."""
+    """Return the display name of a metric: `F1, macro` for `f1_macro`. An unknown name loses its underscores."""
     averaged = _AVERAGED.fullmatch(name)
     if averaged and averaged[1] in LABELS:
         return f"{LABELS[averaged[1]]}, {averaged[2]}"
@@ -63,14 +63,17 @@ def label(name: str) -> str:
 
 
 def words(name: str) -> str:
-    """Return `Empty documents` for `num_empty_documents`, and `Train of label: cat` for `num_train_of_label.cat`."""
+    """Return a name as words.
+
+    `num_empty_documents` becomes `Empty documents`, and `num_train_of_label.cat` becomes `Train of label: cat`.
+    """
     name, _, part = name.partition(".")
     text = LABELS.get(name, name.removeprefix("num_").replace("_", " "))
     return text[:1].upper() + text[1:] + (f": {part}" if part else "")
 
 
 def show_value(value: Any) -> str:
-    """Return a metric's value for a table: four decimals, fewer where there are digits before the point."""
+    """Return a metric's value for a table, with four decimals, or fewer for large numbers."""
     if value is None:
         return MISSING
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -90,11 +93,12 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def metrics_with_curves(runs: Sequence[Run]) -> list[str]:
-    """Return the metrics, other than the loss, that some run has evaluated at least twice; at most MAX_CURVES.
+    """Return at most `MAX_CURVES` metrics, without the loss, that some run has evaluated at least twice.
 
-    For precision, recall and F1 only the macro F1: the curves of the others look the same.
+    Of the averages of precision, recall and F1 it returns only the macro F1, because their curves look alike.
     """
-    found: dict[str, bool] = {}  # by name: some run has evaluated it twice
+    # Whether some run has evaluated a metric twice, by name.
+    found: dict[str, bool] = {}
     unusable = set(NOT_A_SCORE | FOLLOWS_FROM_LOSS)
     for run in runs:
         first_step: dict[str, int] = {}
@@ -110,6 +114,6 @@ def metrics_with_curves(runs: Sequence[Run]) -> list[str]:
 
 
 def is_variant(name: str, names: Sequence[str]) -> bool:
-    """Return whether a metric is an average of precision, recall or F1 beside the macro F1 that stands for them."""
+    """Return whether a metric is an average of precision, recall or F1 that the macro F1 in `names` represents."""
     averaged = _AVERAGED.fullmatch(name)
     return name != "f1_macro" and averaged is not None and averaged[1] in LABELS and "f1_macro" in names

@@ -1,4 +1,4 @@
-"""The report of one run, or of several side by side: one HTML file that needs no network."""
+"""The report of one run, or the comparison of several, as one HTML file that does not need a network."""
 
 import json
 from collections import Counter
@@ -38,18 +38,18 @@ def write_report(
     """Write the report of a run, or the comparison of several, as one HTML file.
 
     Args:
-        run_folders: the folders of the runs, in the order in which they are shown.
-        out: the file, or a folder for it; none: `report.html` in the run's folder, and `comparison.html`
-            beside the first of several runs.
-        refuse: refuse to replace a file that is not ours, rather than move it to `previous-N/`.
-        home: the folder that keeps the digest of the file; none: that of the first run.
-        tables: shown before all else: `title`, `head` (texts), and `rows` of a `name` and `cells`.
+        run_folders: folders of the runs, in the order of display.
+        out: output file, or a folder for it. Default: `report.html` in the folder of a single run, or `comparison.html`
+            next to the first of several runs.
+        refuse: whether to raise instead of moving a user's file to `previous-N/`.
+        home: folder that keeps the digest of the file. Default: folder of the first run.
+        tables: tables shown first, each with `title`, `head` (texts), and `rows` with `name` and `cells`.
 
     Returns:
-        The file.
+        The written file.
 
     Raises:
-        ValueError: no folder is given, one holds no run, or a file of the user's is in the way.
+        ValueError: no folder is given, a folder does not hold a run, or a user's file is in the way.
         OSError: the report cannot be written.
     """
     if not run_folders:
@@ -63,20 +63,20 @@ def write_report(
 
 
 def load_runs(run_folders: Sequence[Path], readers: Sequence[MetricsReader | None] = ()) -> list[Run]:
-    """Return the records of runs, each by the name of its folder; `readers` and errors are as for `load_run`."""
+    """Return the records of runs, each named after its folder. `readers` and errors are as for `load_run`."""
     named = zip(run_folders, _names(run_folders), readers or [None] * len(run_folders), strict=True)
     return [load_run(Path(folder), name, reader) for folder, name, reader in named]
 
 
 @cache
 def page_template() -> Template:
-    """Return the template of the page; to compile it takes longer than to fill it."""
+    """Return the cached template of the page. Compiling it takes longer than rendering it."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     return environment.from_string(_read("report.html"))
 
 
 def render_page(runs: Sequence[Run], tables: Sequence[dict[str, Any]] = ()) -> str:
-    """Return the whole HTML page as text; everything that comes from a run is escaped."""
+    """Return the HTML page as text. Everything that comes from a run is escaped."""
     several = len(runs) > 1
     title = "Comparison of runs" if several else runs[0].name
     charts = describe_charts(runs, shared_targets(runs))
@@ -110,7 +110,7 @@ def _read(name: str) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the runs' folders, with their parents' where those are equal."""
+    """Return the names of the runs' folders. Equal names get the parent folder's name as a prefix."""
     resolved = [Path(folder).resolve() for folder in folders]
     times_used = Counter(folder.name for folder in resolved)
     return [

@@ -1,4 +1,4 @@
-"""The records of a run's folder, read for the report: also of a run that is still running or was killed."""
+"""Read the records in a run's folder for the report. The run may still be running or may have been killed."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,56 +25,59 @@ SUMMARY_KINDS: dict[str, Any] = {
         ("steps", "num_targets", "parameters", "world_size", "skipped_steps", "train_seconds"), (int, float)
     ),
 }
-"""Types that the page needs of a summary's values, to format them as a mapping or as a number."""
+"""Required types of summary values: the page formats them as a mapping or as a number."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a run's folder; `summary` is empty if it has not ended, `evaluation` if it was never evaluated."""
+    """The records in a run's folder.
+
+    `summary` is empty if the run has not ended, and `evaluation` if the run was never evaluated.
+    """
 
     name: str
     train: Sequence[JsonRecord] = ()
-    """Lines of metrics.jsonl about steps, in their order; `evals` are those about evaluations."""
+    """Lines of metrics.jsonl about training steps, sorted by step. `evals` has the lines about evaluations."""
     evals: Sequence[JsonRecord] = ()
     events: Sequence[JsonRecord] = ()
     summary: JsonRecord = field(default_factory=dict)
     recipe_text: str = ""
     evaluation: JsonRecord = field(default_factory=dict)
-    """evaluation.json: `step`, `metrics`, `details`."""
+    """Contents of evaluation.json: `step`, `metrics`, `details`."""
     examples: JsonRecord = field(default_factory=dict)
-    """examples.json: held-out samples that the run gets wrong."""
+    """Contents of examples.json: held-out samples that the model gets wrong."""
     incidents: Sequence[JsonRecord] = ()
-    """Records of its incidents, by step."""
+    """Records of the run's incidents, sorted by step."""
     system: Sequence[JsonRecord] = ()
-    """Lines of metrics.jsonl about the machine; memory in GiB."""
+    """Lines of metrics.jsonl about the machine, with memory in GiB."""
     launches: Sequence[JsonRecord] = ()
-    """Lines of launches.jsonl, by their start."""
+    """Lines of launches.jsonl, sorted by start time."""
     profiles: Sequence[str] = ()
-    """Paths of its traces, tables of operations and snapshots of memory, from the folder."""
+    """Paths of traces, operation tables and memory snapshots, relative to the folder."""
     damage: Sequence[str] = ()
-    """Sentences about files that cannot be read."""
+    """Messages about files that cannot be read."""
 
     def final_metrics(self) -> Mapping[str, Any]:
-        """Return all of the last evaluation: of evaluation.json, else of the summary, else of the last line."""
+        """Return the metrics of the last evaluation, from evaluation.json, the summary, or the last evaluation line."""
         for found in (self.evaluation.get("metrics"), self.summary.get("eval"), *reversed(self.evals)):
             if isinstance(found, Mapping) and found:
                 return found
         return {}
 
     def details(self, part: str) -> Mapping[str, Any]:
-        """Return a part of evaluation.json's details; empty where there is none."""
+        """Return a part of evaluation.json's details, or an empty mapping if it is missing."""
         found = self.evaluation.get("details")
         found = found.get(part) if isinstance(found, Mapping) else None
         return found if isinstance(found, Mapping) else {}
 
     @cached_property
     def goodput(self) -> JsonRecord:
-        """The accounts of the time of all launches; empty where they are not recorded."""
+        """Goodput of all launches, or an empty dict if launches are not recorded."""
         return goodput_of(self.launches) if self.launches else {}
 
     @cached_property
     def recipe(self) -> dict[str, Any] | None:
-        """The settings of the recipe; None where it cannot be read."""
+        """Settings of the recipe, or None if the recipe cannot be read."""
         try:
             recipe = parse_yaml(self.recipe_text, run_folder.RECIPE_FILE)[0] or {}
         except ValueError:
@@ -83,18 +86,18 @@ class Run:
 
     @property
     def targets(self) -> str:
-        """Unit of `num_targets`: `tokens`, `images` ...; `targets` for a custom task."""
+        """Unit of `num_targets`: `tokens`, `images`, ... For a custom task, `targets`."""
         recipe = self.recipe
         return "targets" if recipe is None else TARGET_UNITS.get(str(recipe.get("task", "causal-lm")), "targets")
 
 
 def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None = None) -> Run:
-    """Read the records of a run, also one that is still running or was killed; what is damaged is left out and named.
+    """Read the records of a run, also if the run is still running or was killed.
 
-    With the same `reader` a later call reads the new lines alone.
+    Damaged records are left out and listed in `damage`. A later call with the same `reader` only reads new lines.
 
     Raises:
-        ValueError: the folder holds no run; the text says what is missing.
+        ValueError: the folder does not hold a run; the message names the missing file or folder.
     """
     if not (folder / run_folder.METRICS_FILE).is_file():
         missing = f"it has no {run_folder.METRICS_FILE}" if folder.is_dir() else "there is no such folder"
@@ -105,7 +108,7 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
     )
     train, evals = ([line for line in lines if line["split"] == split] for split in ("train", "eval"))
     system = [_in_gib(line) for line in lines if line["split"] == "system"]
-    # A run that was killed may not have written one yet.
+    # A killed run may not have written any events yet.
     events = run_folder.read_events(folder, damage) if (folder / run_folder.EVENTS_FILE).is_file() else []
     summary = _usable_summary(folder / run_folder.SUMMARY_FILE, damage)
     for record in (*train, summary):
@@ -131,13 +134,14 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
 
 
 def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
-    """Return the records of the incidents that can be shown, with their `facts` and the `link` to their text."""
+    """Return the records of readable incidents, with their `facts` and the `link` to their text."""
     found = []
     for path in incident_folders(folder):
         try:
             record = read_incident(path)
             facts, advice = main_facts(record), [str(each) for each in record["next"]]
-        except Exception as error:  # of values that no run wrote
+        # The record has values that were not written by a run.
+        except Exception as error:
             reason = (
                 f"{path / RECORD}: {type(error).__name__}: {error}" if type(error) is not ValueError else str(error)
             )
@@ -149,7 +153,7 @@ def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
 
 
 def _in_gib(line: JsonRecord) -> JsonRecord:
-    """Return a line with `..._gib` in place of `..._bytes`."""
+    """Return a line with values `..._bytes` converted to `..._gib`."""
     return {
         name.replace("_bytes", "_gib"): value / 2**30
         if name.endswith("_bytes") and type(value) in (int, float)
@@ -159,7 +163,7 @@ def _in_gib(line: JsonRecord) -> JsonRecord:
 
 
 def _usable_summary(path: Path, damage: list[str]) -> JsonRecord:
-    """Return a summary without the values that are not of the kind that a run writes."""
+    """Return a summary without missing values and values of the wrong type."""
     summary = run_folder.read_record(path, damage)
     odd = [
         name

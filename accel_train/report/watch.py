@@ -1,4 +1,4 @@
-"""A view of a run in a dozen lines of text, from the files that it writes: also a run of another process or machine."""
+"""A text view of a run in a dozen lines, from its files. The run may belong to another process or machine."""
 
 import math
 import shutil
@@ -19,24 +19,24 @@ SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COLUMNS = 60
 LAST_EVENTS = 5
 SILENT_SECONDS = 60.0
-"""A run writes its time every second; one that has written nothing for so long may be gone."""
+"""Seconds without writes after which a run may be dead. A running launch writes its time every second."""
 _CLEAR = "\x1b[H\x1b[J"
 
 
 class State(NamedTuple):
-    """The state of a run; `has_ended` is true where nothing more comes unless it is started again."""
+    """The state of a run. `has_ended` is true if nothing follows unless the run is started again."""
 
     text: str
     has_ended: bool
 
 
 def watch_run(run: Path, *, once: bool = False, every_seconds: float = 2.0, show: Callable[[str], None]) -> None:
-    """Show the view of a run until it has ended, each time that the view changes; `once`: one time.
+    """Show the view of a run until it has ended, at each change. With `once`, show it one time.
 
-    `show` gets the whole view, lines of text.
+    `show` receives the whole view as lines of text.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: the folder does not hold a run.
     """
     before, reader = "", MetricsReader(run / METRICS_FILE)
     while True:
@@ -52,19 +52,22 @@ def watch_run(run: Path, *, once: bool = False, every_seconds: float = 2.0, show
 
 
 def show_in_terminal(view: str) -> None:
-    """Print a view in the place of the one before."""
+    """Clear the terminal and print a view."""
     print(_CLEAR, end="")
     print(view, flush=True)
 
 
 def silent_seconds(run: Path) -> float:
-    """Return for how long a run has written nothing."""
+    """Return the seconds since a run last wrote a file."""
     paths = (run / name for name in (METRICS_FILE, EVENTS_FILE, "launches.jsonl"))
     return max(0.0, time.time() - max(path.stat().st_mtime for path in paths if path.exists()))
 
 
 def state_of(run: Run, silent: float = 0.0) -> State:
-    """Return what a run is doing, by its last launch, the events since, and its summary; `silent`: seconds without news."""
+    """Return the state of a run, from its last launch, its latest events, and its summary.
+
+    `silent` is the number of seconds since the run last wrote a file.
+    """
     starts = [at for at, event in enumerate(run.events) if event["event"] in ("start", "resume")]
     since = run.events[starts[-1] :] if starts else run.events
     status = run.summary.get("status")
@@ -80,7 +83,7 @@ def state_of(run: Run, silent: float = 0.0) -> State:
 
 
 def total_steps(run: Run) -> int | None:
-    """Return the steps that a run is to have; None where that is not known yet."""
+    """Return the total number of steps of a run, or None if it is not known yet."""
     schedule = (run.recipe or {}).get("schedule") or {}
     if isinstance(steps := schedule.get("max_steps"), int):
         return steps
@@ -91,7 +94,7 @@ def total_steps(run: Run) -> int | None:
 
 
 def seconds_left(run: Run, total: int | None) -> float | None:
-    """Return the time to the last step at the pace of the last logged steps; None where that is not known."""
+    """Return the seconds to the last step at the pace of the latest logged steps, or None if unknown."""
     lines = [line for line in run.train[-SPARK_COLUMNS:] if is_number(line.get("train_seconds"))]
     if total is None or len(lines) < 2:
         return None
@@ -101,7 +104,7 @@ def seconds_left(run: Run, total: int | None) -> float | None:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a bar a value, between the least and the greatest; `x` where a value is not finite."""
+    """Return a bar for each value, scaled between the minimum and maximum. `x` marks a value that is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -109,7 +112,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def format_view(run: Run, state: State, *, width: int = 80) -> str:
-    """Return the view of a run: its state first, then its numbers, then its last events; lines of at most `width` characters."""
+    """Return the view of a run: state, numbers, and last events, in lines of at most `width` characters."""
     lines = [f"{run.name}: {state.text}", *format_blocks([("Now", list(_numbers(run, state)))], colour=False)[2:]]
     events = run.events[-LAST_EVENTS:]
     if events:
