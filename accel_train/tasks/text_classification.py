@@ -88,7 +88,7 @@ class TextClassification(Task):
         lengths = np.array([len(sample.ids) for sample in train])
         self.mean_length = float(lengths.mean())
         num_cut = int((lengths >= max_length).sum())  # but for a few that fit exactly
-        cut = f"{num_cut:,} of {len(lengths):,} training texts reach data.max_length={max_length} tokens, and are cut there"
+        cut = f"{num_cut:,} of {len(lengths):,} {recipe.data.of_training('texts')} reach data.max_length={max_length} tokens, and are cut there"
         return TaskData(
             train=cast("Dataset[Any]", train),  # a list is read as a map-style data set is
             eval=cast("Dataset[Any] | None", evaluation),

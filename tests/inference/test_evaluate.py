@@ -18,9 +18,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from accel_train.cli.main import main
-from accel_train.inference.data_notes import changes_of
 from accel_train.inference.evaluate import short_name
-from accel_train.inference.finished_run import counted
+from accel_train.inference.finished_run import changes_of, counted
 from accel_train.metrics.baselines import format_scores
 from accel_train.tasks import causal_lm
 from tests.support import runs as runs

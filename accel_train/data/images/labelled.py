@@ -122,11 +122,11 @@ def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None)
         ValueError: something is missing or broken; the message names file, row or column.
     """
     train_names, eval_names, notes = eval_beside_train(data)
-    pool = read_pools(train_names, data, "data.train", masks=False)
+    pool = read_pools(train_names, data, data.train_key, masks=False)
     if data.label_names is None and isinstance(pool.images, FileImages) and len(set(pool.labels)) == 1:
         folder = pool.images.root / pool.labels[0]
         raise ValueError(
-            f"data.train: the one class folder is {folder}, and a classifier needs two; is it one too high?"
+            f"{data.train_key}: the one class folder is {folder}, and a classifier needs two; is it one too high?"
         )
     scheme = label_scheme(
         pool.labels,
@@ -196,7 +196,7 @@ def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:
 
 def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: Data) -> tuple[str, ...]:
     """Classes without a training image: an error where the evaluation has some, unless the recipe lists the classes."""
-    if data.label_column is None:
+    if data.label_column is None or not data.is_for_training:
         return ()
     trained, evaluated = (set() if side is None else set(side.labels.tolist()) for side in (sets.train, sets.eval))
     missing = [name for number, name in enumerate(names) if number not in trained]

@@ -114,6 +114,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         "eval_fraction": None if inputs.eval else data.eval_fraction,
         "text_column": data.text_column,
         "encoding_errors": data.encoding_errors,
+        **({} if data.is_for_training else {"shown": True}),  # without notes on training
         **{name: getattr(data, name) for name in _READING if getattr(data, name) != Data.model_fields[name].default},
         "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else tokenizer.model_dump(),
     }
