@@ -27,6 +27,24 @@ class StepAgain(Exception):
     """No process applied the step, and it has to be repeated; raised for the loop, on all processes at the same step."""
 
 
+class SettingError(ValueError):
+    """A mistake that its user can correct. Code reads the fields; `str` renders the sentence from them.
+
+    The fields are what `problem` there is, its `remedy`, the setting or file that it is `at`, and the dotted names of all
+    `settings` that the broken rule is about.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", at: str = "", settings: tuple[str, ...] = ()) -> None:
+        super().__init__(problem, remedy, at, settings)  # `args`, with which it is pickled
+        self.problem, self.remedy, self.at, self.settings = problem, remedy, at, settings
+
+    def __str__(self) -> str:
+        told = f"{self.at}: {self.problem}" if self.at else self.problem
+        if not self.remedy:
+            return told
+        return f"{told}{'. ' if self.remedy[0].isupper() else '; '}{self.remedy}"
+
+
 class DataError(ValueError):
     """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
 

@@ -141,7 +141,7 @@ def _open_to_compare(folder: Path, record: dict[str, Any], settings: Sequence[st
     try:
         run = open_run(folder, settings=[*settings, "--precision.compile", "false"])
     except DataNotFound as error:
-        record["not_compared"] = str(error).partition(";")[0]
+        record["not_compared"] = error.problem
         return None
     if run.data.eval is None:
         record["not_compared"] = "the run held out no data"

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, other_than_consent, read_recipe
-from accel_train.core.errors import DataError
+from accel_train.core.errors import DataError, SettingError
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.encoding import check_encoding, in_its_encoding
@@ -45,7 +45,7 @@ _PROBLEM_TYPES = {
 }
 
 
-class DataNotFound(ValueError):
+class DataNotFound(SettingError):
     """Raised when a run's own data is not where its recipe says, and no other is given."""
 
 
@@ -192,8 +192,8 @@ def _check_data_is_there(folder: Path, data: Data) -> None:
     started_in = _started_in(folder)
     also = f" and from {started_in}, where the run was started" if started_in not in (None, os.getcwd()) else ""
     raise DataNotFound(
-        f"{gone}, the data of {folder}, is not there (seen from {os.getcwd()}{also}); "
-        f"name the data: accel-train evaluate {quote(str(folder))} DATA, accel-train predict {quote(str(folder))} DATA"
+        f"{gone}, the data of {folder}, is not there (seen from {os.getcwd()}{also})",
+        f"name the data: accel-train evaluate {quote(str(folder))} DATA, accel-train predict {quote(str(folder))} DATA",
     )
 
 

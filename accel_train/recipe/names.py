@@ -1,6 +1,5 @@
 """The dotted names of a recipe's settings, which of them a mistyped name means, and errors: value, who set it, rule, remedy."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import cache, reduce
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin, Section
@@ -186,13 +186,11 @@ def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[st
             continue  # `tokenizer` is no text, but what is wrong is inside it
         raw = look_up(tree, name)
         if problem["type"] == "value_error":
-            message = str(problem["ctx"]["error"])
-            said = {
-                n: look_up(tree, n) for n in origins if re.search(rf"(?<![\w.]){re.escape(n)}(?![\w.]*\w)", message)
-            }
-            named = [n for n, info in recipe_names().items() if isinstance(info, FieldInfo) and said.get(n) is not None]
-            setters = ", ".join(f"{n}={show(said[n])} from {origins[n]}" for n in named)
-            yield f"{message} ({setters or path})"
+            cause = problem["ctx"]["error"]
+            about = cause.settings if isinstance(cause, SettingError) else (name,)
+            values = {n: look_up(tree, n) for n in recipe_names() if n in about and n in origins}
+            setters = [f"{n}={show(value)} from {origins[n]}" for n, value in values.items() if value is not None]
+            yield f"{cause} ({', '.join(setters) or path})"
         elif raw is None and problem["type"] == "missing":
             yield f"{name} is missing from {path}; add `{REQUIRED_EXAMPLES.get(name, f'{name}: ...')}`"
         else:

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.values import (
     Fraction,
     Length,
@@ -70,22 +71,28 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def options_are_for_a_class(self) -> "Optimizer":
         if self.options and self.name not in ("adafactor", SCHEDULE_FREE) and ":" not in self.name:
-            raise ValueError(
-                f"optimizer.options are for adafactor, {SCHEDULE_FREE} and module:Class, and optimizer.name is {self.name}; "
-                "leave them out"
+            raise SettingError(
+                f"optimizer.options are for adafactor, {SCHEDULE_FREE} and module:Class, and optimizer.name is {self.name}",
+                "leave them out",
+                settings=("optimizer.options", "optimizer.name"),
             )
         return self
 
     @model_validator(mode="after")
     def schedule_free_averages_by_itself(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.ema_decay is not None:
-            raise ValueError(
-                f"optimizer.ema_decay={self.ema_decay:g}: {self.name} keeps an average of the weights already; leave it out"
+            raise SettingError(
+                f"{self.name} keeps an average of the weights already",
+                "leave it out",
+                at=f"optimizer.ema_decay={self.ema_decay:g}",
+                settings=("optimizer.ema_decay",),
             )
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
-            raise ValueError(
-                f"optimizer.betas={list(self.betas)}: {self.name} divides by the first, which is how much of the average gradients "
-                "are taken at; use 0.9"
+            raise SettingError(
+                f"{self.name} divides by the first, which is how much of the average gradients are taken at",
+                "use 0.9",
+                at=f"optimizer.betas={list(self.betas)}",
+                settings=("optimizer.betas",),
             )
         return self
 
@@ -139,11 +146,19 @@ class Schedule(Section):
     @model_validator(mode="after")
     def one_length_and_one_warmup(self) -> "Schedule":
         if (self.max_steps is None) == (self.num_epochs is None):
-            raise ValueError("give exactly one of schedule.max_steps and schedule.num_epochs")
+            raise SettingError(
+                "give exactly one of schedule.max_steps and schedule.num_epochs",
+                settings=("schedule.max_steps", "schedule.num_epochs"),
+            )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("give one of schedule.warmup_steps and schedule.warmup_ratio, not both")
+            raise SettingError(
+                "give one of schedule.warmup_steps and schedule.warmup_ratio, not both",
+                settings=("schedule.warmup_steps", "schedule.warmup_ratio"),
+            )
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower warmup_steps"
+            raise SettingError(
+                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}",
+                "lower warmup_steps",
+                settings=("schedule.warmup_steps",),
             )
         return self

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.values import Auto, PositiveInt, Section
 
 
@@ -41,16 +42,21 @@ class Parallel(Section):
     @model_validator(mode="after")
     def strategies_fit(self) -> "Parallel":
         if self.cp_size != 1:
-            raise ValueError(
-                f"parallel.cp_size={self.cp_size}: context parallelism is not supported, because torch's ring attention has no "
-                "kernel for the CPU, where this program proves that several processes train as one does; leave it at 1, and for "
-                f"sequences that do not fit set parallel.sp_size to {self.cp_size}, and precision.gradient_checkpointing to blocks"
+            raise SettingError(
+                "context parallelism is not supported, because torch's ring attention has no kernel for the CPU, where this "
+                "program proves that several processes train as one does",
+                f"leave it at 1, and for sequences that do not fit set parallel.sp_size to {self.cp_size}, and "
+                "precision.gradient_checkpointing to blocks",
+                at=f"parallel.cp_size={self.cp_size}",
+                settings=("parallel.cp_size", "parallel.sp_size", "precision.gradient_checkpointing"),
             )
         if self.sp_size > 1 and (self.tp_size > 1 or self.strategy == "deepspeed"):
-            other = f"tp_size={self.tp_size}" if self.tp_size > 1 else "strategy deepspeed"
-            raise ValueError(
-                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}; leave one of them out: sequences are split "
-                "under parallel.strategy ddp and fsdp2"
+            is_tp = self.tp_size > 1
+            other = f"tp_size={self.tp_size}" if is_tp else "strategy deepspeed"
+            raise SettingError(
+                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}",
+                "leave one of them out: sequences are split under parallel.strategy ddp and fsdp2",
+                settings=("parallel.sp_size", *(("parallel.tp_size",) if is_tp else ()), "parallel.strategy"),
             )
         of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
         of_strategy = {
@@ -61,8 +67,9 @@ class Parallel(Section):
         for strategy, names in of_strategy.items():
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}"
+                    raise SettingError(
+                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}",
+                        settings=(f"parallel.{name}", "parallel.strategy"),
                     )
         return self
 

@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from accel_train.core.errors import SettingError
 from accel_train.core.files import write_atomically
 from accel_train.core.state import Choice
 from accel_train.data.cache import cache_root, read_json
@@ -112,7 +113,7 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
     """Return what was proved of the recipe's forward, for the start; nothing where tests hold all of it.
 
     Raises:
-        ValueError: names the setting whose result differs from transformers' own model, and the fix.
+        SettingError: names the setting whose result differs from transformers' own model, and the fix.
     """
     checks = checks_of(recipe, config)
     if not checks:
@@ -122,14 +123,14 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
     if not proof.has_passed:
         problem = _problem(recipe, config, proof)
         if problem is not None:
-            raise ValueError(problem)
+            raise problem
         return {"probe": Choice("not proved", "; ".join(sorted(set(proof.refused.values()))))}
     found = ", ".join(f"{check} {difference:.0e}" for check, difference in proof.differences.items())
     return {"probe": Choice("equal", f"to transformers' own forward: {found}; shown on {proof.model}")}
 
 
-def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | None:
-    """Return the message for the first check that fails; None where none of them could be computed."""
+def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingError | None:
+    """Return the error for the first check that fails; None where none of them could be computed."""
     kind = proof.model.partition(",")[0]
 
     def how(check: str) -> str:
@@ -138,9 +139,10 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | No
         return f"the difference is {proof.differences[check]:.1e} of the largest value"
 
     if proof.looks_ahead:
-        return (
-            f"model type {config.model_type}: a later token changes the logits before it. "
-            f"{kind} sees what it predicts. Use a causal model, or set is_decoder: true in model.config"
+        return SettingError(
+            f"a later token changes the logits before it. {kind} sees what it predicts",
+            "Use a causal model, or set is_decoder: true in model.config",
+            at=f"model type {config.model_type}",
         )
     failed = [check for check in CHECKS if check in {*proof.refused, *proof.differences} and not proof.holds(check)]
     if DOCUMENTS in failed:
@@ -149,19 +151,33 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | No
             if proof.layer
             else f"{kind} does not keep documents apart"
         )
-        return f"data.mask_documents=True: {carries} ({how(DOCUMENTS)}). Set data.mask_documents to false"
+        return SettingError(
+            f"{carries} ({how(DOCUMENTS)})",
+            "Set data.mask_documents to false",
+            at="data.mask_documents=True",
+            settings=("data.mask_documents",),
+        )
     if set(failed) <= set(proof.refused) and len(set(proof.refused.values())) == 1 and FORWARD in failed:
         return None
-    texts = {
-        ROWS: f"data.format={recipe.data.format}: rows that share a window change each other in {kind}: {{}}. Set "
-        "model.attn_implementation to eager; then each row is a sample of its own",
-        FORWARD: f"model type {config.model_type}: training's forward of {kind} is not transformers' own: {{}}. Set "
-        "model.fused_kernels to false and model.attn_implementation to eager",
-        CHUNKED: f"loss.chunked={recipe.loss.chunked}: {kind}: {{}}. Set loss.chunked to false",
-        CHECKPOINTING: f"precision.gradient_checkpointing={recipe.precision.recomputed}: {kind}: {{}}. Set "
-        "precision.gradient_checkpointing to off",
-    }
-    return texts[failed[0]].format(how(failed[0]))
+    at, what, remedy = {
+        ROWS: (
+            f"data.format={recipe.data.format}",
+            f"rows that share a window change each other in {kind}",
+            "Set model.attn_implementation to eager; then each row is a sample of its own",
+        ),
+        FORWARD: (
+            f"model type {config.model_type}",
+            f"training's forward of {kind} is not transformers' own",
+            "Set model.fused_kernels to false and model.attn_implementation to eager",
+        ),
+        CHUNKED: (f"loss.chunked={recipe.loss.chunked}", kind, "Set loss.chunked to false"),
+        CHECKPOINTING: (
+            f"precision.gradient_checkpointing={recipe.precision.recomputed}",
+            kind,
+            "Set precision.gradient_checkpointing to off",
+        ),
+    }[failed[0]]
+    return SettingError(f"{what}: {how(failed[0])}", remedy, at)
 
 
 def examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: Sequence[str]) -> Proof:
