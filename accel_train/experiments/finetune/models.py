@@ -95,7 +95,8 @@ def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
     try:
         prove_forward(load_task("causal-lm"), make_recipe({**tree, "data": data}, "--model"))
     except ValueError as error:
-        is_known = isinstance(error, SettingError) and "data.mask_documents" in error.settings
-        reason = error.problem if is_known else str(error)
+        reason = str(error)
+        if isinstance(error, SettingError) and "data.mask_documents" in error.settings:
+            reason = error.problem
         return Choice(False, f"documents in a window see each other: {reason}")
     return Choice(True, "attention stays within a document")
