@@ -45,8 +45,10 @@ class Observer:
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Called after each evaluation."""
 
-    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Called for each event of events.jsonl; `rank` is None where it concerns all processes."""
+    def on_event(
+        self, kind: str, step: int, message: str, *, rank: int | None = None, names_step: bool = False, **facts: Any
+    ) -> None:
+        """Called for each event of events.jsonl; `rank` is None where it concerns all processes; `names_step`: the message does."""
 
     def note(self, text: str) -> None:
         """Called with a line for the screen that is not kept."""
@@ -183,7 +185,9 @@ class RunObserver(Observer):
         kind = "evaluation" if split == "eval" else "final evaluation"
         self._progress.evaluated(step, kind, metrics)
 
-    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
+    def on_event(
+        self, kind: str, step: int, message: str, *, rank: int | None = None, names_step: bool = False, **facts: Any
+    ) -> None:
         """Write an event: when, on which process (None: all), and why, in one sentence."""
         try:
             if kind == "rollback":
@@ -195,8 +199,7 @@ class RunObserver(Observer):
         except OSError as error:  # an event often reports a failure; it must not become a second one
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")
         if kind not in SILENT_EVENTS:
-            # The guard's sentences begin with their step.
-            self._progress.note(message if message.startswith(f"step {step}:") else f"step {step}: {message}")
+            self._progress.note(message if names_step else f"step {step}: {message}")
         if kind in ("start", "resume"):
             self._progress.begin()
         if kind in ENDINGS:
