@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP
 from accel_train.runtime.stacks import within
 
 STORE_SECONDS = 5.0
@@ -53,6 +52,8 @@ class ProcessStatus:
     is_waiting: bool = False  # for other processes, in that line
     ended: str | None = None
     """The reason to end, where it is no failure: "" for a finished run; None while the process runs."""
+    was_preparing: bool = False
+    """Asked to stop while it still prepared the run: no step was done without it, so nothing is lost."""
 
 
 Statuses = dict[int, ProcessStatus]  # by rank
@@ -67,6 +68,8 @@ class Failure:
     event: str = "peer_failed"  # its kind in events.jsonl
     exit_code: int = 5
     """Exit code of the other processes; after an out of memory that of the first one (6, 75), which says what to do."""
+    problem: str = ""
+    """The error of that process in one line, without its rank; empty for a failure that is no error of Python."""
 
 
 def is_peer_error(error: BaseException | None) -> bool:
@@ -216,9 +219,7 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
             return Failure(rank, f"{who} is gone without an error: {cause}{last_seen(status)}")
         if is_stuck:
             text = f"{who} has ended, and this process waits for it: {status.ended or 'no error'}"
-            # One that was still preparing the run when it was asked to stop: without it no step was done, so nothing is lost.
-            is_stop = status.ended == BEFORE_THE_FIRST_STEP
-            return Failure(rank, text, "preempted", 75) if is_stop else Failure(rank, text)
+            return Failure(rank, text, "preempted", 75) if status.was_preparing else Failure(rank, text)
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
         return Failure(0, f"{store.describe(0)} does not answer: it may host the store of this run, which is lost")
     return None

@@ -113,7 +113,7 @@ class Watchdog:
         elif error is None or isinstance(error, AGREED):
             is_alone = isinstance(error, Preempted) and not self._progress.has_begun
             ended = "" if error is None else one_line(error)
-            within(2.0, lambda: heartbeats.exchange(is_stopping=is_alone, ended=ended))
+            within(2.0, lambda: heartbeats.exchange(is_stopping=is_alone, ended=ended, was_preparing=is_alone))
             if is_alone:  # while a run is prepared each process stops by itself, or because the launcher saw one fail
                 self.cause = heartbeats.known_failure
                 heartbeats.stay_for_last_reads()
@@ -121,10 +121,10 @@ class Watchdog:
             self._note_failure(heartbeats, error)
 
     def _note_failure(self, heartbeats: HeartbeatStore, error: BaseException) -> None:
-        text = f" failed first: {redact_text(one_line(error))}"
-        failure: Failure | None = Failure(
-            self.rank, heartbeats.describe(self.rank) + text, *FOR_ALL.get(type(error), ())
-        )
+        problem = redact_text(one_line(error))
+        message = f"{heartbeats.describe(self.rank)} failed first: {problem}"
+        event, exit_code = FOR_ALL.get(type(error), (Failure.event, Failure.exit_code))
+        failure: Failure | None = Failure(self.rank, message, event, exit_code, problem)
         if is_peer_error(error):
             # Where a peer was asked to stop while it still prepared the run, no step was done: nobody has failed.
             is_stop = self.stop.requested and self._progress.is_first_step
@@ -137,7 +137,7 @@ class Watchdog:
             self.cause = first
             self._record(first)
         else:
-            self.is_reported = first.rank != self.rank and first.message.endswith(text)
+            self.is_reported = first.rank != self.rank and first.problem == problem
         _restart_if_it_helps(first)
         heartbeats.stay_for_last_reads()
 
