@@ -49,6 +49,10 @@ class DataError(ValueError):
     """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
 
 
+class DataWorkerGone(RuntimeError):
+    """A process that reads the data ahead has died. The command exits with 5."""
+
+
 class RecipeError(ValueError):
     """A setting that only turned out wrong once the run was under way. The command exits with 2."""
 
