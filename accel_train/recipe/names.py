@@ -218,7 +218,7 @@ def _remedy(name: str, raw: Any) -> str:
     for item in raw if isinstance(raw, list | tuple) else [raw]:
         if isinstance(item, str) and item not in choices and (meant := did_you_mean(item, choices)):
             return meant
-        if isinstance(item, int | float) and item > LARGEST_COUNT and "at most" not in rule_of(name):
+        if isinstance(item, int | float) and item > LARGEST_COUNT and not _has_own_maximum(name):
             return f"no setting takes a number above {LARGEST_COUNT:,}"
     if isinstance(raw, str) and raw.lower() in ("yes", "no", "on", "off", "true", "false") and bool in kinds_of(name):
         return "write true or false, without quotes"
@@ -256,11 +256,31 @@ def _written(choice: Any) -> str:
 
 def rule_of(name: str) -> str:
     """Return what a setting takes, in words: `auto or a whole number of at least 1`."""
+    return f"a mapping of {fields_of(name)}" if is_section(recipe_names()[name]) else _rule(_schema(name))
+
+
+def numbers_of(name: str) -> set[str]:
+    """Return which numbers a setting, or an item of it, takes: `integer`, `number`, both or none, in JSON schema's words."""
+    return {part.get("type", "") for part in _parts(_schema(name)) if "enum" not in part} & {"integer", "number"}
+
+
+def _has_own_maximum(name: str) -> bool:
+    """Return whether a setting's rule names a largest value: the general bound of integers is in none."""
+    return any(part.get("maximum", LARGEST_COUNT) != LARGEST_COUNT for part in _parts(_schema(name)))
+
+
+def _schema(name: str) -> Mapping[str, Any]:
     info = recipe_names()[name]
-    if is_section(info):
-        return f"a mapping of {fields_of(name)}"
-    kind: Any = Annotated[info.annotation, info]  # type: ignore[union-attr]
-    return _rule(TypeAdapter(kind).json_schema())
+    kind: Any = info if is_section(info) else Annotated[info.annotation, info]  # type: ignore[union-attr]
+    return TypeAdapter(kind).json_schema()
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, its alternatives and its items."""
+    yield schema
+    inside = [*schema.get("anyOf", ()), *schema.get("prefixItems", ())]
+    for each in (*inside, *((schema["items"],) if isinstance(schema.get("items"), Mapping) else ())):
+        yield from _parts(each)
 
 
 def _rule(schema: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from accel_train.core.redaction import is_secret, redact
 from accel_train.core.state import Choice
 from accel_train.model.pretrained import check_model_config
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import nearest_names, recipe_names, value_of
+from accel_train.recipe.names import nearest_names, numbers_of, recipe_names, value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin
 from accel_train.recipe.writer import format_recipe
@@ -300,6 +300,20 @@ def test_a_rule_about_several_settings_names_them_in_fields(section: dict[str, A
 def test_a_value_that_is_the_name_of_a_setting_is_not_taken_for_one(recipe_file: Path) -> None:
     said = error_of(recipe_file, RECIPE + "seed: 3\n", "--data.encoding", "seed")
     assert said.endswith("(data.encoding=seed from --data.encoding)")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("seed", {"integer"}),
+        ("optimizer.betas", {"number"}),
+        ("guard.on_spike", set()),
+        ("parallel.zero_stage", set()),
+        ("batch.per_device_batch_size", {"integer"}),
+    ],
+)
+def test_numbers_that_a_setting_takes_are_read_from_its_type(name: str, numbers: set[str]) -> None:
+    assert numbers_of(name) == numbers
 
 
 def test_one_problem_is_one_line_and_all_are_named(recipe_file: Path) -> None:

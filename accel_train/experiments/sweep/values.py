@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from accel_train.core.json_io import json_digest
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import recipe_names, rule_of
+from accel_train.recipe.names import numbers_of, recipe_names
 from accel_train.recipe.schema import Recipe
 
 SHORT_NAMES = {"learning_rate": "lr", "weight_decay": "wd", "global_batch_size": "batch"}
@@ -224,15 +224,15 @@ def _domain(flag: str, text: str) -> list[str] | Range | None:
 def _range(flag: str, low: str, high: str) -> Range | None:
     """Return a range; None for a setting that takes no numbers, whose text it is."""
     name, ends = flag.removeprefix("--"), (float(low), float(high))
-    rule = rule_of(name) if name in recipe_names() else "a number, or a whole number"
-    if "number" not in rule:
+    numbers = numbers_of(name) if name in recipe_names() else {"number", "integer"}
+    if not numbers:
         return None
     are_whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
     if not ends[0] < ends[1] < math.inf:
         raise ValueError(f"{flag} {low}..{high}: must go from a smaller number to a greater one")
-    if not are_whole and "a number" not in rule:
+    if not are_whole and "number" not in numbers:
         raise ValueError(f"{flag} {low}..{high}: this setting takes whole numbers; give whole ends: 1..8")
-    return Range(*ends, are_whole and "whole number" in rule)
+    return Range(*ends, are_whole and "integer" in numbers)
 
 
 def _size(values: list[str] | Range) -> float:
