@@ -39,6 +39,8 @@ STOP_SECONDS = 600.0
 CHECKPOINTS_AT_ONCE = 5
 """The most checkpoints that a rehearsal has on the disk, where a save takes longer than `subprocess_run.POLL_SECONDS`."""
 DETERMINISTIC = "precision.deterministic"
+LENGTH = ("schedule.max_steps", "schedule.warmup_steps")
+"""Settings of the length of a run, which a rehearsal changes itself."""
 
 
 def rehearse_recipe(
@@ -237,9 +239,10 @@ def _keep_only(run_folder: Path, step: int) -> None:
 
 
 def _refuse_changes(events: Sequence[JsonRecord], name: str) -> None:
-    """Refuse changes since the checkpoint, except of the length of the run, which a rehearsal changes itself."""
-    changes = (change for event in events if event["event"] == "changes_accepted" for change in event["changes"])
-    if refused := [each for each in changes if not each.startswith(("schedule.max_steps ", "schedule.warmup_steps "))]:
+    """Refuse changes since the checkpoint, except of the length of the run."""
+    accepted = [event for event in events if event["event"] == "changes_accepted"]
+    changes = (change for event in accepted for change in zip(event["settings"], event["changes"], strict=True))
+    if refused := [told for setting, told in changes if setting not in LENGTH]:
         message = f"{name} has changed since its checkpoint, and a resume would be refused:"
         raise ValueError("\n".join((message, *refused)))
 

@@ -192,9 +192,8 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
             observer.on_event("rollback", rollback.at_step, message, **asdict(rollback))
     facts: dict[str, Any] = dict(launch_facts())
     if point.path is None:
-        message = f"starting: {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
-        if point.changes:
-            message = f"starting a new run: {'; '.join(map(str, point.changes))}; {message.removeprefix('starting: ')}"
+        what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
+        message = f"{what} {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
         observer.on_event("start", 0, message, **facts)
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
@@ -216,4 +215,5 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         is_other = any(not each <= ALIKE for each in names)
         anew = "; the optimizer begins anew" if is_other else ""
         message = f"changed since, and accepted: {'; '.join(changes)}{anew}"
-        observer.on_event("changes_accepted", step, message, changes=changes)
+        settings = [change.name for change in point.changes]
+        observer.on_event("changes_accepted", step, message, changes=changes, settings=settings)
