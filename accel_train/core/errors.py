@@ -45,6 +45,13 @@ class SettingError(ValueError):
         return f"{told}{'. ' if self.remedy[0].isupper() else '; '}{self.remedy}"
 
 
+class RecipeProblems(ValueError):
+    """All that is wrong with a recipe: `args` are the problems, and `str` shows one a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+
 class DataError(ValueError):
     """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
 

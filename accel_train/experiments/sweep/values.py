@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, product
 from typing import NamedTuple
 
+from accel_train.core.errors import RecipeProblems
 from accel_train.core.json_io import json_digest
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.names import numbers_of, recipe_names
@@ -182,11 +183,11 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
         try:
             recipe = load_recipe(path, arguments=[*space.fixed, *flags_of(values)])
         except ValueError as error:
-            problems.update(dict.fromkeys(str(error).splitlines()))
+            problems.update(dict.fromkeys(error.args if isinstance(error, RecipeProblems) else [str(error)]))
             continue
         found.append(Combination(_folder_name(keys, values), values, recipe))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise RecipeProblems(*problems)
     return found
 
 
