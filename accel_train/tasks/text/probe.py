@@ -70,7 +70,7 @@ class Proof:
     """Measurements of a probe, by check."""
 
     model: str
-    """The class, and the number of parameters that it was probed with."""
+    """The class; of a model that could not be made, its type."""
     differences: Mapping[str, float]
     """Largest difference by check, as a share of the largest value; without what this model is not trained with."""
     refused: Mapping[str, str]
@@ -81,6 +81,8 @@ class Proof:
     """Largest difference that counts as rounding in this model."""
     looks_ahead: bool = False
     """A later token changes the logits before it, in transformers' own forward."""
+    num_parameters: int = 0
+    """Parameters of the model that was probed."""
 
     def holds(self, check: str) -> bool:
         """Return whether the check was computed and found equal."""
@@ -126,12 +128,17 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
             raise problem
         return {"probe": Choice("not proved", "; ".join(sorted(set(proof.refused.values()))))}
     found = ", ".join(f"{check} {difference:.0e}" for check, difference in proof.differences.items())
-    return {"probe": Choice("equal", f"to transformers' own forward: {found}; shown on {proof.model}")}
+    return {
+        "probe": Choice(
+            "equal",
+            f"to transformers' own forward: {found}; shown on {proof.model}, {proof.num_parameters:,} parameters",
+        )
+    }
 
 
 def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingError | None:
     """Return the error for the first check that fails; None where none of them could be computed."""
-    kind = proof.model.partition(",")[0]
+    kind = proof.model
 
     def how(check: str) -> str:
         if check in proof.refused:
@@ -197,7 +204,7 @@ def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks:
         stock = toy_model(config, trust_remote_code=recipe.model.trust_remote_code)
     except ValueError as error:
         return Proof(config.model_type, {}, dict.fromkeys(checks, str(error)))
-    proof = Proof(f"{type(stock).__name__}, {_numel(stock):,} parameters", {}, {})
+    proof = Proof(type(stock).__name__, {}, {}, num_parameters=_numel(stock))
     section = recipe.model.model_copy(update={"pretrained": None, "lora": None})
     toy = recipe.model_copy(update={"model": section})
     try:
