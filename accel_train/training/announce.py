@@ -118,11 +118,15 @@ def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     sizes = []
     if {"num_train", "num_eval"} <= facts.keys():
         sizes = [f"{facts['num_train']:,} samples to train on, {facts['num_eval']:,} held out"]
-    kind, counts = facts.get("problem_type", ""), facts.get("num_train_of_label")
-    labels = class_notes(counts) if counts and not kind.startswith("regression") else []
-    if kind.startswith("regression"):
-        labels = [f"labels: {kind}; no classes"]
+    counts = facts.get("num_train_of_label")
+    labels = class_notes(counts) if counts else []
+    if _is_regression(facts):
+        labels = [f"labels: {facts['problem_type']}; no classes"]
     return [*sizes, *labels, *few_held_out(facts, recipe.data.eval), *facts.get("notes", ())]
+
+
+def _is_regression(facts: Mapping[str, Any]) -> bool:
+    return "problem_type" in facts and not facts.get("num_train_of_label")
 
 
 def few_held_out(facts: Mapping[str, Any], own: object) -> list[str]:
@@ -130,8 +134,7 @@ def few_held_out(facts: Mapping[str, Any], own: object) -> list[str]:
     num_eval, is_labelled = facts.get("num_eval", 0), "num_train_of_label" in facts or "problem_type" in facts
     if not (is_labelled and 0 < num_eval < FEW_HELD_OUT):
         return []
-    is_regression = facts.get("problem_type", "").startswith("regression")
-    costs = "" if is_regression else f": one more error is {1 / num_eval:.1%} of the accuracy"
+    costs = "" if _is_regression(facts) else f": one more error is {1 / num_eval:.1%} of the accuracy"
     remedy = (
         "Raise data.eval_fraction, to 0.1 for example, or give data.eval" if own is None else "Give more in data.eval"
     )
