@@ -56,11 +56,6 @@ class DataError(ValueError):
     """A sample cannot be read; the text names file and row. The command exits with 2, at whatever point it is found."""
 
 
-def asks_for_own_code(error: BaseException) -> bool:
-    """Return whether transformers refused code that a model or tokenizer brings; it says so in the text of its error alone."""
-    return "custom code" in str(error)
-
-
 class DataWorkerGone(RuntimeError):
     """A process that reads the data ahead has died. The command exits with 5."""
 
@@ -87,3 +82,8 @@ class ProcessFailed(Exception):
 
 class UserError(Exception):
     """A mistake in what the user gave: printed in one line, without a traceback."""
+
+
+def asks_for_own_code(error: BaseException) -> bool:
+    """Return whether transformers refused code that a model or tokenizer brings; it says so in the text of its error alone."""
+    return "custom code" in str(error)

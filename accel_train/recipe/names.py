@@ -278,8 +278,8 @@ def _schema(name: str) -> Mapping[str, Any]:
 def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a schema, its alternatives and its items."""
     yield schema
-    inside = [*schema.get("anyOf", ()), *schema.get("prefixItems", ())]
-    for each in (*inside, *((schema["items"],) if isinstance(schema.get("items"), Mapping) else ())):
+    items = [schema["items"]] if "items" in schema else []
+    for each in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), *items):
         yield from _parts(each)
 
 
